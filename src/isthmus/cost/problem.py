@@ -1,0 +1,120 @@
+"""What a planner is asked: this model, on this fleet, with this batch."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from functools import cached_property
+from types import MappingProxyType
+from typing import Literal
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Device, Fleet
+from isthmus.graph import Flow, Op
+from isthmus.plan import SCHEDULES
+
+Precision = Literal["float32", "bfloat16"]
+
+FLOAT32_BYTES = 4
+
+OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+"""fp32 tensors of the parameter's shape that each optimizer keeps."""
+
+
+class ParameterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bytes kept per element of a trainable parameter, beside the tensor that computes."""
+
+    master_bytes: int = 0
+    """fp32 copy that the optimizer updates when the computing tensor is narrower."""
+    gradient_bytes: int = FLOAT32_BYTES
+    optimizer_bytes: int = 0
+
+
+def parameter_state(optimizer: str, *, momentum: bool = False, precision: Precision = "float32") -> ParameterState:
+    """State of an optimizer, gradients accumulated in fp32. `momentum` makes `sgd` keep one tensor.
+
+    Under bfloat16 an element's weight costs 2 + 4 bytes (master copy). Raises UserError for an unknown optimizer.
+    """
+    name = optimizer.lower()
+    if name not in OPTIMIZER_TENSORS:
+        raise unknown_name("optimizer", optimizer, OPTIMIZER_TENSORS)
+    tensors = 1 if name == "sgd" and momentum else OPTIMIZER_TENSORS[name]
+    return ParameterState(
+        master_bytes=FLOAT32_BYTES if precision == "bfloat16" else 0,
+        optimizer_bytes=FLOAT32_BYTES * tensors,
+    )
+
+
+def _no_scale() -> Mapping[str, float]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Problem:
+    """One planning problem. `flow` is that of the train graph.
+
+    Raises UserError for sizes below one, an unknown schedule or device, or a graph captured at another batch size.
+    """
+
+    flow: Flow
+    fleet: Fleet
+    micro_batch_size: int
+    micro_batches: int
+    schedule: str = "1f1b"
+    state: ParameterState = field(default_factory=ParameterState)
+    speed_scale: Mapping[str, float] = field(default_factory=_no_scale)
+    """lambda of FusionLLM's S = lambda * S*, per device; 1 where absent."""
+
+    def __post_init__(self) -> None:
+        for name, value in (("micro_batch_size", self.micro_batch_size), ("micro_batches", self.micro_batches)):
+            if value < 1:
+                raise UserError(f"{name}: got {value}, expected at least 1")
+        if self.schedule not in SCHEDULES:
+            raise unknown_name("schedule", self.schedule, SCHEDULES)
+        for name, scale in self.speed_scale.items():
+            if name not in self.fleet.names:
+                raise unknown_name("device in speed_scale", name, self.fleet.names)
+            if not scale > 0:
+                raise UserError(f"speed_scale of {name!r}: got {scale}, expected a number above 0")
+        graph = self.flow.graph
+        if graph.mode != "train":
+            raise UserError(f"graph {graph.name!r}: got mode {graph.mode!r}, expected 'train'")
+        if graph.batch not in (None, self.micro_batch_size):
+            raise UserError(
+                f"micro_batch_size: got {self.micro_batch_size}, expected {graph.batch}, "
+                f"the only size at which {graph.name!r} could be captured"
+            )
+        if not self.flow.operators:
+            raise UserError(f"graph {graph.name!r}: has no operator that depends on an input or a trainable parameter")
+
+    def speed(self, device: Device) -> float:
+        """Sustained FLOP/s: lambda * S* (FusionLLM, workload estimation)."""
+        return self.speed_scale.get(device.name, 1.0) * device.flops_per_s
+
+    def flops(self, op: Op) -> tuple[int, int]:
+        """(forward, backward) FLOPs of one micro-batch; none for free operators.
+
+        Every stage that needs a mask or a position computes it again. It is a few element-wise operators, and
+        charging them would make a stage's cost depend on more than its ends.
+        """
+        if op.kind != "operator" or op.name in self.flow.free:
+            return 0, 0
+        return op.flops_forward.at(self.micro_batch_size), op.flops_backward.at(self.micro_batch_size)
+
+    def saved_bytes(self, op: Op) -> int:
+        """Bytes kept from forward to backward for one micro-batch; none for free operators."""
+        if op.kind != "operator" or op.name in self.flow.free:
+            return 0
+        return op.saved_bytes.at(self.micro_batch_size)
+
+    @cached_property
+    def cumulative_flops(self) -> tuple[int, ...]:
+        """Forward and backward FLOPs of the first k operators, for k = 0 .. number of operators."""
+        return tuple(itertools.accumulate((sum(self.flops(op)) for op in self.flow.operators), initial=0))
+
+    @cached_property
+    def cumulative_saved_bytes(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate((self.saved_bytes(op) for op in self.flow.operators), initial=0))

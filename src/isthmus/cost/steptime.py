@@ -1,0 +1,158 @@
+"""Seconds per step in closed form.
+
+A synchronous pipeline of S stages and n micro-batches takes `fill + (n - 1) * period + shared`:
+
+    fill     one micro-batch alone: every stage's forward and backward, every edge's message both ways
+    period   the slowest stage, or the link that is longest occupied by one micro-batch's bytes
+    shared   shared parameters: value to each user, gradient back, once per step
+
+Latency is in `fill` but not in `period`: enough micro-batches in flight hide it. Too few (no memory for more)
+throttle the pipeline: a stage that may hold k micro-batches completes at most k per round trip. FusionLLM's
+Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives one after another; see `eq3_step_s`.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from dataclasses import dataclass
+from functools import cached_property
+
+from isthmus.cost.compute import compute_s
+from isthmus.cost.problem import Problem
+from isthmus.cost.transfer import transfer_s, wire_s
+from isthmus.plan import Edge, SharedParameter, classic_in_flight
+
+
+@dataclass(frozen=True)
+class EdgeTime:
+    """Seconds of one edge for one micro-batch; `wire` leaves latency out."""
+
+    source: int
+    target: int
+    forward_s: float
+    backward_s: float
+    forward_wire_s: float
+    backward_wire_s: float
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pipeline:
+    """The durations of a placed pipeline; stages in order."""
+
+    devices: tuple[str, ...]
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    edges: tuple[EdgeTime, ...]
+    shared_s: float
+
+    @cached_property
+    def compute_s(self) -> tuple[float, ...]:
+        return tuple(f + b for f, b in zip(self.forward_s, self.backward_s, strict=True))
+
+    @cached_property
+    def fill_s(self) -> float:
+        return sum(self.compute_s) + sum(e.forward_s + e.backward_s for e in self.edges)
+
+    @cached_property
+    def bottleneck(self) -> tuple[float, str]:
+        """(period without throttling, what sets it)."""
+        found = [(c, f"device {d}") for c, d in zip(self.compute_s, self.devices, strict=True)]
+        for e in self.edges:
+            source, target = self.devices[e.source], self.devices[e.target]
+            found.append((e.forward_wire_s, f"link {source} -> {target}"))
+            found.append((e.backward_wire_s, f"link {target} -> {source}"))
+        return max(found, key=lambda pair: pair[0])
+
+    @cached_property
+    def round_trips_s(self) -> tuple[float, ...]:
+        """From the start of a micro-batch's F on each stage to the end of its B there, alone in the pipeline."""
+        return tuple(self._round_trip_s(s) for s in range(len(self.devices)))
+
+    def _round_trip_s(self, start: int) -> float:
+        # Longest path: messages to different stages travel at the same time.
+        forward_end = {start: self.forward_s[start]}
+        for stage in range(start + 1, len(self.devices)):
+            arrivals = [forward_end[e.source] + e.forward_s for e in self._incoming[stage] if e.source in forward_end]
+            if arrivals:
+                forward_end[stage] = max(arrivals) + self.forward_s[stage]
+        backward_end: dict[int, float] = {}
+        for stage in sorted(forward_end, reverse=True):
+            gradients = [backward_end[e.target] + e.backward_s for e in self._outgoing[stage] if e.backward_s]
+            backward_end[stage] = max([forward_end[stage], *gradients]) + self.backward_s[stage]
+        return backward_end[start]
+
+    @cached_property
+    def _incoming(self) -> tuple[list[EdgeTime], ...]:
+        return tuple([e for e in self.edges if e.target == s] for s in range(len(self.devices)))
+
+    @cached_property
+    def _outgoing(self) -> tuple[list[EdgeTime], ...]:
+        return tuple([e for e in self.edges if e.source == s] for s in range(len(self.devices)))
+
+    def throttled_period_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
+        """The period when stage s holds at most `in_flight[s]` micro-batches."""
+        limits = [r / k for r, k in zip(self.round_trips_s, in_flight, strict=True) if k < micro_batches]
+        return max([self.bottleneck[0], *limits])
+
+    def step_s(self, micro_batches: int, period_s: float | None = None) -> float:
+        period = self.bottleneck[0] if period_s is None else period_s
+        return self.fill_s + (micro_batches - 1) * period + self.shared_s
+
+    def eq3_step_s(self, micro_batches: int) -> float:
+        """FusionLLM Eq. 3 with forward and backward: sum(C_p + R_p) + (n_b - 1) * max(C_p, R_p)."""
+        receive = [sum(e.forward_s + e.backward_s for e in edges) for edges in self._incoming]
+        slowest = max(max(c, r) for c, r in zip(self.compute_s, receive, strict=True))
+        return sum(self.compute_s) + sum(receive) + (micro_batches - 1) * slowest
+
+
+def pipeline(
+    problem: Problem,
+    devices: Sequence[str],
+    flops: Sequence[tuple[int, int]],
+    edges: Sequence[Edge],
+    shared: Sequence[SharedParameter],
+) -> Pipeline:
+    """Durations of stages with these (forward, backward) FLOPs on these devices."""
+    times: list[EdgeTime] = []
+    for e in edges:
+        there, back = (devices[e.source], devices[e.target]), (devices[e.target], devices[e.source])
+        times.append(
+            EdgeTime(
+                e.source,
+                e.target,
+                transfer_s(problem, *there, e.forward_bytes),
+                transfer_s(problem, *back, e.backward_bytes),
+                wire_s(problem, *there, e.forward_bytes),
+                wire_s(problem, *back, e.backward_bytes),
+            )
+        )
+    return Pipeline(
+        devices=tuple(devices),
+        forward_s=tuple(compute_s(problem, d, f) for d, (f, _) in zip(devices, flops, strict=True)),
+        backward_s=tuple(compute_s(problem, d, b) for d, (_, b) in zip(devices, flops, strict=True)),
+        edges=tuple(times),
+        shared_s=sum(
+            transfer_s(problem, devices[p.owner], devices[user], p.size_bytes)
+            + transfer_s(problem, devices[user], devices[p.owner], p.size_bytes)
+            for p in shared
+            for user in p.users
+        ),
+    )
+
+
+def in_flight_limits(problem: Problem, times: Pipeline, memory_allows: Sequence[int]) -> tuple[int, ...]:
+    """Micro-batches that each stage may hold.
+
+    GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the
+    period, whichever is more, as far as `memory_allows`; fewer than classic throttle the pipeline.
+    """
+    classic = classic_in_flight(problem.schedule, len(times.devices), problem.micro_batches)
+    if problem.schedule == "gpipe":
+        return classic
+    period = times.bottleneck[0]
+    hiding = [math.ceil(r / period) + 1 if period else problem.micro_batches for r in times.round_trips_s]
+    wanted = [max(c, h) for c, h in zip(classic, hiding, strict=True)]
+    return tuple(
+        max(1, min(w, problem.micro_batches, m)) for w, m in zip(wanted, memory_allows, strict=True)
+    )

@@ -1,0 +1,143 @@
+"""Arrays that fit in memory: `.npz` files, and scikit-learn's bundled handwritten digits."""
+
+from __future__ import annotations
+
+import zipfile
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Literal
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+
+from isthmus.data.dataset import (
+    Array,
+    ColumnSpec,
+    Indices,
+    Split,
+    as_tensors,
+    check_columns,
+    checked,
+    fingerprint_of,
+    held_out_count,
+    refuse_empty_holdout,
+)
+from isthmus.data.order import SampleOrder
+from isthmus.errors import UserError
+from isthmus.extensions import import_extra
+
+if TYPE_CHECKING:
+    import torch
+
+_DTYPES = {"bool", "uint8", "int8", "int16", "int32", "int64", "float16", "float32", "float64"}
+_DIGIT_SIDE = 8
+
+
+class NpzOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """An `.npz` whose arrays share their first dim. Held-out samples: `heldout_path`, else a share of `path`."""
+
+    path: str
+    heldout_path: str | None = None
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+
+
+class DigitsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The digits' form: `flat` gives one vector per sample, `size` the sides in pixels, `channels` equal copies."""
+
+    flat: bool = False
+    size: Annotated[int, Meta(ge=_DIGIT_SIDE)] = _DIGIT_SIDE
+    channels: Literal[1, 3] = 1
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+
+
+class ArrayDataset:
+    """Samples are the rows of arrays that share their first dim.
+
+    Raises `UserError`, with `source` in front, for arrays that are empty, differ in length, or have a dtype that
+    is no plain number.
+    """
+
+    def __init__(self, arrays: Mapping[str, Array], source: str, limits: Mapping[str, int] | None = None) -> None:
+        if not arrays:
+            raise UserError(f"{source}: holds no arrays")
+        native: dict[str, Array] = {}
+        for name, array in arrays.items():
+            if array.dtype.name not in _DTYPES:
+                raise UserError(
+                    f"{source} column {name!r}: got dtype {array.dtype}, expected one of: {', '.join(sorted(_DTYPES))}"
+                )
+            if array.ndim == 0:
+                raise UserError(f"{source} column {name!r}: got a scalar, expected one row per sample")
+            native[name] = array.astype(array.dtype.newbyteorder("="), copy=False)
+        lengths = {name: len(array) for name, array in native.items()}
+        if len(set(lengths.values())) > 1:
+            raise UserError(f"{source}: columns differ in length: {lengths}")
+        if not any(lengths.values()):
+            raise UserError(f"{source}: holds no samples")
+        self._arrays = native
+        self._limits = limits or {}
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return {
+            name: ColumnSpec(dtype=array.dtype.name, shape=array.shape[1:], limit=self._limits.get(name))
+            for name, array in self._arrays.items()
+        }
+
+    @property
+    def fingerprint(self) -> str:
+        return fingerprint_of({"kind": "arrays", "columns": list(self._arrays)}, self._arrays.values())
+
+    def __len__(self) -> int:
+        return len(next(iter(self._arrays.values())))
+
+    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        check_columns(columns, self._arrays)
+        positions = checked(indices, len(self))
+        return as_tensors({name: self._arrays[name][positions] for name in columns})
+
+
+def _share(arrays: Mapping[str, Array], holdout: float, split: Split, source: str) -> dict[str, Array]:
+    """The rows of `split`, drawn at random because files are often sorted by class; in the file's order."""
+    refuse_empty_holdout(split, holdout, source)
+    size = len(next(iter(arrays.values())))
+    kept = size - held_out_count(size, holdout, f"samples of {source}")
+    shuffled = SampleOrder(size, seed=0).indices(0, size)
+    rows = np.sort(shuffled[:kept] if split == "train" else shuffled[kept:])
+    return {name: array[rows] for name, array in arrays.items()}
+
+
+def load_npz(options: NpzOptions, split: Split) -> ArrayDataset:
+    """The file's arrays as columns. Pickled content is refused. Raises `UserError` for what cannot be read."""
+    separate = options.heldout_path is not None
+    source = options.heldout_path if split == "heldout" and options.heldout_path is not None else options.path
+    path = Path(source).expanduser()
+    if not path.is_file():
+        raise UserError(f"npz option 'path': no file {source}")
+    if not zipfile.is_zipfile(path):
+        raise UserError(f"npz option 'path': {source} is no .npz archive")
+    try:
+        with np.load(path, allow_pickle=False) as archive:
+            arrays: dict[str, Array] = {name: archive[name] for name in archive.files}
+    except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
+        raise UserError(f"npz option 'path': cannot read {source}: {error}") from error
+    whole = ArrayDataset(arrays, source)
+    if separate:
+        return whole
+    return ArrayDataset(_share(arrays, options.holdout, split, source), source)
+
+
+def load_digits(options: DigitsOptions, split: Split) -> ArrayDataset:
+    """1,797 digits: `pixel_values` float32 [channels, size, size] in 0 .. 1 (flat: one vector), `labels` int64.
+
+    Larger sizes repeat the nearest pixel.
+    """
+    bundled = import_extra("sklearn.datasets", "train").load_digits()
+    pixels = bundled.images.astype(np.float32) / np.float32(16)
+    nearest = np.arange(options.size) * _DIGIT_SIDE // options.size
+    pixels = np.repeat(pixels[:, None, nearest[:, None], nearest], options.channels, axis=1)
+    if options.flat:
+        pixels = pixels.reshape(len(pixels), -1)
+    arrays = {"pixel_values": pixels, "labels": bundled.target.astype(np.int64)}
+    return ArrayDataset(_share(arrays, options.holdout, split, "digits"), "digits", limits={"labels": 10})

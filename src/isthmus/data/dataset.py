@@ -1,0 +1,99 @@
+"""What a data set is: columns of fixed shape, and any samples of any of them on request."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Iterable, Mapping, Sequence
+from typing import TYPE_CHECKING, Literal, Protocol
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import import_extra
+
+if TYPE_CHECKING:
+    import torch
+
+Split = Literal["train", "heldout"]
+SPLITS: tuple[Split, ...] = ("train", "heldout")
+Indices = Sequence[int] | npt.NDArray[np.int64]
+Array = npt.NDArray[np.generic]
+
+
+class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One column: torch's dtype name, the shape of one sample, and for ids and classes the limit they stay below."""
+
+    dtype: str
+    shape: tuple[int, ...] = ()
+    limit: int | None = None
+
+
+class Dataset(Protocol):
+    """A finite set of samples with random access. Equal settings and content give equal batches everywhere."""
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]: ...
+
+    @property
+    def fingerprint(self) -> str:
+        """sha256 (hex) of what the samples hold: content and settings, but not where the files lie."""
+        ...
+
+    def __len__(self) -> int: ...
+
+    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        """The asked columns of the asked samples, each [len(indices), *shape]; nothing else is materialised.
+
+        Raises `UserError` for an unknown column, `IndexError` for an index outside 0 .. len - 1.
+        """
+        ...
+
+
+def checked(indices: Indices, size: int) -> npt.NDArray[np.int64]:
+    """`indices` as an array. Raises `IndexError` where numpy would wrap a negative one silently."""
+    positions = np.asarray(indices, dtype=np.int64)
+    if positions.size and (positions.min() < 0 or positions.max() >= size):
+        raise IndexError(f"samples {positions.min()} .. {positions.max()} of a data set of {size}")
+    return positions
+
+
+def check_columns(asked: Iterable[str], valid: Mapping[str, object]) -> None:
+    """Raises `UserError` for a name in `asked` that is not in `valid`."""
+    for name in asked:
+        if name not in valid:
+            raise unknown_name("column", name, valid)
+
+
+def as_tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
+    """Torch is imported here, on first use: a coordinator counts samples on machines that have no torch."""
+    torch = import_extra("torch", "train")
+    return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
+
+
+def fingerprint_of(settings: Mapping[str, object], arrays: Iterable[Array]) -> str:
+    """sha256 (hex) over the settings and over each array's dtype, shape and bytes, in the order given."""
+    digest = hashlib.sha256(msgspec.json.encode(dict(settings), order="sorted"))
+    for array in arrays:
+        digest.update(f"{array.dtype.str}{array.shape}".encode())
+        digest.update(np.ascontiguousarray(array).data)
+    return digest.hexdigest()
+
+
+def held_out_count(size: int, holdout: float, what: str) -> int:
+    """How many of `size` things are held out: at least one, and at least one is left; none if `holdout` is 0.
+
+    Raises `UserError` where `size` is too small to share.
+    """
+    if holdout == 0:
+        return 0
+    if size < 2:
+        raise UserError(f"{what}: {size} cannot be divided: expected at least 2, or holdout = 0")
+    return min(max(1, round(holdout * size)), size - 1)
+
+
+def refuse_empty_holdout(split: Split, holdout: float, what: str) -> None:
+    """Raises `UserError` where held-out samples are asked of data that holds none out."""
+    if split == "heldout" and holdout == 0:
+        raise UserError(f"{what}: there are no held-out samples because holdout is 0")

@@ -1,0 +1,57 @@
+"""The order in which samples are used: one endless stream, the same on every machine.
+
+Whoever knows (size, seed, shuffle) can name the samples at any range of the stream, so that only ranges
+(start, count) need to travel.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+from functools import lru_cache
+
+import numpy as np
+import numpy.typing as npt
+
+from isthmus.errors import UserError
+
+
+@lru_cache(maxsize=4)
+def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+    order = generator.permutation(size)
+    order.flags.writeable = False  # callers share the cached array
+    return order
+
+
+@dataclass(frozen=True)
+class SampleOrder:
+    """An endless stream over `size` samples: position p lies in epoch p // size, which uses each sample once.
+
+    With `shuffle`, each epoch has its own permutation, drawn from (seed, epoch) with numpy's PCG64.
+    Raises `UserError` for a size below 1 or a negative seed.
+    """
+
+    size: int
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        if self.size < 1:
+            raise UserError(f"sample order: got size {self.size}, expected at least 1")
+        if self.seed < 0:
+            raise UserError(f"sample order: got seed {self.seed}, expected at least 0")
+
+    def indices(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The samples at positions start .. start + count - 1, int64 [count]. Costs no walk from position 0."""
+        if start < 0 or count < 0:
+            raise ValueError(f"got start {start} and count {count}, expected both at least 0")
+        if not self.shuffle:
+            return np.arange(start, start + count, dtype=np.int64) % self.size
+        result = np.empty(count, dtype=np.int64)
+        filled = 0
+        while filled < count:
+            epoch, offset = divmod(start + filled, self.size)
+            part = _permutation(self.size, self.seed, epoch)[offset : offset + count - filled]
+            result[filled : filled + len(part)] = part
+            filled += len(part)
+        return result

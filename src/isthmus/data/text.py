@@ -1,0 +1,171 @@
+"""Plain text for language models: windows of tokens from files, or from Python's own standard library."""
+
+from __future__ import annotations
+
+import glob
+import hashlib
+import os
+import sysconfig
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+import numpy.typing as npt
+from msgspec import Meta
+
+from isthmus.data.dataset import (
+    Array,
+    ColumnSpec,
+    Indices,
+    Split,
+    as_tensors,
+    check_columns,
+    checked,
+    fingerprint_of,
+    held_out_count,
+    refuse_empty_holdout,
+)
+from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from isthmus.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+STDLIB = "stdlib"
+_NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
+# Written when Python is built: they differ from machine to machine.
+_MACHINE_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
+
+
+class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where text comes from and how it is cut.
+
+    `files`: paths or globs (`**` crosses folders), or `stdlib`. `tokenizer`: `bytes` or a directory. `max_bytes`
+    bounds each split's text. `holdout` is the share of files (of one file: of its text) that training never sees.
+    `shift_labels` = false makes labels equal to the inputs, for models that shift them themselves.
+    """
+
+    files: str | tuple[str, ...]
+    sequence_length: Annotated[int, Meta(ge=1)] = 128
+    tokenizer: str = BYTES
+    max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    shift_labels: bool = True
+
+
+class TextDataset:
+    """Non-overlapping windows of tokens: sample i holds tokens i T .. (i + 1) T of the split's files, joined.
+
+    Columns: `input_ids` and `labels`, int64 [T]; labels are the next tokens, or with `shift_labels` = false the
+    inputs again. Files are read and tokenized on first use and kept in memory, 1 to 4 bytes per token.
+    """
+
+    def __init__(self, files: Mapping[str, Path], options: TextOptions, split: Split) -> None:
+        """`files`: relative name to path. Raises `UserError` if the split would be empty."""
+        refuse_empty_holdout(split, options.holdout, "text")
+        self._options = options
+        self._split: Split = split
+        self._files = files if len(files) == 1 else _of_split(files, options.holdout, split)
+        self._divides_text = len(files) == 1
+        self._tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        ids = ColumnSpec(dtype="int64", shape=(self._options.sequence_length,), limit=self._tokenizer.vocab_size)
+        return {"input_ids": ids, "labels": ids}
+
+    @property
+    def fingerprint(self) -> str:
+        settings = {"sequence_length": self._options.sequence_length, "shift": self._options.shift_labels}
+        return fingerprint_of({"kind": "text", **settings}, [self._tokens])
+
+    @cached_property
+    def _tokens(self) -> npt.NDArray[np.integer]:
+        # File by file: a tokenizer takes far more memory for one long text than for its parts.
+        tokens = np.concatenate([self._tokenizer.tokens(text) for text in self._texts()])
+        needed = self._options.sequence_length + 1
+        if len(tokens) < needed:
+            raise UserError(
+                f"text {self._split}: got {len(tokens)} tokens from {len(self._files)} files, expected at least "
+                f"sequence_length + 1 = {needed}"
+            )
+        return tokens
+
+    def _texts(self) -> list[bytes]:
+        room = self._options.max_bytes
+        texts: list[bytes] = []
+        for path in self._files.values():
+            try:
+                text = path.read_bytes()
+            except OSError as error:
+                raise UserError(f"text option 'files': cannot read {path}: {error.strerror}") from error
+            if self._divides_text and self._options.holdout:
+                kept = len(text) - held_out_count(len(text), self._options.holdout, f"bytes of {path}")
+                text = text[:kept] if self._split == "train" else text[kept:]
+            texts.append(text[:room])
+            if room is not None:
+                room -= len(texts[-1])
+                if room == 0:
+                    break
+        return texts
+
+    def __len__(self) -> int:
+        return (len(self._tokens) - 1) // self._options.sequence_length
+
+    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        check_columns(columns, self.columns)
+        length = self._options.sequence_length
+        starts = checked(indices, len(self))[:, None] * length + np.arange(length)
+        shift = int(self._options.shift_labels)
+        arrays: dict[str, Array] = {
+            name: self._tokens[starts + (shift if name == "labels" else 0)].astype(np.int64) for name in columns
+        }
+        return as_tensors(arrays)
+
+
+def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[str, Path]:
+    """The hash of its name decides where a file belongs, so that neither order nor topic does."""
+    by_hash = sorted(files, key=lambda name: hashlib.sha256(name.encode()).digest())
+    kept = len(files) - held_out_count(len(files), holdout, "files of text")
+    return {name: files[name] for name in sorted(by_hash[:kept] if split == "train" else by_hash[kept:])}
+
+
+def _stdlib_files() -> dict[str, Path]:
+    root = Path(sysconfig.get_path("stdlib"))
+    files: dict[str, Path] = {}
+    for path in sorted(root.rglob("*.py")):
+        parts = path.relative_to(root).parts
+        if _NOT_SOURCE.isdisjoint(parts) and not any(part.startswith(_MACHINE_SPECIFIC) for part in parts):
+            files["/".join(parts)] = path
+    if not files:
+        raise UserError(f"text option 'files': this Python has no standard library source under {root}")
+    return files
+
+
+def _named_files(patterns: Sequence[str]) -> dict[str, Path]:
+    found: set[Path] = set()
+    for pattern in patterns:
+        expanded = os.path.expanduser(pattern)
+        # A file whose own name holds glob characters is meant as it is written.
+        matches = [expanded] if os.path.exists(expanded) else glob.glob(expanded, recursive=True)
+        paths = {Path(os.path.realpath(match)) for match in matches if os.path.isfile(match)}
+        if not paths:
+            raise UserError(
+                f"text option 'files': no file matches {pattern!r}, expected a path or a glob like dir/**/*.txt"
+            )
+        found |= paths
+    if not found:
+        raise UserError("text option 'files': got none, expected paths, globs or 'stdlib'")
+    root = os.path.commonpath([path.parent for path in found])
+    return {path.relative_to(root).as_posix(): path for path in sorted(found)}
+
+
+def load_text(options: TextOptions, split: Split) -> TextDataset:
+    """The text of `split`. Raises `UserError` for files that are missing and for splits that would be empty."""
+    if options.files == STDLIB:
+        return TextDataset(_stdlib_files(), options, split)
+    patterns = (options.files,) if isinstance(options.files, str) else options.files
+    return TextDataset(_named_files(patterns), options, split)

@@ -1,0 +1,51 @@
+"""What went wrong, and whose fault it was.
+
+    IsthmusError
+      ├─ UserError       bad config, model or input: exit 2
+      │    └─ FleetTooSmall   the fleet cannot hold the job: exit 3
+      ├─ PeerError       another party sent something wrong, or went away: exit 4
+      └─ InternalError   ours: exit 1
+
+The CLI prints the message of one of these on one line, never a traceback unless `--debug`.
+"""
+
+from __future__ import annotations
+
+import difflib
+from collections.abc import Iterable
+
+
+class IsthmusError(Exception):
+    """Base of everything that Isthmus raises on purpose."""
+
+    exit_code = 1
+
+
+class UserError(IsthmusError):
+    """Something the user gave is wrong. Says where, what was got, what was expected."""
+
+    exit_code = 2
+
+
+class FleetTooSmall(UserError):
+    """No placement fits the devices' memory. Says which device, and how many bytes short."""
+
+    exit_code = 3
+
+
+class PeerError(IsthmusError):
+    """Another party sent something wrong or went away. Names the party."""
+
+    exit_code = 4
+
+
+class InternalError(IsthmusError):
+    """A broken invariant of our own."""
+
+
+def unknown_name(kind: str, got: str, valid: Iterable[str]) -> UserError:
+    """A `UserError` for a name that is not in `valid`, offering the nearest name that is."""
+    names = sorted(valid)
+    near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
+    hint = f"did you mean {near[0]!r}?" if near else f"expected one of: {', '.join(names)}"
+    return UserError(f"unknown {kind} {got!r}: {hint}")

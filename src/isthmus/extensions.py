@@ -1,0 +1,54 @@
+"""What is not part of the core: optional libraries, third-party entries, and options checked against a struct."""
+
+from __future__ import annotations
+
+import importlib
+import importlib.metadata
+from collections.abc import Mapping
+from importlib.metadata import EntryPoint
+from types import ModuleType
+from typing import TypeVar
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+
+Options = TypeVar("Options", bound=msgspec.Struct)
+
+
+def import_extra(module: str, extra: str) -> ModuleType:
+    """Imports an optional library on first use, so that nothing here needs it to be installed.
+
+    Raises `UserError` with the command that installs it.
+    """
+    try:
+        return importlib.import_module(module)
+    except ImportError as error:
+        raise UserError(f"{module} cannot be imported ({error}): pip install isthmus[{extra}]") from error
+
+
+def third_party(group: str) -> dict[str, EntryPoint]:
+    """The entry points that installed packages registered under `group`, by name."""
+    return {entry.name: entry for entry in importlib.metadata.entry_points(group=group)}
+
+
+def load_third_party(entry: EntryPoint) -> object:
+    """What the entry point names. Any failure is the other package's, so it becomes a `UserError`."""
+    try:
+        return entry.load()
+    except Exception as error:
+        raise UserError(f"{entry.group} entry {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
+
+
+def read_options(owner: str, options: Mapping[str, object], struct: type[Options]) -> Options:
+    """`options` as a checked `struct`. Raises `UserError` that names the wrong option and its owner."""
+    valid = [field.encode_name for field in msgspec.structs.fields(struct)]
+    for key in options:
+        if key not in valid:
+            raise unknown_name(f"{owner} option", key, valid)
+    try:
+        return msgspec.convert(dict(options), struct)
+    except msgspec.ValidationError as error:
+        reason, _, path = str(error).partition(" - at `$.")
+        where = f" option {path.rstrip('`')!r}" if path else ""
+        raise UserError(f"{owner}{where}: {reason}") from error

@@ -1,0 +1,20 @@
+"""Where a model can be trained: devices, the links between them, and the built-in topologies."""
+
+from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
+from isthmus.fleet.topologies import describe, resolve_fleet, topology, topology_names
+
+__all__ = [
+    "Device",
+    "Fleet",
+    "Link",
+    "Links",
+    "Route",
+    "describe",
+    "dump_fleet",
+    "load_fleet",
+    "parse_fleet",
+    "resolve_fleet",
+    "topology",
+    "topology_names",
+]

@@ -1,0 +1,253 @@
+"""Devices, and the directed link between every pair of them.
+
+The links of a fleet are kept as people state them, from the general to the particular: one default, one for devices
+that share a region, one per pair of regions, one per pair of devices. The particular overrides the general. So a
+thousand devices in eight regions are 64 routes, and a link is found with at most two dictionary look-ups.
+"""
+
+from __future__ import annotations
+
+import math
+from collections import Counter
+from collections.abc import Iterable
+from functools import cached_property
+from itertools import chain, zip_longest
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+
+
+class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One place that computes: a GPU, a CPU, or a whole island behind one name.
+
+    `flops_per_s` is the sustained speed where it is known; the built-in topologies hold the peak that a paper states.
+    `kind` names the hardware: devices of one kind give the same numbers for the same operations.
+    """
+
+    name: str
+    region: str
+    flops_per_s: float
+    memory_bytes: int
+    price_per_hour: float = 0.0
+    kind: str = "cpu"
+
+    def __post_init__(self) -> None:
+        _check_label("device name", self.name)
+        _check_label(f"device {self.name!r}: region", self.region)
+        _check_label(f"device {self.name!r}: kind", self.kind)
+        _check_number(f"device {self.name!r}: flops_per_s", self.flops_per_s, above_zero=True)
+        _check_number(f"device {self.name!r}: memory_bytes", self.memory_bytes, above_zero=True)
+        _check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One direction between two devices: latency (alpha) and bandwidth (1/beta in FusionLLM's model)."""
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+
+    def __post_init__(self) -> None:
+        _check_number("link: latency_s", self.latency_s)
+        _check_number("link: bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_zero=True)
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Seconds until a message has arrived whole: latency + size / bandwidth (FusionLLM's alpha-beta model)."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link from `source` to `target`, which are two devices or two regions."""
+
+    source: str
+    target: str
+    link: Link
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is joined how, the general first; what stands further down overrides what stands above it.
+
+    A region paired with itself in `regions` overrides `intra` for that region.
+    """
+
+    default: Link | None = None
+    intra: Link | None = None
+    regions: tuple[Route, ...] = ()
+    devices: tuple[Route, ...] = ()
+
+
+class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
+    """Devices, and a link for every ordered pair of different devices.
+
+    Raises `UserError` for an empty fleet, a name used twice, a route to nowhere, or a pair without a link.
+    JSON in and out is `msgspec.json.decode(data, type=Fleet)` and `msgspec.json.encode(fleet)`.
+    """
+
+    name: str
+    devices: tuple[Device, ...]
+    links: Links
+    description: str = ""
+
+    def __post_init__(self) -> None:
+        _check_label("fleet name", self.name)
+        if self.description and not self.description.isprintable():
+            raise UserError(f"fleet {self.name!r}: description: got {self.description!r}, expected one line of text")
+        if not self.devices:
+            raise UserError(f"fleet {self.name!r}: got no device, expected at least one")
+        self._check_names()
+        self._check_routes("device", self.names, self.links.devices)
+        self._check_routes("region", self.regions, self.links.regions)
+        self._check_every_pair()
+
+    @cached_property
+    def names(self) -> tuple[str, ...]:
+        """The devices' names, in the order in which they were declared."""
+        return tuple(device.name for device in self.devices)
+
+    @cached_property
+    def regions(self) -> tuple[str, ...]:
+        """The regions' names, in the order in which they first appear."""
+        return tuple(dict.fromkeys(device.region for device in self.devices))
+
+    def device(self, name: str) -> Device:
+        """The device called `name`. Raises `UserError` with the nearest name."""
+        try:
+            return self._by_name[name]
+        except KeyError:
+            raise unknown_name("device", name, self.names) from None
+
+    def link(self, source: str, target: str) -> Link:
+        """The link from one device to another. Raises `UserError` for an unknown name or a device and itself."""
+        link = self._device_routes.get((source, target))
+        if link is not None:
+            return link
+        if source == target:
+            raise UserError(f"fleet {self.name!r}: got a link from {source!r} to itself, expected two devices")
+        link = self._region_link(self.device(source).region, self.device(target).region)
+        assert link is not None, "every pair was checked when the fleet was made"
+        return link
+
+    def thin(self, count: int) -> Fleet:
+        """`count` of the devices, spread over the regions: one of each region in turn, in declared order.
+
+        The devices kept stay in their declared order, and their links are unchanged.
+        Raises `UserError` if `count` is below 1 or above the number of devices.
+        """
+        if not 1 <= count <= len(self.devices):
+            raise UserError(f"fleet {self.name!r}: got {count} devices to keep, expected 1 to {len(self.devices)}")
+        members = [[device for device in self.devices if device.region == region] for region in self.regions]
+        in_turn = (device for device in chain.from_iterable(zip_longest(*members)) if device is not None)
+        kept = {device.name for device, _ in zip(in_turn, range(count), strict=False)}
+        devices = tuple(device for device in self.devices if device.name in kept)
+        regions = {device.region for device in devices}
+        links = msgspec.structs.replace(
+            self.links,
+            regions=tuple(r for r in self.links.regions if r.source in regions and r.target in regions),
+            devices=tuple(r for r in self.links.devices if r.source in kept and r.target in kept),
+        )
+        return msgspec.structs.replace(self, devices=devices, links=links)
+
+    def symmetrised(self) -> Fleet:
+        """The fleet with both directions of every pair replaced by their mean latency and bandwidth (DT-FM, sec. 3)."""
+        region_pairs = _both_ways(self.links.regions)
+        device_pairs = _both_ways(self.links.devices)
+        links = msgspec.structs.replace(
+            self.links,
+            regions=tuple(
+                Route(a, b, _mean(self._region_link(a, b), self._region_link(b, a))) for a, b in region_pairs
+            ),
+            devices=tuple(Route(a, b, _mean(self.link(a, b), self.link(b, a))) for a, b in device_pairs),
+        )
+        return msgspec.structs.replace(self, links=links)
+
+    @cached_property
+    def _by_name(self) -> dict[str, Device]:
+        return {device.name: device for device in self.devices}
+
+    @cached_property
+    def _device_routes(self) -> dict[tuple[str, str], Link]:
+        return {(route.source, route.target): route.link for route in self.links.devices}
+
+    @cached_property
+    def _region_routes(self) -> dict[tuple[str, str], Link]:
+        return {(route.source, route.target): route.link for route in self.links.regions}
+
+    def _region_link(self, source: str, target: str) -> Link | None:
+        """What devices of these two regions use where no pair of devices says otherwise."""
+        link = self._region_routes.get((source, target))
+        if link is None and source == target:
+            link = self.links.intra
+        return self.links.default if link is None else link
+
+    def _check_names(self) -> None:
+        for name, uses in Counter(self.names).items():
+            if uses > 1:
+                raise UserError(f"fleet {self.name!r}: {uses} devices are named {name!r}, expected different names")
+        # A route's ends are given by name alone, in TOML, so a name must say which of the two it is.
+        for name in self.regions:
+            if name in self._by_name:
+                raise UserError(
+                    f"fleet {self.name!r}: {name!r} names a device and a region, "
+                    f"expected different names, such as {name + '-0'!r} for the device"
+                )
+
+    def _check_routes(self, kind: str, names: tuple[str, ...], routes: tuple[Route, ...]) -> None:
+        known, seen = set(names), set[tuple[str, str]]()
+        for route in routes:
+            pair = (route.source, route.target)
+            for name in pair:
+                if name not in known:
+                    raise unknown_name(f"{kind} in the links of fleet {self.name!r}:", name, names)
+            if kind == "device" and route.source == route.target:
+                raise UserError(f"fleet {self.name!r}: got a link from {route.source!r} to itself")
+            if pair in seen:
+                raise UserError(f"fleet {self.name!r}: two links from {kind} {pair[0]!r} to {kind} {pair[1]!r}")
+            seen.add(pair)
+
+    def _check_every_pair(self) -> None:
+        if self.links.default is not None:
+            return
+        members: dict[str, list[str]] = {region: [] for region in self.regions}
+        for device in self.devices:
+            members[device.region].append(device.name)
+        # By regions, so that a large fleet costs regions squared; devices are looked at only where regions say nothing.
+        for a in self.regions:
+            for b in self.regions:
+                if self._region_link(a, b) is None:
+                    self._check_device_pairs(members[a], members[b])
+
+    def _check_device_pairs(self, sources: list[str], targets: list[str]) -> None:
+        for source in sources:
+            for target in targets:
+                if source != target and (source, target) not in self._device_routes:
+                    raise UserError(
+                        f"fleet {self.name!r}: no link from {source!r} to {target!r}; "
+                        "expected one for these devices, for their regions, or a default"
+                    )
+
+
+def _both_ways(routes: Iterable[Route]) -> list[tuple[str, str]]:
+    """The pairs of `routes` and their reverses, each once, in order of first appearance."""
+    pairs = ((route.source, route.target) for route in routes)
+    return list(dict.fromkeys(chain.from_iterable(((a, b), (b, a)) for a, b in pairs)))
+
+
+def _mean(forward: Link | None, back: Link | None) -> Link:
+    """The mean of both directions; of two regions, one may be stated only by pairs of devices."""
+    stated = [link for link in (forward, back) if link is not None]
+    return Link(
+        latency_s=sum(link.latency_s for link in stated) / len(stated),
+        bandwidth_bytes_per_s=sum(link.bandwidth_bytes_per_s for link in stated) / len(stated),
+    )
+
+
+def _check_label(field: str, text: str) -> None:
+    # One printable line: names end up in TOML, in messages and in tables.
+    if not text or not text.isprintable() or text != text.strip():
+        raise UserError(f"{field}: got {text!r}, expected printable text without spaces at its ends")
+
+
+def _check_number(field: str, number: float, *, above_zero: bool = False) -> None:
+    # Compared, not math.isfinite: that overflows on an integer of 400 digits. NaN fails every comparison.
+    if not 0 <= number < math.inf or (above_zero and number == 0):
+        raise UserError(f"{field}: got {number}, expected a finite number {'above' if above_zero else 'of at least'} 0")

@@ -1,0 +1,266 @@
+"""A fleet as people write it.
+
+    name = "my-fleet"                       # else the file's name
+    description = "two offices and a cloud"
+
+    [[device]]
+    name = "gpu"                            # with a count: gpu-0, gpu-1, ...
+    region = "office"                       # else "local"
+    compute = "10 GFLOPS"
+    memory = "16 GiB"
+    count = 8
+    price_per_hour = 1.2
+    kind = "a40"
+
+    [links]
+    default = { latency = "50 ms", bandwidth = "100 Mbit/s" }
+    intra = { latency = "0.5 ms", bandwidth = "1 Gbit/s" }    # devices of one region
+
+    [[link]]                                # two devices, or two regions; a region and itself
+    from = "office"
+    to = "cloud"
+    latency = "20 ms"
+    bandwidth = "300 Mbit/s"
+    symmetric = false                       # else the same both ways
+
+Lengths of time, bandwidths, speeds and sizes are texts with a unit (see `isthmus.units`), or SI base values.
+"""
+
+from __future__ import annotations
+
+import json
+import tomllib
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Annotated, TypeVar, cast
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
+from isthmus.units import (
+    format_bandwidth,
+    format_compute,
+    format_duration,
+    format_size,
+    parse_bandwidth,
+    parse_compute,
+    parse_duration,
+    parse_size,
+)
+
+# More is a slip of the keyboard, not a fleet; it would be noticed only when memory ran out.
+MOST_DEVICES = 100_000
+
+
+class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
+    name: str
+    region: str = "local"
+    compute: object
+    memory: object
+    count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] | None = None
+    price_per_hour: float = 0.0
+    kind: str = "cpu"
+
+
+class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
+    latency: object
+    bandwidth: object
+
+
+class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):
+    source: str
+    target: str
+    latency: object
+    bandwidth: object
+    symmetric: bool = True
+
+
+class _LinksTable(msgspec.Struct, frozen=True, kw_only=True):
+    default: object = None
+    intra: object = None
+
+
+class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
+    name: str | None = None
+    description: str = ""
+    device: list[object]
+    links: object = None
+    link: list[object] = []
+
+
+Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _FleetTable)
+
+
+def load_fleet(path: str | Path) -> Fleet:
+    """Read a fleet from a TOML file. Raises `UserError`, naming the file and the line or the field."""
+    try:
+        text = Path(path).read_text(encoding="utf-8")
+    except OSError as error:
+        raise UserError(f"{path}: cannot read the fleet: {error.strerror or error}") from None
+    except UnicodeDecodeError as error:
+        raise UserError(f"{path}: cannot read the fleet: not UTF-8 text (byte {error.start})") from None
+    return parse_fleet(text, str(path))
+
+
+def parse_fleet(text: str, source: str) -> Fleet:
+    """The fleet written in `text`; `source` is what messages call it, and its stem the fleet's name if it has none."""
+    try:
+        document = tomllib.loads(text)
+    except (ValueError, RecursionError) as error:  # wider than TOMLDecodeError: integers of 5,000 digits, deep nesting
+        raise UserError(f"{source}: not valid TOML: {error}") from None
+    fleet = _table(document, _FleetTable, f"{source}: top level")
+    devices = tuple(_devices(fleet.device, source))
+    links = _links(fleet, devices, source)
+    try:
+        return Fleet(
+            name=Path(source).stem if fleet.name is None else fleet.name,
+            devices=devices,
+            links=links,
+            description=fleet.description,
+        )
+    except UserError as error:
+        raise UserError(f"{source}: {error}") from None
+
+
+def dump_fleet(fleet: Fleet) -> str:
+    """TOML that `parse_fleet` turns into an equal fleet: every digit is kept, in units that people read."""
+    head = [f"name = {_quoted(fleet.name)}"]
+    if fleet.description:
+        head.append(f"description = {_quoted(fleet.description)}")
+    blocks = ["\n".join(head), *(_dump_device(device) for device in fleet.devices)]
+    shared = [("default", fleet.links.default), ("intra", fleet.links.intra)]
+    lines = [f"{key} = {{ {', '.join(_dump_link(link))} }}" for key, link in shared if link is not None]
+    if lines:
+        blocks.append("\n".join(["[links]", *lines]))
+    blocks += [*_dump_routes(fleet.links.regions), *_dump_routes(fleet.links.devices)]
+    return "\n\n".join(blocks) + "\n"
+
+
+def _devices(tables: list[object], source: str) -> Iterator[Device]:
+    total = 0
+    for number, raw in enumerate(tables, 1):
+        table = _table(raw, _DeviceTable, f"{source}: [[device]] {number}")
+        where = f"{source}: [[device]] {number} {table.name!r}"
+        count = 1 if table.count is None else table.count
+        total += count
+        if total > MOST_DEVICES:
+            raise UserError(f"{where}: count: got {total} devices so far, expected at most {MOST_DEVICES}")
+        flops_per_s = parse_compute(table.compute, f"{where}: compute")
+        memory_bytes = parse_size(table.memory, f"{where}: memory")
+        names = [table.name] if table.count is None else [f"{table.name}-{i}" for i in range(count)]
+        for name in names:
+            try:
+                yield Device(
+                    name=name,
+                    region=table.region,
+                    flops_per_s=flops_per_s,
+                    memory_bytes=memory_bytes,
+                    price_per_hour=table.price_per_hour,
+                    kind=table.kind,
+                )
+            except UserError as error:
+                raise UserError(f"{where}: {error}") from None
+
+
+def _links(fleet: _FleetTable, devices: tuple[Device, ...], source: str) -> Links:
+    shared = _table({} if fleet.links is None else fleet.links, _LinksTable, f"{source}: [links]")
+    names = {device.name for device in devices}
+    regions = {device.region for device in devices}
+    region_routes: list[Route] = []
+    device_routes: list[Route] = []
+    for number, raw in enumerate(fleet.link, 1):
+        where = f"{source}: [[link]] {number}"
+        table = _table(raw, _RouteTable, where)
+        link = _link(table, where)
+        ends = (table.source, table.target)
+        for key, end in zip(("from", "to"), ends, strict=True):
+            if end not in names and end not in regions:
+                raise UserError(f"{where}: {key}: {unknown_name('device or region', end, names | regions)}")
+        if not (names.issuperset(ends) or regions.issuperset(ends)):
+            raise UserError(f"{where}: got {ends[0]!r} and {ends[1]!r}, expected two devices or two regions")
+        routes = device_routes if names.issuperset(ends) else region_routes
+        routes.append(Route(*ends, link))
+        if table.symmetric and ends[0] != ends[1]:
+            routes.append(Route(ends[1], ends[0], link))
+    return Links(
+        default=_shared_link(shared.default, f"{source}: [links] default"),
+        intra=_shared_link(shared.intra, f"{source}: [links] intra"),
+        regions=tuple(region_routes),
+        devices=tuple(device_routes),
+    )
+
+
+def _shared_link(raw: object, where: str) -> Link | None:
+    return None if raw is None else _link(_table(raw, _LinkTable, where), where)
+
+
+def _link(table: _LinkTable | _RouteTable, where: str) -> Link:
+    return Link(
+        latency_s=parse_duration(table.latency, f"{where}: latency"),
+        bandwidth_bytes_per_s=parse_bandwidth(table.bandwidth, f"{where}: bandwidth"),
+    )
+
+
+def _table(raw: object, form: type[Table], where: str) -> Table:
+    """`raw` as a `form`. Keys are checked first, because msgspec's message would not offer the nearest one."""
+    if not isinstance(raw, dict):
+        raise UserError(f"{where}: got {raw!r}, expected a table")
+    valid = [field.encode_name for field in msgspec.structs.fields(form)]
+    for key in cast(dict[str, object], raw):
+        if key not in valid:
+            raise UserError(f"{where}: {unknown_name('key', key, valid)}")
+    try:
+        return msgspec.convert(raw, form)
+    except msgspec.ValidationError as error:
+        raise UserError(f"{where}: {_plain(str(error))}") from None
+
+
+def _plain(message: str) -> str:
+    """msgspec's message in TOML's words: "key: expected ..." instead of "... - at `$.key`"."""
+    text, _, path = message.partition(" - at `$.")
+    text = text.replace("Object missing required field", "missing key").replace("`", "'")
+    text = text[:1].lower() + text[1:]
+    return f"{path.rstrip('`')}: {text}" if path else text
+
+
+def _dump_device(device: Device) -> str:
+    lines = [
+        "[[device]]",
+        f"name = {_quoted(device.name)}",
+        f"region = {_quoted(device.region)}",
+        f"compute = {_quoted(format_compute(device.flops_per_s, exact=True))}",
+        f"memory = {_quoted(format_size(device.memory_bytes, exact=True))}",
+        f"kind = {_quoted(device.kind)}",
+    ]
+    if device.price_per_hour:
+        lines.append(f"price_per_hour = {float(device.price_per_hour)!r}")
+    return "\n".join(lines)
+
+
+def _dump_routes(routes: tuple[Route, ...]) -> Iterator[str]:
+    """One block for a route, and for the route back where that follows at once and is equal."""
+    number = 0
+    while number < len(routes):
+        route = routes[number]
+        number += 1
+        back = Route(route.target, route.source, route.link)
+        same_back = number < len(routes) and routes[number] == back
+        number += same_back
+        lines = ["[[link]]", f"from = {_quoted(route.source)}", f"to = {_quoted(route.target)}"]
+        lines += _dump_link(route.link)
+        if not same_back and route.source != route.target:
+            lines.append("symmetric = false")
+        yield "\n".join(lines)
+
+
+def _dump_link(link: Link) -> tuple[str, str]:
+    return (
+        f"latency = {_quoted(format_duration(link.latency_s, exact=True))}",
+        f"bandwidth = {_quoted(format_bandwidth(link.bandwidth_bytes_per_s, exact=True))}",
+    )
+
+
+def _quoted(text: str) -> str:
+    # A JSON string is a TOML string too, once it is printable (checked by the fleet) and kept as it is (no \\u pairs).
+    return json.dumps(text, ensure_ascii=False)

@@ -1,0 +1,14 @@
+"""What is computed: operator graphs, where they may be cut, and the stages that a cut makes.
+
+`isthmus.graph.capture` turns a torch module into a graph; it is the one part here that imports torch.
+"""
+
+from isthmus.graph.cuts import Cut, cuts
+from isthmus.graph.flow import Flow
+from isthmus.graph.opgraph import Affine, Op, OpGraph, Ref, TensorSpec, decode, encode
+from isthmus.graph.partition import Crossing, StageGraph, assign, partition
+
+__all__ = [
+    "Affine", "Crossing", "Cut", "Flow", "Op", "OpGraph", "Ref", "StageGraph", "TensorSpec",
+    "assign", "cuts", "decode", "encode", "partition",
+]  # fmt: skip

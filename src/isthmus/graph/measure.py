@@ -1,0 +1,181 @@
+"""What each operator costs: FLOPs, kept bytes, and whether a gradient is due, measured on fake tensors.
+
+Every distinct operator call runs once, forward and backward, under torch's own FLOP counter with autograd on,
+at two batch sizes; costs are affine in the batch. Matrix products, convolutions and attention count exactly;
+every other operator that is not a view counts one FLOP per output element forward, and one per gradient element
+backward.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import Any, NamedTuple, cast
+
+import msgspec
+import torch
+from torch import Tensor
+from torch._subclasses import FakeTensorMode
+from torch.autograd.graph import saved_tensors_hooks
+from torch.utils.flop_counter import FlopCounterMode
+
+from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, TensorSpec
+from isthmus.graph.resolve import bind, differs, no_gradient, operator_of
+
+PROBE_BATCHES = (2, 3)
+
+
+class _Cost(NamedTuple):
+    forward: int
+    backward: int
+    fresh_bytes: int
+    """Saved for backward and made by the operator itself."""
+    saved_inputs: tuple[int, ...]
+    """Saved for backward and taken as inputs: positions among the op's distinct refs."""
+    requires_grad: tuple[bool, ...]
+    view: bool
+
+
+def measure(graph: OpGraph) -> OpGraph:
+    """The same graph with `requires_grad`, FLOPs and `saved_bytes` filled in."""
+    batches = PROBE_BATCHES if graph.batch is None else (graph.batch,)
+    with torch.random.fork_rng(devices=[]), FakeTensorMode(allow_non_fake_inputs=True):
+        ledgers = [_Ledger(graph, batch) for batch in batches]
+        return msgspec.structs.replace(graph, ops=tuple(_annotate(op, ledgers, batches) for op in graph.ops))
+
+
+def _annotate(op: Op, ledgers: list[_Ledger], batches: tuple[int, ...]) -> Op:
+    if op.kind != "operator":
+        for ledger in ledgers:
+            ledger.hold(op)
+        return op
+    rows = [ledger.charge(op) for ledger in ledgers]
+    forward, backward, saved = (_fit([row[i] for row in rows], batches) for i in range(3))
+    return msgspec.structs.replace(
+        op, flops_forward=forward, flops_backward=backward, saved_bytes=saved,
+        requires_grad=ledgers[0].flags[op.name],
+    )  # fmt: skip
+
+
+def _fit(values: list[int], batches: tuple[int, ...]) -> Affine:
+    if len(batches) == 1:
+        return Affine(0, values[0])
+    slope, rest = divmod(values[1] - values[0], batches[1] - batches[0])
+    if rest or slope < 0:  # rounding inside a formula: charge it to the larger batch
+        slope = -(-values[1] // batches[1])
+        return Affine(slope)
+    return Affine(slope, values[0] - slope * batches[0])
+
+
+class _Ledger:
+    """Costs at one batch size."""
+
+    def __init__(self, graph: OpGraph, batch: int) -> None:
+        self.graph = graph
+        self.batch = batch
+        self.specs: dict[Ref, TensorSpec] = {}
+        self.flags: dict[str, tuple[bool, ...]] = {}
+        self.roots: dict[Ref, Ref] = {}
+        self.variables: set[str] = set()
+        self.saved: set[Ref] = set()
+        self.known: dict[object, _Cost] = {}
+
+    def hold(self, op: Op) -> None:
+        self.flags[op.name] = op.requires_grad
+        self.specs[Ref(op.name)] = op.outputs[0]
+        if op.kind != "placeholder":
+            self.variables.add(op.name)
+
+    def charge(self, op: Op) -> tuple[int, int, int]:
+        """(forward FLOPs, backward FLOPs, saved bytes) of an operator."""
+        refs = list(dict.fromkeys(op.refs()))
+        for index, spec in enumerate(op.outputs):
+            self.specs[Ref(op.name, index)] = spec
+        signature = self._signature(op, refs)
+        if signature not in self.known:
+            self.known[signature] = self._run(op, refs)
+        cost = self.known[signature]
+        self.flags[op.name] = cost.requires_grad
+        saved = cost.fresh_bytes
+        for position in cost.saved_inputs:
+            root = self._root(refs[position])
+            if root not in self.saved and root.op not in self.variables:
+                self.saved.add(root)
+                saved += self.specs[root].nbytes(self.batch)
+        if cost.view:
+            for index in range(len(op.outputs)):
+                self.roots[Ref(op.name, index)] = refs[0]
+        return cost.forward, cost.backward, saved
+
+    def _root(self, ref: Ref) -> Ref:
+        while ref in self.roots:
+            ref = self.roots[ref]
+        return ref
+
+    def _signature(self, op: Op, refs: list[Ref]) -> object:
+        number = {ref: i for i, ref in enumerate(refs)}
+        kinds = tuple((self.specs[r], self.flags[r.op][r.index]) for r in refs)
+
+        def plain(arg: Arg) -> object:
+            return number[arg] if isinstance(arg, Ref) else (type(arg).__name__, repr(arg))
+
+        return op.target, kinds, repr([plain(a) for a in op.args]), repr(op.kwargs), tuple(op.refs()) == tuple(refs)
+
+    def _run(self, op: Op, refs: list[Ref]) -> _Cost:
+        inputs = {ref: self._leaf(ref) for ref in refs}
+        saved: list[Tensor] = []
+
+        def keep(tensor: Tensor) -> Tensor:
+            saved.append(tensor)
+            return tensor
+
+        call = cast("Callable[..., Any]", operator_of(op.target))
+        args, kwargs = bind(op, inputs.__getitem__, self.batch, torch.device("cpu"))
+        quiet = no_gradient(op, [t.requires_grad for t in inputs.values()], self.graph.mode)
+        with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(not quiet):
+            with saved_tensors_hooks(keep, lambda t: t):
+                result = call(*args, **kwargs)
+            outputs = [t for t in (result if isinstance(result, (list, tuple)) else (result,)) if isinstance(t, Tensor)]
+            forward = counter.get_total_flops()
+            leaves = [t for t in inputs.values() if t.requires_grad]
+            roots = [t for t in outputs if t.grad_fn is not None]
+            if roots and leaves:
+                torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
+            backward = counter.get_total_flops() - forward
+        view = any(differs(t) for t in outputs) or any(t is o for t in inputs.values() for o in outputs)
+        if not view and not forward:
+            forward = sum(t.numel() for t in outputs)
+            backward = sum(t.numel() for t in leaves) if roots else 0
+        attention = _attention_flops(op, list(inputs.values()), bool(roots))
+        if attention is not None:
+            forward, backward = attention
+        fresh, taken = _split_saved(saved, list(inputs.values()))
+        return _Cost(int(forward), int(backward), fresh, taken, tuple(t.requires_grad for t in outputs), view)
+
+    def _leaf(self, ref: Ref) -> Tensor:
+        spec = self.specs[ref]
+        dtype = cast(torch.dtype, getattr(torch, spec.dtype))
+        tensor = torch.empty_strided(spec.shape_at(self.batch), spec.stride_at(self.batch), dtype=dtype)
+        return tensor.requires_grad_(self.flags[ref.op][ref.index])
+
+
+def _attention_flops(op: Op, inputs: list[Tensor], differentiable: bool) -> tuple[int, int] | None:
+    """Fused attention: two products forward (4 B H T S D); five backward, one of them recomputed (10 B H T S D)."""
+    if op.target != "aten.scaled_dot_product_attention.default":
+        return None
+    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
+    product = 2 * query.numel() * key.shape[-2]
+    return 2 * product, 5 * product if differentiable else 0
+
+
+def _split_saved(saved: list[Tensor], inputs: list[Tensor]) -> tuple[int, tuple[int, ...]]:
+    """Bytes that the operator made and keeps, and positions of the inputs that it keeps."""
+    owners = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs)}
+    taken: set[int] = set()
+    fresh: dict[int, int] = {}
+    for tensor in saved:
+        storage = tensor.untyped_storage()._cdata
+        if storage in owners:
+            taken.add(owners[storage])
+        else:
+            fresh[storage] = tensor.numel() * DTYPE_BYTES[str(tensor.dtype).removeprefix("torch.")]
+    return sum(fresh.values()), tuple(sorted(taken))

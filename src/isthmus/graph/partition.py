@@ -1,0 +1,147 @@
+"""Cut a graph into stages: what each runs, what it requires and sends, in FP and in BP.
+
+These are FusionLLM's sub-DAG tables. A value that stages s < t < u use is sent by s to t and to u, each over
+its own edge; nothing is relayed.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Mapping, Sequence
+
+import msgspec
+
+from isthmus.errors import InternalError, UserError
+from isthmus.graph.flow import Flow
+from isthmus.graph.opgraph import Op, Ref, TensorSpec
+
+
+class Crossing(msgspec.Struct, frozen=True):
+    """One value that travels from stage `source` to stage `target`; its gradient, if due, comes back."""
+
+    value: Ref
+    source: int
+    target: int
+    spec: TensorSpec
+    gradient: bool
+
+
+class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
+    """The part of a graph that one stage runs."""
+
+    index: int
+    ops: tuple[Op, ...]
+    """Variables and operators in execution order; operators that need no input appear in every stage that uses them."""
+    columns: tuple[str, ...]
+    """Batch columns that this stage reads from its own data."""
+    receives: tuple[Crossing, ...]
+    sends: tuple[Crossing, ...]
+    borrows: dict[str, int]
+    """Trainable parameters that another stage owns: parameter -> owner. Values come once per step."""
+    lends: dict[str, tuple[int, ...]]
+    """Trainable parameters that this stage owns and others use too: parameter -> users."""
+    loss: Ref | None = None
+    count: Ref | None = None
+    outputs: dict[str, Ref] = {}
+
+    def variables(self) -> tuple[Op, ...]:
+        return tuple(op for op in self.ops if op.kind in ("parameter", "buffer", "constant"))
+
+
+def assign(flow: Flow, boundaries: Sequence[int]) -> dict[str, int]:
+    """Stage of each operator when stage k ends before operator number `boundaries[k]` of `flow.operators`."""
+    bounds = [0, *boundaries, len(flow.operators)]
+    if any(a >= b for a, b in itertools.pairwise(bounds)):
+        raise UserError(f"cut positions: got {list(boundaries)}, expected strictly increasing within 1..{bounds[-1] - 1}")
+    return {
+        op.name: stage
+        for stage, (a, b) in enumerate(itertools.pairwise(bounds))
+        for op in flow.operators[a:b]
+    }
+
+
+def partition(flow: Flow, stage_of: Mapping[str, int]) -> tuple[StageGraph, ...]:
+    """The stage graphs under an assignment of `flow.operators` to stages 0..S-1.
+
+    Raises InternalError when data would flow to an earlier stage, UserError when two stages would write one buffer.
+    """
+    users = _users(flow, stage_of)
+    home = _homes(flow, stage_of, users)
+    crossings = _crossings(flow, users, home)
+    return tuple(
+        _stage(flow, index, users, home, crossings) for index in range(max(stage_of.values()) + 1)
+    )
+
+
+def _users(flow: Flow, stage_of: Mapping[str, int]) -> dict[str, list[int]]:
+    """Stages that need each op, ascending: an assigned operator is needed where it runs, all else where it is used."""
+    users: dict[str, set[int]] = {op.name: set() for op in flow.graph.ops}
+    for op in reversed(flow.graph.ops):
+        stages = {stage_of[op.name]} if op.name in stage_of else users[op.name]
+        for ref in op.refs():
+            users[ref.op] |= stages
+    return {name: sorted(stages) for name, stages in users.items()}
+
+
+def _homes(flow: Flow, stage_of: Mapping[str, int], users: Mapping[str, list[int]]) -> dict[str, int]:
+    """The one stage that holds each op: where it runs, or the first that uses it."""
+    last = max(stage_of.values())
+    home = {name: stages[0] if stages else last for name, stages in users.items()}
+    home.update(stage_of)
+    for op in flow.graph.ops:
+        for name in op.mutates:
+            if users[name] != [stage_of[op.name]]:
+                raise UserError(
+                    f"buffer {flow.by_name[name].target!r} is written in stage {stage_of[op.name]} and used in "
+                    f"stages {users[name]}: cut elsewhere, a written buffer lives in one stage"
+                )
+    return home
+
+
+def _crossings(flow: Flow, users: Mapping[str, list[int]], home: Mapping[str, int]) -> list[Crossing]:
+    found: list[Crossing] = []
+    for op in flow.graph.ops:
+        if op.kind not in ("placeholder", "operator") or op.name in flow.free:
+            continue
+        for index, spec in enumerate(op.outputs):
+            ref = Ref(op.name, index)
+            targets = {home[c] for c in flow.consumers.get(ref, ())} - {home[op.name]}
+            if any(t < home[op.name] for t in targets):
+                raise InternalError(f"op {op.name} of stage {home[op.name]} feeds an earlier stage: {sorted(targets)}")
+            found += [
+                Crossing(ref, home[op.name], t, spec, ref in flow.differentiable) for t in sorted(targets)
+            ]
+    return found
+
+
+def _stage(
+    flow: Flow, index: int, users: Mapping[str, list[int]], home: Mapping[str, int], crossings: Sequence[Crossing]
+) -> StageGraph:
+    graph = flow.graph
+    held: list[Op] = []
+    borrows: dict[str, int] = {}
+    lends: dict[str, tuple[int, ...]] = {}
+    for op in graph.ops:
+        if op.kind == "placeholder":
+            continue
+        shared = op.kind in ("parameter", "buffer", "constant") or op.name in flow.free
+        if index != home[op.name] and not (shared and index in users[op.name]):
+            continue
+        held.append(op)
+        if op.kind == "parameter" and any(op.requires_grad) and len(users[op.name]) > 1:
+            if home[op.name] == index:
+                lends[op.name] = tuple(u for u in users[op.name] if u != index)
+            else:
+                borrows[op.name] = home[op.name]
+    return StageGraph(
+        index=index,
+        ops=tuple(held),
+        columns=tuple(o.target for o in graph.ops if o.kind == "placeholder" and users[o.name] and home[o.name] == index),
+        receives=tuple(c for c in crossings if c.target == index),
+        sends=tuple(c for c in crossings if c.source == index),
+        borrows=borrows,
+        lends=lends,
+        loss=graph.loss if home[graph.loss.op] == index else None,
+        count=graph.count if graph.count is not None and home[graph.count.op] == index else None,
+        outputs={k: r for k, r in graph.outputs.items() if home[r.op] == index},
+    )

@@ -1,0 +1,25 @@
+"""The models that a job can name, and how to add one."""
+
+from isthmus.models.gpt import GPT, GPTConfig
+from isthmus.models.hugging_face import is_hugging_face, save_hugging_face
+from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
+from isthmus.models.registry import ModelSpec, build_model, model_names
+from isthmus.models.tracing import as_eager
+from isthmus.models.unet import UNet, UNetConfig
+
+__all__ = [
+    "CNN",
+    "GPT",
+    "MLP",
+    "CNNConfig",
+    "GPTConfig",
+    "MLPConfig",
+    "ModelSpec",
+    "UNet",
+    "UNetConfig",
+    "as_eager",
+    "build_model",
+    "is_hugging_face",
+    "model_names",
+    "save_hugging_face",
+]

@@ -1,0 +1,171 @@
+"""Hugging Face models: built from a config with random weights, or read from a directory or the hub.
+
+The library is the optional extra `hf` and is imported on first use.
+"""
+
+from __future__ import annotations
+
+import difflib
+import shutil
+from collections.abc import Mapping
+from pathlib import Path
+from types import ModuleType
+from typing import Literal
+
+import msgspec
+import torch
+from torch import nn
+from torch._subclasses.fake_tensor import FakeTensor
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import import_extra, read_options
+
+BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
+    "hf-gpt2": ("GPT2LMHeadModel", {}),
+    "hf-gpt2-xl": ("GPT2LMHeadModel", {"n_layer": 48, "n_embd": 1600, "n_head": 25, "vocab_size": 50257}),
+    "hf-llama": ("LlamaForCausalLM", {}),
+    "hf-bert-classifier": ("BertForSequenceClassification", {}),
+    "hf-resnet": ("ResNetForImageClassification", {}),
+}
+
+_AUTO_CLASS = {
+    "causal-lm": "AutoModelForCausalLM",
+    "sequence-classification": "AutoModelForSequenceClassification",
+    "image-classification": "AutoModelForImageClassification",
+}
+
+_TOKENIZER_FILES = (
+    "tokenizer.json",
+    "tokenizer_config.json",
+    "special_tokens_map.json",
+    "added_tokens.json",
+    "vocab.json",
+    "merges.txt",
+    "vocab.txt",
+    "tokenizer.model",
+    "spiece.model",
+    "chat_template.jinja",
+)
+
+
+class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Options of the model `hf`. `path` is a local directory or a hub id; `config` overrides its config."""
+
+    path: str
+    task: Literal["causal-lm", "sequence-classification", "image-classification"]
+    random_weights: bool = False
+    dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    config: dict[str, object] = {}
+
+
+def _transformers() -> ModuleType:
+    library = import_extra("transformers", "hf")
+    library.logging.set_verbosity_error()
+    library.logging.disable_progress_bar()
+    return library
+
+
+def _one_line(error: Exception) -> str:
+    return " ".join(str(error).split())
+
+
+def _check_names(owner: str, options: Mapping[str, object], config: object) -> None:
+    """Config classes accept any keyword, so a misspelt one would silently change nothing."""
+    known: dict[str, object] = config.to_dict()  # pyright: ignore[reportAttributeAccessIssue]
+    aliases: dict[str, str] = config.attribute_map  # pyright: ignore[reportAttributeAccessIssue]
+    valid = {*known, *aliases, "num_labels"}
+    for key in options:
+        if key not in valid:
+            raise unknown_name(f"{owner} option", key, valid)
+
+
+def _prepare_for_training(config: object, task: str) -> None:
+    """Settles what would otherwise depend on the data, or return what training never reads."""
+    if hasattr(config, "use_cache"):
+        config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue]
+    if task.lower().replace("-", "").endswith(("sequenceclassification", "imageclassification")):
+        # Left unset, the first forward looks at the labels' dtype and writes the answer into the config.
+        config.problem_type = "single_label_classification"  # pyright: ignore[reportAttributeAccessIssue]
+
+
+def build_from_class(owner: str, class_name: str, options: Mapping[str, object]) -> nn.Module:
+    """`transformers.<class_name>` with random weights; `options` are arguments of its config.
+
+    Raises `UserError` for an unknown class or option, or a value that the config or the model refuses.
+    """
+    library = _transformers()
+    model_class = getattr(library, class_name, None)
+    config_class = getattr(model_class, "config_class", None)
+    if model_class is None or config_class is None:
+        raise unknown_name("transformers model", class_name, _near(class_name, library))
+    _check_names(owner, options, config_class())
+    try:
+        config = config_class(**options)
+        _prepare_for_training(config, class_name)
+        return model_class(config)
+    except Exception as error:  # each config class raises its own families
+        raise UserError(f"{owner} options {dict(options)}: {_one_line(error)}") from error
+
+
+def _near(class_name: str, library: ModuleType) -> list[str]:
+    """The library holds hundreds of classes: an error offers a few of them."""
+    endings = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "SequenceClassification", "ImageClassification")
+    names = [name for name in dir(library) if name.endswith(endings) and not name.startswith("Auto")]
+    return difflib.get_close_matches(class_name, names, n=5) or [class_name for class_name, _ in BY_NAME.values()]
+
+
+def build_pretrained(options: Mapping[str, object]) -> nn.Module:
+    """The model that a directory or the hub holds, in train mode.
+
+    Only safetensors weights are read and no code from the repository is run. Under a `FakeTensorMode` the weights
+    are not read, because only shapes matter there. Raises `UserError` for what cannot be read.
+    """
+    chosen = read_options("hf", options, PretrainedOptions)
+    path = Path(chosen.path).expanduser()
+    if chosen.path.startswith(("/", ".", "~")) and not path.is_dir():
+        raise UserError(f"hf option 'path': no directory {chosen.path}")
+    location = str(path) if path.is_dir() else chosen.path
+    library = _transformers()
+    auto_class = getattr(library, _AUTO_CLASS[chosen.task])
+    dtype: torch.dtype = getattr(torch, chosen.dtype)
+    try:
+        config = library.AutoConfig.from_pretrained(location, trust_remote_code=False)
+        _check_names("hf config", chosen.config, config)
+        config = library.AutoConfig.from_pretrained(location, trust_remote_code=False, **chosen.config)
+        _prepare_for_training(config, chosen.task)
+        if chosen.random_weights or isinstance(torch.empty(0), FakeTensor):
+            module = auto_class.from_config(config, dtype=dtype, trust_remote_code=False)
+        else:
+            module = auto_class.from_pretrained(
+                location, config=config, dtype=dtype, use_safetensors=True, trust_remote_code=False
+            )
+    except UserError:
+        raise
+    except Exception as error:  # missing files, no network, wrong task, unreadable weights: one family each
+        raise UserError(f"hf option 'path': {chosen.path} as {chosen.task}: {_one_line(error)}") from error
+    return module.train()
+
+
+def is_hugging_face(module: nn.Module) -> bool:
+    """Whether `module` is a transformers model. Does not import the library."""
+    return any(
+        base.__name__ == "PreTrainedModel" and base.__module__.startswith("transformers.")
+        for base in type(module).__mro__
+    )
+
+
+def save_hugging_face(module: nn.Module, directory: Path, tokenizer_dir: Path | None = None) -> None:
+    """Writes `module` so that `from_pretrained(directory)` reads it back, with the tokenizer's files beside it.
+
+    Raises `UserError` if `module` is no transformers model, or `tokenizer_dir` holds no tokenizer.
+    """
+    if not is_hugging_face(module):
+        raise UserError(f"cannot save {type(module).__name__} for Hugging Face: it is no transformers model")
+    tokenizer: list[Path] = []
+    if tokenizer_dir is not None:
+        tokenizer = [tokenizer_dir / name for name in _TOKENIZER_FILES if (tokenizer_dir / name).is_file()]
+        if not tokenizer:
+            raise UserError(f"{tokenizer_dir} holds no tokenizer: expected tokenizer.json or one of its older forms")
+    module.save_pretrained(directory)  # pyright: ignore[reportCallIssue]
+    for path in tokenizer:
+        shutil.copy(path, directory / path.name)

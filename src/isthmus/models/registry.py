@@ -1,0 +1,125 @@
+"""The models by name: ours, Hugging Face's, and those of other packages."""
+
+from __future__ import annotations
+
+import importlib
+import inspect
+from collections.abc import Callable, Mapping
+
+import msgspec
+from torch import nn
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import load_third_party, read_options, third_party
+from isthmus.models import hugging_face
+from isthmus.models.gpt import GPT, GPTConfig
+from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
+from isthmus.models.unet import UNet, UNetConfig
+
+ENTRY_POINTS = "isthmus.models"
+
+
+class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Which model to build.
+
+    `name` is one of `model_names()`, or `hf:<transformers class>`, or `package.module:callable`; `options` are
+    JSON values that the model's config or the callable takes. Naming a callable runs it, so a spec is only
+    ever read from the user's own job file, never from a link.
+    """
+
+    name: str
+    options: dict[str, object] = {}
+
+
+def _gpt(options: Mapping[str, object]) -> nn.Module:
+    return GPT(read_options("gpt", options, GPTConfig))
+
+
+def _unet(options: Mapping[str, object]) -> nn.Module:
+    return UNet(read_options("unet", options, UNetConfig))
+
+
+def _mlp(options: Mapping[str, object]) -> nn.Module:
+    return MLP(read_options("mlp", options, MLPConfig))
+
+
+def _cnn(options: Mapping[str, object]) -> nn.Module:
+    return CNN(read_options("cnn", options, CNNConfig))
+
+
+_BUILT_IN: Mapping[str, Callable[[Mapping[str, object]], nn.Module]] = {
+    "gpt": _gpt,
+    "unet": _unet,
+    "mlp": _mlp,
+    "cnn": _cnn,
+    "hf": hugging_face.build_pretrained,
+}
+
+
+def model_names() -> list[str]:
+    """The names that `build_model` knows, entry points of the group `isthmus.models` included, sorted."""
+    return sorted({*_BUILT_IN, *hugging_face.BY_NAME, *third_party(ENTRY_POINTS)})
+
+
+def build_model(spec: ModelSpec) -> nn.Module:
+    """The module of `spec` with fresh weights, on torch's default device, in train mode.
+
+    Its `forward(**columns)` returns a scalar loss, or a dict with `loss` first, or (loss_sum, count, ...). Weights
+    are drawn from torch's global generator: the caller sets the seed. Works under `FakeTensorMode` too.
+    Raises `UserError` for an unknown model or option, an option's value, or a callable that cannot be imported.
+    """
+    name = spec.name
+    if name in _BUILT_IN:
+        return _BUILT_IN[name](spec.options)
+    if name in hugging_face.BY_NAME:
+        class_name, defaults = hugging_face.BY_NAME[name]
+        return hugging_face.build_from_class(name, class_name, {**defaults, **spec.options})
+    if name.startswith("hf:"):
+        return hugging_face.build_from_class(name, name.removeprefix("hf:"), spec.options)
+    if ":" in name:
+        return _call(name, _import_callable(name), spec.options)
+    others = third_party(ENTRY_POINTS)
+    if name in others:
+        return _call(name, load_third_party(others[name]), spec.options)
+    raise unknown_name("model", name, model_names())
+
+
+def _import_callable(name: str) -> object:
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UserError(f"model {name!r}: expected 'package.module:callable'")
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:  # the user's module may raise anything while it is imported
+        raise UserError(f"model {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"model {name!r}: {module_name} has no {attribute!r}")
+        found = getattr(found, part)
+    return found
+
+
+def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
+    if not callable(build):
+        raise UserError(f"model {name!r}: expected a callable that returns an nn.Module, got {build!r}")
+    _check_arguments(name, build, options)
+    module: object = build(**options)
+    if not isinstance(module, nn.Module):
+        raise UserError(f"model {name!r}: expected it to return an nn.Module, got {type(module).__name__}")
+    return module
+
+
+def _check_arguments(name: str, build: Callable[..., object], options: Mapping[str, object]) -> None:
+    try:
+        signature = inspect.signature(build)
+    except ValueError:  # some built-in callables show no signature: calling them is the only check
+        return
+    parameters = signature.parameters.values()
+    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
+        for key in options:
+            if key not in signature.parameters:
+                raise unknown_name(f"{name} option", key, signature.parameters)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise UserError(f"model {name!r}: {error}") from error

@@ -1,0 +1,20 @@
+"""The plan document and its schedules."""
+
+from isthmus.plan.plan import (
+    Certificate,
+    Edge,
+    Plan,
+    Prediction,
+    Replica,
+    SharedParameter,
+    Stage,
+    StageMemory,
+    load_plan,
+    save_plan,
+)
+from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
+
+__all__ = [
+    "SCHEDULES", "Certificate", "Edge", "Plan", "Prediction", "Replica", "Schedule", "SharedParameter",
+    "Stage", "StageMemory", "Tasklet", "classic_in_flight", "load_plan", "save_plan",
+]  # fmt: skip

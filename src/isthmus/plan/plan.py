@@ -1,0 +1,147 @@
+"""The plan: one JSON document that says who computes what, in which order, and what that should cost.
+
+Everything that the runtime and the simulator need is in it, and everything that explains the choice.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.plan.schedule import Schedule
+
+PLAN_VERSION = 1
+
+
+class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes that a stage needs on its device."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    activations: int
+    """Kept between forward and backward, for all micro-batches in flight at once."""
+
+    @property
+    def total(self) -> int:
+        return self.weights + self.gradients + self.optimizer + self.activations
+
+
+class Stage(msgspec.Struct, frozen=True, kw_only=True):
+    """A run of operators on one device. FLOPs are for one micro-batch."""
+
+    device: str
+    first: int
+    """Number of the stage's first operator in the graph's cut order (`Flow.operators`)."""
+    last: int
+    """Number of its last operator, inclusive."""
+    first_op: str
+    last_op: str
+    flops_forward: int
+    flops_backward: int
+    parameter_bytes: int
+    memory: StageMemory
+
+
+class Edge(msgspec.Struct, frozen=True, kw_only=True):
+    """What stage `source` sends to stage `target` for each micro-batch, and the gradients that come back."""
+
+    source: int
+    target: int
+    values: tuple[str, ...]
+    """`op` or `op:index` of each tensor, in the order in which they travel."""
+    gradients: tuple[str, ...]
+    forward_bytes: int
+    backward_bytes: int
+
+
+class SharedParameter(msgspec.Struct, frozen=True, kw_only=True):
+    """A parameter that several stages use: its value travels once per step, and its gradient back."""
+
+    name: str
+    owner: int
+    users: tuple[int, ...]
+    size_bytes: int
+
+
+class Replica(msgspec.Struct, frozen=True, kw_only=True):
+    """One full copy of the model: its stages in order, and its share of the batch."""
+
+    stages: tuple[Stage, ...]
+    edges: tuple[Edge, ...]
+    shared: tuple[SharedParameter, ...] = ()
+    share: float = 1.0
+    loss_stage: int = -1
+    """The stage that computes the loss: its index, or -1 for the last."""
+
+
+class Prediction(msgspec.Struct, frozen=True, kw_only=True):
+    """What the cost model says of the plan, in seconds per step."""
+
+    step_s: float
+    """Closed form with latency hidden inside the step: fill + (n - 1) * period."""
+    period_s: float
+    """Steady time between micro-batches: the slowest stage, or the slowest link's bytes / bandwidth."""
+    fill_s: float
+    eq3_step_s: float
+    """FusionLLM Eq. 3, forward and backward, latency counted in the bottleneck term."""
+    bottleneck: str
+    """Which device or link sets the period."""
+
+
+class Certificate(msgspec.Struct, frozen=True, kw_only=True):
+    """How far the plan can be from the best one under its planner's objective."""
+
+    lower_bound_s: float
+    gap: float
+    """(step_s - lower_bound_s) / lower_bound_s; 0 is optimal within `scope`."""
+    scope: str
+    """What the bound ranges over, in words."""
+
+
+class Plan(msgspec.Struct, frozen=True, kw_only=True):
+    version: int = PLAN_VERSION
+    model: str
+    fleet: str
+    planner: str
+    micro_batch_size: int
+    micro_batches: int
+    schedule: Schedule
+    replicas: tuple[Replica, ...]
+    predicted: Prediction
+    certificate: Certificate | None = None
+    notes: tuple[str, ...] = ()
+    """Why each device is used or left out, one sentence each."""
+
+    @property
+    def batch(self) -> int:
+        return self.micro_batch_size * self.micro_batches
+
+    @property
+    def stages(self) -> tuple[Stage, ...]:
+        """Stages of the only replica."""
+        (replica,) = self.replicas
+        return replica.stages
+
+    def boundaries(self) -> list[int]:
+        """First operator number of every stage but the first."""
+        return [stage.first for stage in self.stages[1:]]
+
+
+def save_plan(plan: Plan, path: Path) -> None:
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(plan), indent=1))
+
+
+def load_plan(path: Path) -> Plan:
+    """UserError when the file is missing, is not a plan, or has another version."""
+    try:
+        plan = msgspec.json.decode(path.read_bytes(), type=Plan)
+    except FileNotFoundError:
+        raise UserError(f"plan file {path}: not found") from None
+    except msgspec.DecodeError as e:
+        raise UserError(f"plan file {path}: not a plan: {e}") from None
+    if plan.version != PLAN_VERSION:
+        raise UserError(f"plan file {path}: version: got {plan.version}, expected {PLAN_VERSION}")
+    return plan

@@ -1,0 +1,150 @@
+"""The operator order as blocks between the places where it may be cut, and what is alive at each of them.
+
+Everything a cut planner needs depends only on block numbers: block k holds the operators between place k and
+place k + 1; a stage is a run of blocks [a, b).
+"""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from functools import cached_property
+from typing import NamedTuple
+
+import numpy as np
+
+from isthmus.cost import Problem
+from isthmus.cost.memory import trainable, variable_bytes
+from isthmus.graph import Op, Ref, cuts
+from isthmus.plan import StageMemory
+from isthmus.planners.network import Floats
+
+
+class Item(NamedTuple):
+    """Something made in block `birth` that other stages may need: a value, or a shared parameter (once per step)."""
+
+    birth: int
+    uses: tuple[int, ...]
+    """Blocks after `birth` that take it, ascending."""
+    forward_bytes: int
+    backward_bytes: int
+    per_step: bool
+
+
+class Variable(NamedTuple):
+    """A parameter, buffer or constant: its bytes in the first stage that uses it, and in every later one."""
+
+    uses: tuple[int, ...]
+    owned_bytes: int
+    borrowed_bytes: int
+
+
+class Blocks:
+    """Blocks between `places`, which are positions in `flow.operators` where a cut is legal (default: all)."""
+
+    def __init__(self, problem: Problem, places: Sequence[int] | None = None) -> None:
+        inner = legal_places(problem) if places is None else places
+        self.problem = problem
+        self.places: tuple[int, ...] = (0, *inner, len(problem.flow.operators))
+        self.count = len(self.places) - 1
+        take = np.array(self.places)
+        self.work: Floats = np.array(problem.cumulative_flops, dtype=np.float64)[take]
+        self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
+        self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
+
+    def block_of(self, position: int) -> int:
+        return bisect.bisect_right(self.places, position) - 1
+
+    def boundaries(self, cut: Sequence[int]) -> list[int]:
+        """Operator positions of block boundaries."""
+        return [self.places[b] for b in cut]
+
+    @cached_property
+    def items(self) -> tuple[Item, ...]:
+        flow, batch = self.problem.flow, self.problem.micro_batch_size
+        found: list[Item] = []
+        for op in flow.graph.ops:
+            if op.kind not in ("placeholder", "operator") or op.name in flow.free:
+                continue
+            for index, spec in enumerate(op.outputs):
+                ref = Ref(op.name, index)
+                uses = [self._position[c] for c in flow.consumers.get(ref, ())]
+                size = spec.nbytes(batch)
+                item = self._item(self._position.get(op.name), uses, size, size if ref in flow.differentiable else 0)
+                found += [item] if item else []
+        for op in filter(trainable, flow.graph.ops):
+            size = op.outputs[0].nbytes(1)
+            item = self._item(None, self._users(op), size, size)
+            found += [item._replace(per_step=True)] if item else []
+        return tuple(found)
+
+    def _item(self, made: int | None, uses: list[int], forward: int, backward: int) -> Item | None:
+        """None where no cut can separate the uses. What no operator makes is held by its first user."""
+        if not uses:
+            return None
+        birth = self.block_of(min(uses) if made is None else made)
+        later = tuple(sorted({self.block_of(u) for u in uses} - {birth}))
+        return Item(birth, later, forward, backward, False) if later else None
+
+    @cached_property
+    def variables(self) -> tuple[Variable, ...]:
+        found: list[Variable] = []
+        for op in self.problem.flow.graph.ops:
+            if op.kind in ("parameter", "buffer", "constant"):
+                # The last stage holds what nothing uses.
+                uses = self._users(op) or [len(self.problem.flow.operators) - 1]
+                blocks = tuple(sorted({self.block_of(u) for u in uses}))
+                sizes = (_fixed(variable_bytes(self.problem, op, borrowed=b)) for b in (False, True))
+                found.append(Variable(blocks, *sizes))
+        return tuple(found)
+
+    def _users(self, variable: Op) -> list[int]:
+        """Positions of the operators that use a variable, directly or through free operators."""
+        found: list[int] = []
+        todo, seen = [variable.name], {variable.name}
+        while todo:
+            for consumer in self.problem.flow.consumers.get(Ref(todo.pop()), ()):
+                if consumer in self._position:
+                    found.append(self._position[consumer])
+                elif consumer not in seen:
+                    seen.add(consumer)
+                    todo.append(consumer)
+        return found
+
+    @cached_property
+    def live(self) -> tuple[tuple[tuple[int, int], ...], ...]:
+        """For each boundary 0..count: (item number, the next block that takes it) of what may cross there."""
+        found: list[list[tuple[int, int]]] = [[] for _ in range(self.count + 1)]
+        for number, item in enumerate(self.items):
+            start = item.birth + 1
+            for use in item.uses:
+                for boundary in range(start, use + 1):
+                    found[boundary].append((number, use))
+                start = use + 1
+        return tuple(tuple(entry) for entry in found)
+
+    def live_bytes(self, boundary: int) -> int:
+        items = (self.items[number] for number, _ in self.live[boundary])
+        return sum(i.forward_bytes + i.backward_bytes for i in items if not i.per_step)
+
+
+def _fixed(parts: StageMemory) -> int:
+    return parts.total
+
+
+def legal_places(problem: Problem) -> list[int]:
+    return [cut.position for cut in cuts(problem.flow)]
+
+
+def coarse(blocks: Blocks, most: int) -> Blocks:
+    """At most `most` of the cuts, spread evenly over the work: of each group the one that sends the fewest bytes."""
+    if blocks.count <= most:
+        return blocks
+    total = blocks.work[-1] or 1.0
+    best: dict[int, tuple[int, int]] = {}
+    for boundary in range(1, blocks.count):
+        # Half by work, half by number: cheap operators in a row still get a place.
+        group = int((blocks.work[boundary] / total + boundary / blocks.count) / 2 * (most - 1))
+        offer = (blocks.live_bytes(boundary), boundary)
+        best[group] = min(best.get(group, offer), offer)
+    return Blocks(blocks.problem, [blocks.places[b] for _, b in sorted(best.values(), key=lambda pair: pair[1])])

@@ -1,0 +1,127 @@
+"""The exact cost of a pipeline, and the exact search where values skip stages.
+
+A value goes directly from the stage that made it to every stage that takes it, so what a stage costs depends on
+who holds each live value. That holder list is the label of a search state. For a plain chain it is always
+"the stage before"; with skip connections few labels are within reach of the best plan known, because the
+relaxation bounds what is still to be paid.
+"""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import numpy as np
+
+from isthmus.planners.blocks import Blocks
+from isthmus.planners.network import Network
+from isthmus.planners.relaxation import Path, Relaxation
+
+Label = tuple[int, ...]
+"""The device that holds each item of `Blocks.live[boundary]`, in that order."""
+
+
+class Cost(NamedTuple):
+    sum_s: float
+    """fill + shared."""
+    bottleneck_s: float
+
+
+class SearchTooLarge(Exception):
+    """The search gave up after its budget of states."""
+
+
+class Best(NamedTuple):
+    cost: Cost
+    path: Path
+
+
+def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: int, device: int) -> Cost:
+    """What the stage [start, end) on `device` adds to the sum, and the longest it keeps itself or a link busy."""
+    messages: dict[int, list[int]] = {}
+    total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
+    for (number, use), holder in zip(blocks.live[start], label, strict=True):
+        if use >= end:
+            continue
+        item = blocks.items[number]
+        if item.per_step:
+            total += network.message_s(holder, device, item.forward_bytes)
+            total += network.message_s(device, holder, item.backward_bytes)
+        else:
+            message = messages.setdefault(holder, [0, 0])
+            message[0] += item.forward_bytes
+            message[1] += item.backward_bytes
+    for holder, (forward, backward) in messages.items():
+        total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
+        wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
+        bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
+    return Cost(total, bottleneck)
+
+
+def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) -> Label:
+    held = {number: holder for (number, _), holder in zip(blocks.live[start], label, strict=True)}
+    return tuple(held.get(number, device) for number, _ in blocks.live[end])
+
+
+def path_cost(blocks: Blocks, network: Network, path: Path) -> Cost:
+    """The closed form of a whole pipeline: (fill + shared, period)."""
+    label: Label = ()
+    total = bottleneck = 0.0
+    bounds = (0, *path.cut, blocks.count)
+    for device, start, end in zip(path.devices, bounds, bounds[1:], strict=True):
+        cost = stage_cost(blocks, network, label, start, end, device)
+        total, bottleneck = total + cost.sum_s, max(bottleneck, cost.bottleneck_s)
+        label = next_label(blocks, label, start, end, device)
+    return Cost(total, bottleneck)
+
+
+class _Reached(NamedTuple):
+    cost: Cost
+    before: _Reached | None
+    device: int
+    boundary: int
+
+
+def least_sum(relaxation: Relaxation, cutoff_s: float, most_states: int) -> tuple[Best | None, int]:
+    """The least sum below `cutoff_s` under the relaxation's last threshold, and how many states were expanded.
+
+    None where no pipeline is below. Raises SearchTooLarge beyond `most_states`.
+    """
+    blocks, network, routes = relaxation.tables.blocks, relaxation.network, relaxation.routes
+    reached: list[dict[tuple[int, Label], _Reached]] = [{} for _ in routes.states]
+    for root in routes.roots:
+        reached[root][0, ()] = _Reached(Cost(0.0, 0.0), None, -1, 0)
+    best: _Reached | None = None
+    expanded = 0
+    for number, steps in enumerate(routes.steps):
+        for (start, label), entry in reached[number].items():
+            if start == blocks.count:
+                if routes.may_end(number) and entry.cost.sum_s < cutoff_s:
+                    best, cutoff_s = entry, entry.cost.sum_s
+                continue
+            expanded += 1
+            if expanded > most_states:
+                raise SearchTooLarge
+            for device, after in steps:
+                bounds = relaxation.row(number, device, after, start) + entry.cost.sum_s
+                for offset in np.flatnonzero(bounds < cutoff_s):
+                    end = start + int(offset) + 1
+                    step = stage_cost(blocks, network, label, start, end, device)
+                    cost = Cost(entry.cost.sum_s + step.sum_s, max(entry.cost.bottleneck_s, step.bottleneck_s))
+                    to_go = float(relaxation.values[after][end])
+                    if step.bottleneck_s > relaxation.threshold or cost.sum_s + to_go >= cutoff_s:
+                        continue
+                    key = (end, next_label(blocks, label, start, end, device))
+                    known = reached[after].get(key)
+                    if known is None or cost.sum_s < known.cost.sum_s:
+                        reached[after][key] = _Reached(cost, entry, device, end)
+    return (Best(best.cost, _path(best)) if best else None), expanded
+
+
+def _path(entry: _Reached) -> Path:
+    devices: list[int] = []
+    cut: list[int] = []
+    while entry.before is not None:
+        devices.append(entry.device)
+        cut.append(entry.boundary)
+        entry = entry.before
+    return Path(tuple(reversed(devices)), tuple(reversed(cut[1:])))

@@ -1,0 +1,195 @@
+"""What happens to a machine (events) and what it asks for (instructions). Names and numbers only, never tensors.
+
+Every event carries the plan epoch under which it arose; a machine drops and counts those of another epoch.
+"""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from isthmus.protocol.work import Item
+
+Parcel = Literal["forward", "backward", "shared", "shared_gradient", "count", "norms"]
+"""What one stage sends another: activations and gradients per micro-batch; per item the value of a shared parameter,
+its gradient, the number of items that a summed loss counts, and the gradient norms for clipping."""
+
+Work = Literal["F", "B", "E"]
+"""Forward, backward, and the evaluation's forward."""
+
+
+class Event(msgspec.Struct, frozen=True, kw_only=True):
+    epoch: int = 0
+
+
+# To the worker
+
+
+class Opened(Event, frozen=True, kw_only=True):
+    """The coordinator leases an item."""
+
+    item: Item
+
+
+class Arrived(Event, frozen=True, kw_only=True):
+    """A parcel from stage `source` is here, whole."""
+
+    parcel: Parcel
+    source: int
+    item: int
+    micro_batch: int = -1
+
+
+class Computed(Event, frozen=True, kw_only=True):
+    """The tasklet that the compute lane ran is done."""
+
+    work: Work
+    item: int
+    micro_batch: int
+
+
+class Collected(Event, frozen=True, kw_only=True):
+    """The item's gradients are final on this stage and their norms known."""
+
+    item: int
+
+
+class Updated(Event, frozen=True, kw_only=True):
+    item: int
+
+
+class Saved(Event, frozen=True, kw_only=True):
+    """From this worker's driver, or to the coordinator through a report."""
+
+    item: int
+
+
+class Halted(Event, frozen=True, kw_only=True):
+    """The coordinator ends the run."""
+
+
+# From the worker
+
+
+class Compute(msgspec.Struct, frozen=True):
+    work: Work
+    item: int
+    micro_batch: int
+
+
+class Send(msgspec.Struct, frozen=True):
+    parcel: Parcel
+    target: int
+    item: int
+    micro_batch: int = -1
+
+
+class Collect(msgspec.Struct, frozen=True):
+    """Scale the summed gradients, add those of shared parameters, compute norms."""
+
+    item: int
+
+
+class Update(msgspec.Struct, frozen=True):
+    """Apply the optimizers (clipped, if norms were exchanged)."""
+
+    item: int
+
+
+class Save(msgspec.Struct, frozen=True):
+    """Write this stage's part of a checkpoint."""
+
+    item: int
+
+
+class Report(msgspec.Struct, frozen=True):
+    """Tell the coordinator that the item is done here, with this stage's loss if it has one."""
+
+    item: int
+
+
+class Stop(msgspec.Struct, frozen=True):
+    """Leave."""
+
+
+WorkerEvent = Opened | Arrived | Computed | Collected | Updated | Saved | Halted
+WorkerInstruction = Compute | Send | Collect | Update | Save | Report | Stop
+
+
+# To the coordinator
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    device: str
+
+
+class Ready(Event, frozen=True, kw_only=True):
+    """The device holds its stage, its weights and its links."""
+
+    device: str
+
+
+class Reported(Event, frozen=True, kw_only=True):
+    """A device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage."""
+
+    device: str
+    item: int
+    loss: float | None = None
+    count: float | None = None
+
+
+class Lost(Event, frozen=True, kw_only=True):
+    device: str
+    reason: str
+
+
+class Interrupted(Event, frozen=True, kw_only=True):
+    """The user wants to stop: finish what is leased, save, leave."""
+
+
+# From the coordinator
+
+
+class Assign(msgspec.Struct, frozen=True):
+    """Give the device its stage."""
+
+    device: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Give the device its weights."""
+
+    device: str
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Lease the item to every device."""
+
+    item: Item
+
+
+class Advance(msgspec.Struct, frozen=True):
+    """Every device finished the item. `loss` is its mean, if the item has one."""
+
+    item: Item
+    loss: float | None = None
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """All parts of the checkpoint are written: make it the latest."""
+
+    item: Item
+
+
+class Halt(msgspec.Struct, frozen=True):
+    """Tell every device that is still there to leave."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    outcome: Literal["done", "interrupted", "lost"]
+    reason: str = ""
+
+
+CoordinatorEvent = Joined | Ready | Reported | Lost | Interrupted
+CoordinatorInstruction = Assign | Place | Open | Advance | Commit | Halt | Finish

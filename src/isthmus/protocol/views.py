@@ -1,0 +1,102 @@
+"""What each worker must know of its stage, read off the plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from isthmus.errors import UserError
+from isthmus.plan.plan import Plan, Replica
+from isthmus.protocol.worker import StageView
+
+Pair = tuple[int, int]
+Neighbours = dict[int, tuple[int, ...]]
+
+
+def stage_views(
+    plan: Plan, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
+) -> tuple[StageView, ...]:
+    """The views of the stages of the plan's only replica, in order.
+
+    `clips`: gradient norms are exchanged before each update. `counts`: the loss is a sum over a count.
+    `eval_edges` are the (source, target) pairs that activations take in an evaluation; without it, those of training.
+    Raises `UserError` for a plan whose stages, edges and limits do not fit together.
+    """
+    replica = only_replica(plan)
+    forward = [(e.source, e.target) for e in replica.edges]
+    evaluation = forward if eval_edges is None else list(eval_edges)
+    shared = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]
+    _check_limits(plan, len(replica.stages))
+    _check_pairs("edge", [*forward, *evaluation], len(replica.stages), onward=True)
+    _check_pairs("shared parameter", shared, len(replica.stages))
+    forward_from, forward_to = _neighbours(forward)
+    backward_from, backward_to = _neighbours((e.target, e.source) for e in replica.edges if e.gradients)
+    eval_from, eval_to = _neighbours(evaluation)
+    borrows_from, lends_to = _neighbours(shared)
+    loss_stage = _loss_stage(replica)
+    has_backward = {
+        *(number for number, stage in enumerate(replica.stages) if stage.flops_backward),
+        *backward_from, *backward_to, *borrows_from, *lends_to,
+    }  # fmt: skip
+    return tuple(
+        StageView(
+            stage=s,
+            stages=len(replica.stages),
+            in_flight=plan.schedule.in_flight[s],
+            forward_from=forward_from.get(s, ()),
+            forward_to=forward_to.get(s, ()),
+            backward_from=backward_from.get(s, ()),
+            backward_to=backward_to.get(s, ()),
+            eval_from=eval_from.get(s, ()),
+            eval_to=eval_to.get(s, ()),
+            lends_to=lends_to.get(s, ()),
+            borrows_from=borrows_from.get(s, ()),
+            trains=s in has_backward,
+            has_loss=s == loss_stage,
+            counts=counts,
+            clips=clips,
+        )
+        for s in range(len(replica.stages))
+    )
+
+
+def only_replica(plan: Plan) -> Replica:
+    """Raises `UserError` when the plan has several replicas, or none."""
+    if len(plan.replicas) != 1:
+        raise UserError(f"plan: replicas: got {len(plan.replicas)}, expected exactly 1")
+    return plan.replicas[0]
+
+
+def _neighbours(pairs: Iterable[Pair]) -> tuple[Neighbours, Neighbours]:
+    """Of each stage: from whom it receives, and to whom it sends, ascending."""
+    sources: dict[int, set[int]] = {}
+    targets: dict[int, set[int]] = {}
+    for source, target in pairs:
+        sources.setdefault(target, set()).add(source)
+        targets.setdefault(source, set()).add(target)
+    return _ascending(sources), _ascending(targets)
+
+
+def _ascending(neighbours: dict[int, set[int]]) -> Neighbours:
+    return {stage: tuple(sorted(others)) for stage, others in neighbours.items()}
+
+
+def _loss_stage(replica: Replica) -> int:
+    stages = len(replica.stages)
+    if not -1 <= replica.loss_stage < stages:
+        raise UserError(f"plan: loss_stage: got {replica.loss_stage}, expected -1 to {stages - 1}")
+    return replica.loss_stage % stages
+
+
+def _check_limits(plan: Plan, stages: int) -> None:
+    limits = plan.schedule.in_flight
+    if len(limits) != stages or min(limits, default=0) < 1:
+        raise UserError(f"plan: schedule.in_flight: got {list(limits)}, expected {stages} numbers of at least 1")
+
+
+def _check_pairs(field: str, pairs: Iterable[Pair], stages: int, *, onward: bool = False) -> None:
+    for source, target in pairs:
+        if not (0 <= source < stages and 0 <= target < stages) or (onward and source >= target):
+            expected = "an earlier and a later one" if onward else "two"
+            raise UserError(
+                f"plan: {field}: got stages {source} and {target}, expected {expected} of 0 to {stages - 1}"
+            )

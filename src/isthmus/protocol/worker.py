@@ -1,0 +1,244 @@
+"""The worker: what one stage does next. Events in, instructions out; no clock, socket, thread or tensor.
+
+The life of a training item on one stage, with what must have arrived before each step:
+
+    shared values of borrowed parameters ─┐
+    activations of micro-batch m ─────────┴─► F(m) ─► send activations
+    gradients of micro-batch m ─────────────► B(m) ─► send gradients
+    all B done ─► send gradients of borrowed parameters
+    their users' gradients, the loss count ─► collect ─► send norms
+    everyone's norms ─► update ─► report ─► next item
+
+The compute lane does one thing at a time. Whenever it is idle the ready tasklet of highest priority starts:
+backward before forward, then the lowest micro-batch. A late parcel delays only what depends on it.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from typing import Literal
+
+import msgspec
+
+from isthmus.errors import InternalError
+from isthmus.protocol.events import (
+    Arrived,
+    Collect,
+    Collected,
+    Compute,
+    Computed,
+    Halted,
+    Opened,
+    Parcel,
+    Report,
+    Save,
+    Saved,
+    Send,
+    Stop,
+    Update,
+    Updated,
+    Work,
+    WorkerEvent,
+    WorkerInstruction,
+)
+from isthmus.protocol.work import Item
+
+
+class StageView(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worker must know of its stage: its neighbours, by stage number, and its limits."""
+
+    stage: int
+    stages: int
+    in_flight: int
+    """Micro-batches that may be between their forward and their backward here."""
+    forward_from: tuple[int, ...]
+    forward_to: tuple[int, ...]
+    backward_from: tuple[int, ...]
+    backward_to: tuple[int, ...]
+    eval_from: tuple[int, ...] = ()
+    eval_to: tuple[int, ...] = ()
+    lends_to: tuple[int, ...] = ()
+    """Stages that use parameters that this one owns."""
+    borrows_from: tuple[int, ...] = ()
+    trains: bool = True
+    """Whether this stage has a backward pass at all."""
+    has_loss: bool = False
+    counts: bool = False
+    """The loss is a sum over a count that only the loss's stage knows."""
+    clips: bool = False
+    """Gradient norms are exchanged before the update."""
+
+    @property
+    def others(self) -> tuple[int, ...]:
+        return tuple(s for s in range(self.stages) if s != self.stage)
+
+
+Phase = Literal["idle", "tasklets", "gathering", "collecting", "clipping", "updating", "saving", "halted"]
+
+
+class WorkerStatistics(msgspec.Struct, frozen=True):
+    phase: Phase
+    item: int
+    """The item in work, or the last one finished."""
+    forwards: int
+    backwards: int
+    stale: int
+    """Events of another plan epoch, dropped."""
+
+
+class Worker:
+    """The state machine of one stage. The driver calls `handle` with one event at a time."""
+
+    def __init__(self, view: StageView, epoch: int = 0) -> None:
+        self.view = view
+        self._epoch = epoch
+        self._leases: deque[Item] = deque()
+        self._item: Item | None = None
+        self._last = -1
+        self._phase: Phase = "idle"
+        self._busy = False
+        self._next_forward = 0
+        self._waiting_backward: list[int] = []
+        self._backwards = 0
+        self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
+        self._stale = 0
+
+    def statistics(self) -> WorkerStatistics:
+        item = self._item.index if self._item else self._last
+        return WorkerStatistics(self._phase, item, self._next_forward, self._backwards, self._stale)
+
+    def handle(self, event: WorkerEvent) -> list[WorkerInstruction]:
+        """Take one event; return what to do now. At most one instruction occupies the compute lane."""
+        if event.epoch != self._epoch:
+            self._stale += 1
+            return []
+        if self._phase == "halted":  # the compute lane may still finish what it was at
+            return []
+        out: list[WorkerInstruction] = []
+        match event:
+            case Opened(item=item):
+                self._leases.append(item)
+            case Arrived(parcel=parcel, source=source, item=item, micro_batch=micro_batch):
+                self._arrived.setdefault((parcel, item, micro_batch), set()).add(source)
+            case Computed(work=work, micro_batch=micro_batch):
+                self._computed(work, micro_batch, out)
+            case Collected(item=item):
+                self._expect("collecting", "clipping", item)
+                if self.view.clips:
+                    out += [Send("norms", s, item) for s in self.view.others]
+            case Updated(item=item):
+                self._expect("updating", "idle", item)
+                self._finish(item, out)
+            case Saved(item=item):
+                self._expect("saving", "idle", item)
+                self._finish(item, out)
+            case Halted():
+                self._phase = "halted"
+                return [Stop()]
+        if not self._busy:
+            self._advance(out)
+        return out
+
+    def _expect(self, phase: Phase, then: Phase, item: int) -> None:
+        if self._phase != phase or self._item is None or self._item.index != item:
+            raise InternalError(f"stage {self.view.stage}: an event of phase {phase}, item {item}, in {self._phase}")
+        self._busy = False
+        self._phase = then
+
+    def _computed(self, work: Work, micro_batch: int, out: list[WorkerInstruction]) -> None:
+        assert self._item is not None, "a tasklet belongs to an item"
+        self._busy = False
+        item = self._item.index
+        if work == "F":
+            if self.view.trains:
+                self._waiting_backward.append(micro_batch)
+            else:
+                self._backwards += 1
+            out += [Send("forward", s, item, micro_batch) for s in self.view.forward_to]
+            if self.view.counts and self.view.has_loss and self._next_forward == self._item.micro_batches:
+                out += [Send("count", s, item) for s in self.view.others]
+        elif work == "B":
+            self._backwards += 1
+            out += [Send("backward", s, item, micro_batch) for s in self.view.backward_to]
+        else:
+            out += [Send("forward", s, item, micro_batch) for s in self.view.eval_to]
+
+    def _advance(self, out: list[WorkerInstruction]) -> None:
+        """Move on as far as what has arrived allows, until the compute lane has something to do."""
+        if self._phase == "idle" and self._leases:
+            self._begin(self._leases.popleft(), out)
+        if self._phase == "tasklets":
+            self._pick(out)
+        if self._phase == "gathering" and not self._busy and self._gathered():
+            self._start("collecting", Collect(self._index), out)
+        if self._phase == "clipping" and (not self.view.clips or self._has("norms", self._index, self.view.others)):
+            self._start("updating", Update(self._index), out)
+
+    @property
+    def _index(self) -> int:
+        assert self._item is not None, "only a stage at work has an item"
+        return self._item.index
+
+    def _begin(self, item: Item, out: list[WorkerInstruction]) -> None:
+        self._item = item
+        self._next_forward = self._backwards = 0
+        self._waiting_backward.clear()
+        if item.kind == "save":
+            self._start("saving", Save(item.index), out)
+            return
+        self._phase = "tasklets"
+        out += [Send("shared", s, item.index) for s in self.view.lends_to]
+
+    def _start(self, phase: Phase, instruction: WorkerInstruction, out: list[WorkerInstruction]) -> None:
+        self._phase = phase
+        self._busy = True
+        out.append(instruction)
+
+    def _pick(self, out: list[WorkerInstruction]) -> None:
+        """Start the best ready tasklet, or leave the phase when there are none left."""
+        item = self._item
+        assert item is not None, "tasklets belong to an item"
+        if item.kind == "eval" and self._next_forward == item.micro_batches:
+            self._phase = "idle"
+            self._finish(item.index, out)
+            self._advance(out)
+        elif item.kind == "train" and self._backwards == item.micro_batches:
+            self._phase = "gathering"
+            out += [Send("shared_gradient", s, item.index) for s in self.view.borrows_from]
+        elif (micro_batch := self._ready_backward(item.index)) is not None:
+            self._waiting_backward.remove(micro_batch)
+            self._busy = True
+            out.append(Compute("B", item.index, micro_batch))
+        elif self._forward_ready(item):
+            self._next_forward += 1
+            self._busy = True
+            out.append(Compute("F" if item.kind == "train" else "E", item.index, self._next_forward - 1))
+
+    def _ready_backward(self, item: int) -> int | None:
+        ready = (m for m in self._waiting_backward if self._has("backward", item, self.view.backward_from, m))
+        return min(ready, default=None)
+
+    def _forward_ready(self, item: Item) -> bool:
+        train = item.kind == "train"
+        if self._next_forward == item.micro_batches:
+            return False
+        if train and len(self._waiting_backward) >= self.view.in_flight:
+            return False
+        sources = self.view.forward_from if train else self.view.eval_from
+        return self._has("shared", item.index, self.view.borrows_from) and self._has(
+            "forward", item.index, sources, self._next_forward
+        )
+
+    def _gathered(self) -> bool:
+        needs_count = self.view.counts and not self.view.has_loss
+        count_here = not needs_count or bool(self._arrived.get(("count", self._index, -1)))
+        return count_here and self._has("shared_gradient", self._index, self.view.lends_to)
+
+    def _has(self, parcel: Parcel, item: int, sources: tuple[int, ...], micro_batch: int = -1) -> bool:
+        return self._arrived.get((parcel, item, micro_batch), set()).issuperset(sources)
+
+    def _finish(self, item: int, out: list[WorkerInstruction]) -> None:
+        self._last = item
+        self._item = None
+        self._arrived = {key: sources for key, sources in self._arrived.items() if key[1] > item}
+        out.append(Report(item))

@@ -1,0 +1,113 @@
+"""The picture of a training run's loss: every step thin, their running mean thick, held-out values on top."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, NullFormatter, StrMethodFormatter
+from numpy.typing import NDArray
+
+from isthmus.errors import UserError
+
+# Okabe and Ito's palette, as in the timeline.
+_TRAIN, _HELD_OUT, _INK, _FAINT = "#0072B2", "#D55E00", "#222222", "#666666"
+_LOG_RANGE = 20.0
+"""From this ratio of largest to smallest loss on, a linear axis would flatten the end of the run."""
+
+
+def draw_loss(
+    points: Sequence[tuple[int, float]],
+    heldout: Sequence[tuple[int, float]],
+    path: Path,
+    unit: str = "nats per token",
+    references: Mapping[str, float] = {},
+) -> None:
+    """Write a PNG of training loss and held-out loss, both (step, loss), over the steps.
+
+    `references` are drawn as dashed lines with their names, such as a data set's unigram entropy. The axis is
+    logarithmic when the losses span a factor of 20 or more and are all above zero. Losses that are not finite leave a
+    gap. UserError when no loss is finite.
+    """
+    train, held = _finite(points), _finite(heldout)
+    losses = np.concatenate([train[:, 1], held[:, 1]])
+    if not losses.size:
+        raise UserError("loss: got no finite loss to draw, expected at least one")
+    figure = Figure(figsize=(7.5, 4.5), dpi=200, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    _draw_train(axes, train)
+    if len(held):
+        axes.plot(
+            held[:, 0], held[:, 1], color=_HELD_OUT, marker="o", markersize=5, markeredgecolor="white",
+            linewidth=1.2, label="held out", zorder=4,
+        )  # fmt: skip
+        axes.annotate(
+            f"{held[-1, 1]:.3g}", (held[-1, 0], held[-1, 1]), (0, 7), textcoords="offset points",
+            ha="right", va="bottom", fontsize=9, color=_HELD_OUT, fontweight="bold", zorder=5,
+        )  # fmt: skip
+    drawn = {name: value for name, value in references.items() if math.isfinite(value)}
+    everything = np.concatenate([losses, np.array(list(drawn.values()), dtype=float)])
+    _draw_references(axes, drawn)
+    _draw_axes(axes, everything, unit)
+    figure.savefig(path, format="png", metadata={"Software": "isthmus"})
+
+
+def smoothed(losses: NDArray[np.float64], window: int) -> NDArray[np.float64]:
+    """Centred mean over `window` values, over fewer at both ends: it lags nowhere, as a trailing mean would."""
+    half = window // 2
+    sums = np.concatenate([[0.0], np.cumsum(losses)])
+    index = np.arange(len(losses))
+    # As many on both sides, so that the ends of a slope are not pulled inwards.
+    reach = np.minimum(half, np.minimum(index, len(losses) - 1 - index))
+    return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+
+
+def _finite(points: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
+    """By step, shape (points, 2)."""
+    array = np.array(sorted(points), dtype=float).reshape(-1, 2)
+    return array[np.isfinite(array[:, 1])]
+
+
+def _draw_train(axes: Axes, train: NDArray[np.float64]) -> None:
+    window = max(1, len(train) // 40) | 1
+    if window < 3:
+        axes.plot(train[:, 0], train[:, 1], color=_TRAIN, linewidth=1.6, label="training" if len(train) else None)
+        return
+    axes.plot(train[:, 0], train[:, 1], color=_TRAIN, linewidth=0.5, alpha=0.35, label="training, each step")
+    label = f"training, mean of {window} steps"
+    axes.plot(train[:, 0], smoothed(train[:, 1], window), color=_TRAIN, linewidth=1.8, label=label, zorder=3)
+
+
+def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
+    for name, value in references.items():
+        axes.axhline(value, color=_FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
+        axes.annotate(
+            f"{name} {value:.3g}", (1, value), (-4, 2), xycoords=("axes fraction", "data"),
+            textcoords="offset points", ha="right", va="bottom", fontsize=8, color=_FAINT,
+        )  # fmt: skip
+
+
+def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:
+    low, high = float(losses.min()), float(losses.max())
+    if low > 0 and high / low >= _LOG_RANGE:
+        axes.set_yscale("log")
+        axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
+        axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.set_xlabel("step", color=_INK)
+    axes.set_ylabel(f"loss ({unit})", color=_INK)
+    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.tick_params(colors=_FAINT, labelsize=9)
+    axes.grid(color="#E4E4E4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    for side in ("left", "bottom"):
+        axes.spines[side].set_color(_FAINT)
+    axes.margins(x=0.02)
+    axes.legend(frameon=False, fontsize=9, loc="upper right")

@@ -1,0 +1,183 @@
+"""Training as it goes, for people, on standard error: a live view on a terminal, occasional plain lines elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from types import TracebackType
+from typing import Self
+
+import rich.progress
+from rich.console import Console, Group
+from rich.live import Live
+from rich.progress_bar import ProgressBar
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.plan import Plan
+from isthmus.units import format_duration, format_size
+
+MOST_ROWS = 8
+PLAIN_EVERY_S = 5.0
+PLAIN_SHARE = 0.1
+
+
+class Progress:
+    """A context manager that is told of every step; it decides what of that is worth showing, and when.
+
+    On a terminal the view stays in place at the bottom, and notes scroll past above it. Elsewhere a line is written
+    for the first and the last step, and between them whenever 5 s or a tenth of the steps went by: no escape
+    sequences, no carriage returns.
+    """
+
+    def __init__(self, console: Console, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._clock = clock
+        self._live = _View(console, plan) if console.is_terminal and not console.is_dumb_terminal else None
+        self._started_s = clock()
+        self._first_step: int | None = None
+        self._said_s = float("-inf")
+        self._said_step = 0
+
+    def __enter__(self) -> Self:
+        self._started_s = self._clock()
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def step(
+        self,
+        step: int,
+        steps: int,
+        loss: float | None,
+        *,
+        tokens_per_s: float | None = None,
+        samples_per_s: float | None = None,
+        busy: Mapping[str, float] = {},
+        link_bytes: Mapping[tuple[str, str], int] = {},
+    ) -> None:
+        """`step` of `steps` are done, this one included.
+
+        `busy` is 0 to 1 by device; `link_bytes` is what this step sent, by (source, target).
+        """
+        speed = _speed(tokens_per_s, samples_per_s)
+        if self._live is not None:
+            self._live.step(step, steps, _loss(loss), speed, busy, link_bytes)
+            return
+        now_s = self._clock()
+        if self._first_step is None:
+            self._first_step = step
+        due = now_s - self._said_s >= PLAIN_EVERY_S or step - self._said_step >= PLAIN_SHARE * steps
+        if not due and step < steps:
+            return
+        self._said_s, self._said_step = now_s, step
+        parts = [f"step {step}/{steps}", f"loss {_loss(loss)}", speed]
+        if link_bytes:
+            parts.append(f"{format_size(sum(link_bytes.values()))} sent")
+        # The first step's end is the first time known: what came before it was no step.
+        since = step - self._first_step
+        if since == 0:
+            self._started_s = now_s
+        elif step < steps:
+            parts.append(f"{format_duration((now_s - self._started_s) / since * (steps - step))} left")
+        self._line(", ".join(part for part in parts if part))
+
+    def validation(self, step: int, loss: float) -> None:
+        """The held-out loss after `step` steps."""
+        if self._live is not None:
+            self._live.validation(step, loss)
+        self._line(f"step {step}: held-out loss {_loss(loss)}")
+
+    def note(self, text: str) -> None:
+        """Say something now, on a line of its own."""
+        self._line(text)
+
+    def _line(self, text: str) -> None:
+        # Notes may quote another party: nothing that it wrote may steer the terminal.
+        plain = "".join(c if c.isprintable() else " " for c in text)
+        self._console.print(Text(plain), soft_wrap=True, highlight=False)
+
+
+class _View:
+    """The live view: a bar of steps, then devices with how busy they are beside links with what they carry."""
+
+    def __init__(self, console: Console, plan: Plan) -> None:
+        self._bar = rich.progress.Progress(
+            rich.progress.TextColumn("step {task.completed:.0f}/{task.total:.0f}"),
+            rich.progress.BarColumn(bar_width=None),
+            rich.progress.TextColumn("{task.percentage:.0f} %"),
+            rich.progress.TimeElapsedColumn(),
+            rich.progress.TextColumn("left"),
+            rich.progress.TimeRemainingColumn(),
+            console=console,
+            expand=True,
+        )
+        self._task: rich.progress.TaskID | None = None
+        self._heading = Text(f"{plan.model} on {plan.fleet}, {sum(len(r.stages) for r in plan.replicas)} stages")
+        self._step_s = plan.predicted.step_s
+        self._held_out = ""
+        waiting = Group(self._heading, Text("waiting for the first step"))
+        self._live = Live(waiting, console=console, refresh_per_second=4)
+
+    def start(self) -> None:
+        self._live.start()
+
+    def stop(self) -> None:
+        self._live.stop()
+
+    def step(
+        self,
+        step: int,
+        steps: int,
+        loss: str,
+        speed: str,
+        busy: Mapping[str, float],
+        link_bytes: Mapping[tuple[str, str], int],
+    ) -> None:
+        if self._task is None:
+            self._task = self._bar.add_task("steps", total=steps)
+        self._bar.update(self._task, completed=step, total=steps)
+        facts = [f"loss {loss}", self._held_out, speed, f"predicted step {format_duration(self._step_s)}"]
+        columns = Table.grid(padding=(0, 4))
+        columns.add_row(_busy_grid(busy), _link_grid(link_bytes))
+        self._live.update(Group(self._heading, self._bar, Text(", ".join(fact for fact in facts if fact)), columns))
+
+    def validation(self, step: int, loss: float) -> None:
+        self._held_out = f"held out {_loss(loss)} (step {step})"
+
+
+def _busy_grid(busy: Mapping[str, float]) -> Table:
+    grid = Table.grid(padding=(0, 1))
+    for device, share in list(busy.items())[:MOST_ROWS]:
+        grid.add_row(Text(device), ProgressBar(total=1.0, completed=share, width=20), Text(f"{share:4.0%} busy"))
+    if len(busy) > MOST_ROWS:
+        grid.add_row(Text(f"and {len(busy) - MOST_ROWS} more", "dim"))
+    return grid
+
+
+def _link_grid(link_bytes: Mapping[tuple[str, str], int]) -> Table:
+    """The links that carry most."""
+    grid = Table.grid(padding=(0, 1))
+    ranked = sorted(link_bytes.items(), key=lambda entry: -entry[1])
+    for (source, target), size in ranked[:MOST_ROWS]:
+        grid.add_row(Text(f"{source} to {target}"), Text(f"{format_size(size)} per step", justify="right"))
+    if len(ranked) > MOST_ROWS:
+        rest = sum(size for _, size in ranked[MOST_ROWS:])
+        grid.add_row(Text(f"and {len(ranked) - MOST_ROWS} more", "dim"), Text(f"{format_size(rest)} per step"))
+    return grid
+
+
+def _speed(tokens_per_s: float | None, samples_per_s: float | None) -> str:
+    if tokens_per_s is not None:
+        return f"{tokens_per_s:,.0f} tokens/s"
+    return "" if samples_per_s is None else f"{samples_per_s:,.3g} samples/s"
+
+
+def _loss(loss: float | None) -> str:
+    return "-" if loss is None else f"{loss:.4f}"

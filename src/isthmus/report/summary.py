@@ -1,0 +1,259 @@
+"""What a plan and a run come to, as frozen values: the source of the tables' numbers, and of `--json`."""
+
+from __future__ import annotations
+
+import statistics
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Certificate, Plan, Prediction, Replica
+from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s
+
+
+class Transfer(msgspec.Struct, frozen=True, kw_only=True):
+    """What a stage sends another for each micro-batch, and how long that takes: latency + bytes / bandwidth."""
+
+    direction: str
+    """`forward` (activations) or `backward` (gradients)."""
+    target: str
+    size_bytes: int
+    duration_s: float
+
+
+class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """One stage. FLOPs and seconds are for one micro-batch."""
+
+    replica: int
+    device: str
+    region: str
+    first: int
+    last: int
+    first_op: str
+    last_op: str
+    parameter_bytes: int
+    flops: int
+    forward_s: float
+    backward_s: float
+    memory_bytes: int
+    memory_available_bytes: int
+    in_flight: int
+    sends: tuple[Transfer, ...]
+
+
+class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan on its fleet."""
+
+    model: str
+    fleet: str
+    planner: str
+    schedule: str
+    micro_batch_size: int
+    micro_batches: int
+    stages: tuple[StageSummary, ...]
+    predicted: Prediction
+    certificate: Certificate | None
+    notes: tuple[str, ...]
+
+    def as_json(self) -> bytes:
+        """One line of JSON."""
+        return msgspec.json.encode(self)
+
+
+class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Share of the steady steps, 0 to 1, during which a device's compute lane was at work."""
+
+    device: str
+    predicted_busy: float
+    measured_busy: float
+
+
+class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Tensor bytes per steady step over one link, and their rate while something was being sent.
+
+    A rate is None where nothing was sent, or in no time.
+    """
+
+    source: str
+    target: str
+    predicted_bytes: int
+    measured_bytes: int
+    predicted_bytes_per_s: float | None
+    measured_bytes_per_s: float | None
+
+
+class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
+    """What was predicted of a run beside what was measured. Errors are (predicted - measured) / measured."""
+
+    model: str
+    fleet: str
+    planner: str
+    measured_step_s: float
+    predicted_step_s: float
+    """By the simulator: the same statistic as `measured_step_s`, of its trace."""
+    error: float
+    closed_form_step_s: float
+    closed_form_error: float
+    eq3_step_s: float
+    """FusionLLM Eq. 3."""
+    eq3_error: float
+    devices: tuple[DeviceUse, ...]
+    links: tuple[LinkUse, ...]
+
+    def as_json(self) -> bytes:
+        """One line of JSON."""
+        return msgspec.json.encode(self)
+
+
+def prediction_error(predicted_s: float, measured_s: float) -> float:
+    """Relative error; above 0 where the run was faster than predicted."""
+    return (predicted_s - measured_s) / measured_s
+
+
+def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}) -> PlanSummary:
+    """The plan's stages with what its fleet makes of them. UserError when a device is not in the fleet.
+
+    `speed_scale` is FusionLLM's lambda by device, the share of its stated speed that was measured; 1 where absent.
+    """
+    return PlanSummary(
+        model=plan.model,
+        fleet=plan.fleet,
+        planner=plan.planner,
+        schedule=plan.schedule.name,
+        micro_batch_size=plan.micro_batch_size,
+        micro_batches=plan.micro_batches,
+        stages=tuple(
+            stage
+            for number, replica in enumerate(plan.replicas)
+            for stage in _stages(number, replica, plan.schedule.in_flight, fleet, speed_scale)
+        ),
+        predicted=plan.predicted,
+        certificate=plan.certificate,
+        notes=plan.notes,
+    )
+
+
+def _stages(
+    number: int, replica: Replica, in_flight: tuple[int, ...], fleet: Fleet, speed_scale: Mapping[str, float]
+) -> Iterable[StageSummary]:
+    for index, stage in enumerate(replica.stages):
+        device = fleet.device(stage.device)
+        flops_per_s = speed_scale.get(device.name, 1.0) * device.flops_per_s
+        yield StageSummary(
+            replica=number,
+            device=device.name,
+            region=device.region,
+            first=stage.first,
+            last=stage.last,
+            first_op=stage.first_op,
+            last_op=stage.last_op,
+            parameter_bytes=stage.parameter_bytes,
+            flops=stage.flops_forward + stage.flops_backward,
+            forward_s=stage.flops_forward / flops_per_s,
+            backward_s=stage.flops_backward / flops_per_s,
+            memory_bytes=stage.memory.total,
+            memory_available_bytes=device.memory_bytes,
+            in_flight=in_flight[index],
+            sends=tuple(_sends(index, replica, fleet)),
+        )
+
+
+def _sends(index: int, replica: Replica, fleet: Fleet) -> Iterable[Transfer]:
+    """Activations first. A message of no bytes is not sent."""
+    there = [("forward", edge.target, edge.forward_bytes) for edge in replica.edges if edge.source == index]
+    back = [("backward", edge.source, edge.backward_bytes) for edge in replica.edges if edge.target == index]
+    for direction, other, size_bytes in there + back:
+        if size_bytes:
+            target = replica.stages[other].device
+            link = fleet.link(replica.stages[index].device, target)
+            yield Transfer(
+                direction=direction, target=target, size_bytes=size_bytes, duration_s=link.transfer_s(size_bytes)
+            )
+
+
+def comparison_summary(predicted: Trace, measured: Trace, plan: Plan) -> ComparisonSummary:
+    """Both traces beside the plan's closed forms. UserError when a trace holds no finished training step."""
+    predicted_s, measured_s = steady_step_s(predicted), steady_step_s(measured)
+    closed_s, eq3_s = plan.predicted.step_s, plan.predicted.eq3_step_s
+    return ComparisonSummary(
+        model=plan.model,
+        fleet=plan.fleet,
+        planner=plan.planner,
+        measured_step_s=measured_s,
+        predicted_step_s=predicted_s,
+        error=prediction_error(predicted_s, measured_s),
+        closed_form_step_s=closed_s,
+        closed_form_error=prediction_error(closed_s, measured_s),
+        eq3_step_s=eq3_s,
+        eq3_error=prediction_error(eq3_s, measured_s),
+        devices=_devices(_steady(predicted), _steady(measured), plan),
+        links=_links(_steady(predicted), _steady(measured), plan),
+    )
+
+
+def _steady(trace: Trace) -> Trace:
+    """The trace without its first step, which also warms up, unless it has no other."""
+    steps = {span.step for span in trace.spans if span.track == "compute" and span.name == "F"}
+    kept = steps - {min(steps)} or steps
+    return msgspec.structs.replace(trace, spans=tuple(span for span in trace.spans if span.step in kept))
+
+
+def _devices(predicted: Trace, measured: Trace, plan: Plan) -> tuple[DeviceUse, ...]:
+    before, after = busy_share(predicted), busy_share(measured)
+    order = _device_order(plan)
+    names = sorted({*order, *before, *after}, key=lambda name: order.get(name, len(order)))
+    return tuple(
+        DeviceUse(device=name, predicted_busy=before.get(name, 0.0), measured_busy=after.get(name, 0.0))
+        for name in names
+    )
+
+
+def _links(predicted: Trace, measured: Trace, plan: Plan) -> tuple[LinkUse, ...]:
+    before, after = _bytes_per_step(predicted), _bytes_per_step(measured)
+    before_rate, after_rate = _rates(predicted), _rates(measured)
+    order = _device_order(plan)
+    pairs = sorted({*before, *after}, key=lambda pair: (*(order.get(name, len(order)) for name in pair), pair))
+    return tuple(
+        LinkUse(
+            source=pair[0],
+            target=pair[1],
+            predicted_bytes=before.get(pair, 0),
+            measured_bytes=after.get(pair, 0),
+            predicted_bytes_per_s=before_rate.get(pair),
+            measured_bytes_per_s=after_rate.get(pair),
+        )
+        for pair in pairs
+    )
+
+
+def _device_order(plan: Plan) -> dict[str, int]:
+    names = (stage.device for replica in plan.replicas for stage in replica.stages)
+    return {name: number for number, name in enumerate(dict.fromkeys(names))}
+
+
+def _bytes_per_step(trace: Trace) -> dict[tuple[str, str], int]:
+    """The median over the steps: an evaluation between two of them, which also sends, does not count."""
+    by_step: dict[int, list[Span]] = {}
+    for span in trace.spans:
+        by_step.setdefault(span.step, []).append(span)
+    per_step = [link_bytes(msgspec.structs.replace(trace, spans=tuple(spans))) for spans in by_step.values()]
+    pairs = dict.fromkeys(pair for step in per_step for pair in step)
+    return {pair: int(statistics.median_low(step.get(pair, 0) for step in per_step)) for pair in pairs}
+
+
+def _rates(trace: Trace) -> dict[tuple[str, str], float]:
+    """Bytes per second on each link while it was sending: messages that overlap share their time."""
+    sends: dict[tuple[str, str], list[Span]] = {}
+    for span in trace.spans:
+        if span.track == "send":
+            sends.setdefault((span.device, span.other), []).append(span)
+    rates: dict[tuple[str, str], float] = {}
+    for pair, spans in sends.items():
+        seconds, until = 0.0, float("-inf")
+        for span in sorted(spans, key=lambda span: span.start_s):
+            seconds += max(0.0, span.end_s - max(span.start_s, until))
+            until = max(until, span.end_s)
+        if seconds > 0:
+            rates[pair] = sum(span.size_bytes for span in spans) / seconds
+    return rates

@@ -1,0 +1,172 @@
+"""A plan and a run as terminal tables. Nothing is printed here: the caller has the console."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from rich import box
+from rich.console import Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
+from isthmus.plan import Plan
+from isthmus.report.summary import (
+    ComparisonSummary,
+    PlanSummary,
+    StageSummary,
+    Transfer,
+    comparison_summary,
+    plan_summary,
+)
+from isthmus.trace import Trace
+from isthmus.units import format_bandwidth, format_duration, format_size
+
+# Names come from files and from other parties. As `Text`, "[bold]" in one of them is what it says, not a style.
+
+
+def titled(title: str, table: Table, caption: str = "") -> RenderableType:
+    """Not rich's own title and caption: those wrap at the table's width, however narrow it is."""
+    return Group(Text(title, "bold"), table, *([Text(caption, "dim")] if caption else []), Text())
+
+
+def new_table(columns: Iterable[str], numbers: Iterable[str] = ()) -> Table:
+    """An empty table in the report's one style. The columns named in `numbers` are aligned to the right."""
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    right = set(numbers)
+    for column in columns:
+        table.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
+    return table
+
+
+def plan_table(
+    plan: Plan, fleet: Fleet, graph: OpGraph | None = None, speed_scale: Mapping[str, float] = {}
+) -> RenderableType:
+    """One row per stage, and what the plan should cost. With its `graph`, operators are shown by module.
+
+    `speed_scale` as in `plan_summary`. UserError when the plan names a device that is not in the fleet.
+    """
+    summary = plan_summary(plan, fleet, speed_scale)
+    modules = {op.name: op.module for op in graph.ops if op.module} if graph else {}
+    table = new_table(
+        ("#", "device", "operators", "weights", "GFLOP", "compute", "memory", "in\nflight", "sends per micro-batch"),
+        ("#", "weights", "GFLOP", "compute", "in\nflight"),
+    )
+    for number, stage in enumerate(summary.stages):
+        starts = number > 0 and stage.replica != summary.stages[number - 1].replica
+        if starts:
+            table.add_section()
+        table.add_row(*_stage_cells(stage, _stage_number(number, summary), modules))
+    return titled(_plan_title(summary), table, _plan_caption(summary))
+
+
+def _plan_title(plan: PlanSummary) -> str:
+    return (
+        f"{plan.model} on {plan.fleet}: planner {plan.planner}, schedule {plan.schedule}, "
+        f"{plan.micro_batches} micro-batches of {plan.micro_batch_size}"
+    )
+
+
+def _stage_number(number: int, plan: PlanSummary) -> str:
+    stage = plan.stages[number]
+    within = number - next(i for i, other in enumerate(plan.stages) if other.replica == stage.replica)
+    return str(within) if plan.stages[-1].replica == 0 else f"{stage.replica}.{within}"
+
+
+def _stage_cells(stage: StageSummary, number: str, modules: dict[str, str]) -> tuple[Text, ...]:
+    first, last = (modules.get(op, op) for op in (stage.first_op, stage.last_op))
+    count = stage.last - stage.first + 1
+    used = stage.memory_bytes / stage.memory_available_bytes
+    return (
+        Text(number),
+        Text.assemble(stage.device, "\n", (stage.region, "dim")),
+        Text.assemble(first, f"\n.. {last}" if last != first else "", (f"\n{count} operators", "dim")),
+        Text(format_size(stage.parameter_bytes)),
+        Text(f"{stage.flops / 1e9:.3g}"),
+        Text.assemble(
+            f"{(stage.forward_s + stage.backward_s) * 1e3:.3g} ms",
+            (f"\nF {stage.forward_s * 1e3:.3g} + B {stage.backward_s * 1e3:.3g}", "dim"),
+        ),
+        Text.assemble(
+            f"{format_size(stage.memory_bytes)}\nof {format_size(stage.memory_available_bytes)}",
+            (f" ({used:.0%})", "red" if used > 0.9 else "dim"),
+        ),
+        Text(str(stage.in_flight)),
+        Text("\n").join(_transfer_text(transfer) for transfer in stage.sends) if stage.sends else Text("-"),
+    )
+
+
+def _transfer_text(transfer: Transfer) -> Text:
+    letter = "F" if transfer.direction == "forward" else "B"
+    size, duration = format_size(transfer.size_bytes), format_duration(transfer.duration_s)
+    return Text(f"{letter} to {transfer.target}: {size}, {duration}")
+
+
+def _plan_caption(plan: PlanSummary) -> str:
+    predicted = plan.predicted
+    lines = [
+        f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
+        f"+ {plan.micro_batches - 1} x period {format_duration(predicted.period_s)}, and shared parameters "
+        f"(closed form); FusionLLM Eq. 3 {format_duration(predicted.eq3_step_s)}",
+        f"bottleneck: {predicted.bottleneck}",
+    ]
+    if plan.certificate is not None:
+        lines.append(
+            f"certificate: at most {plan.certificate.gap:.2%} above the best of {plan.certificate.scope} "
+            f"(lower bound {format_duration(plan.certificate.lower_bound_s)})"
+        )
+    return "\n".join([*lines, *plan.notes])
+
+
+def comparison_table(predicted: Trace, measured: Trace, plan: Plan) -> RenderableType:
+    """Step time, busy devices and used links: predicted beside measured. UserError as `comparison_summary`."""
+    summary = comparison_summary(predicted, measured, plan)
+    tables = [_step_table(summary), _device_table(summary)]
+    return Group(*tables, _link_table(summary)) if summary.links else Group(*tables)
+
+
+def _step_table(summary: ComparisonSummary) -> RenderableType:
+    title = f"Step time: {summary.model} on {summary.fleet}, planner {summary.planner}"
+    table = new_table(("", "step time", "error"), ("step time", "error"))
+    table.add_row(Text("measured"), Text(_seconds(summary.measured_step_s)), Text("-"))
+    rows = (
+        ("simulator", summary.predicted_step_s, summary.error),
+        ("closed form", summary.closed_form_step_s, summary.closed_form_error),
+        ("FusionLLM Eq. 3", summary.eq3_step_s, summary.eq3_error),
+    )
+    for name, seconds, error in rows:
+        table.add_row(Text(name), Text(_seconds(seconds)), Text(f"{error:+.1%}"))
+    caption = "median of the steps after the first; error = (predicted - measured) / measured"
+    return titled(title, table, caption)
+
+
+def _device_table(summary: ComparisonSummary) -> RenderableType:
+    numbers = ("busy predicted", "busy measured")
+    table = new_table(("device", *numbers), numbers)
+    for use in summary.devices:
+        table.add_row(Text(use.device), Text(f"{use.predicted_busy:.1%}"), Text(f"{use.measured_busy:.1%}"))
+    return titled("Devices: share of the time spent computing", table)
+
+
+def _link_table(summary: ComparisonSummary) -> RenderableType:
+    numbers = ("bytes predicted", "bytes measured", "rate predicted", "rate measured")
+    table = new_table(("link", *numbers), numbers)
+    for use in summary.links:
+        table.add_row(
+            Text(f"{use.source} to {use.target}"),
+            Text(f"{use.predicted_bytes:,}"),
+            Text(f"{use.measured_bytes:,}"),
+            Text(_rate(use.predicted_bytes_per_s)),
+            Text(_rate(use.measured_bytes_per_s)),
+        )
+    return titled("Links: tensor bytes per step, and rate while sending", table)
+
+
+def _rate(bytes_per_s: float | None) -> str:
+    return "-" if bytes_per_s is None else format_bandwidth(bytes_per_s)
+
+
+def _seconds(seconds: float) -> str:
+    """Four digits, as errors of a percent are what this is read for."""
+    return f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

@@ -1,0 +1,330 @@
+"""The picture of a few steps: what every device computed, sent and received, predicted above measured.
+
+    predicted   device 0  [F0][F1][F2]   [B0][F3]...     compute, with micro-batch numbers
+                             ▄▄  ▄▄  ▄▄  ▄▄              send:    activations in the upper half, gradients in the lower
+                                  ▄▄  ▄▄  ▄▄             receive: the same
+                device 1  ...
+    measured    device 0  ...
+
+Both panels share one axis, whose zero is the start of the first step drawn.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterable
+from functools import cache
+from itertools import pairwise
+from pathlib import Path
+from typing import NamedTuple
+
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.collections import PolyCollection
+from matplotlib.figure import Figure
+from matplotlib.patches import Patch
+from matplotlib.textpath import TextPath
+from matplotlib.ticker import FuncFormatter, MaxNLocator
+
+from isthmus.errors import UserError
+from isthmus.report.summary import prediction_error
+from isthmus.trace import Span, Trace, steady_step_s, step_times
+
+# Okabe and Ito's palette, which the common forms of colour blindness keep apart; by lightness too, for a grey print.
+FORWARD, BACKWARD, EVALUATION, UPDATE, OTHER = "#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#8C8C8C"
+_COMPUTE_COLOURS = {"F": FORWARD, "B": BACKWARD, "E": EVALUATION, "update": UPDATE}
+_TRANSFER_COLOURS = {"forward": FORWARD, "backward": BACKWARD}
+_LEGEND = (
+    ("forward / activations", FORWARD),
+    ("backward / gradients", BACKWARD),
+    ("evaluation", EVALUATION),
+    ("update", UPDATE),
+    ("other", OTHER),
+)
+
+# Of a device's row of height 1, downwards: (top, height). What is left over separates it from the next.
+_COMPUTE = (0.05, 0.47)
+_SEND = (0.555, 0.155)
+_RECEIVE = (0.745, 0.155)
+
+_DPI = 200
+_MARGIN = 8.0  # points between the figure's edge and its text
+_INK, _FAINT, _GROUND = "#222222", "#666666", "#F1F1F1"
+
+
+class _Window(NamedTuple):
+    """What is drawn of one trace: its spans, moved so that the first step starts at zero."""
+
+    title: str
+    starts_s: tuple[float, ...]
+    """Start of each step drawn, and last the end of the last."""
+    step: int
+    end_s: float
+    spans: tuple[Span, ...]
+    origin_s: float
+
+
+class _Bar(NamedTuple):
+    """In seconds across and in rows down."""
+
+    left: float
+    top: float
+    width: float
+    height: float
+
+
+class _Shape(NamedTuple):
+    """Sizes in inches, from the number of devices and panels."""
+
+    width: float
+    left: float
+    right: float
+    top: float
+    bottom: float
+    between: float
+    row: float
+
+    @property
+    def plot_width(self) -> float:
+        return self.width - self.left - self.right
+
+
+def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: int = 2) -> None:
+    """Write a PNG of `steps` typical consecutive steps of `measured`, below the same of `predicted` if there is one.
+
+    UserError when `steps` is below 1 or a trace holds no complete training step.
+    """
+    if steps < 1:
+        raise UserError(f"timeline: steps: got {steps}, expected at least 1")
+    traces = [trace for trace in (predicted, measured) if trace is not None]
+    windows = [_window(trace, steps) for trace in traces]
+    devices = _devices(traces)
+    shape = _shape(devices, windows, steps)
+    height = shape.top + shape.bottom + len(windows) * len(devices) * shape.row + (len(windows) - 1) * shape.between
+    figure = Figure(figsize=(shape.width, height), dpi=_DPI)
+    FigureCanvasAgg(figure)
+    end_s = max(window.end_s for window in windows)
+    number_size = _number_size(windows, shape.plot_width * 72 / end_s, shape)
+    for number, window in enumerate(windows):
+        above = shape.top + number * (len(devices) * shape.row + shape.between)
+        bottom = 1 - (above + len(devices) * shape.row) / height
+        axes = figure.add_axes(
+            (shape.left / shape.width, bottom, shape.plot_width / shape.width, len(devices) * shape.row / height)
+        )
+        _draw_panel(axes, window, devices, end_s, shape, number_size)
+        _draw_axis(axes, window is windows[-1], end_s)
+    _draw_heading(figure, predicted, measured, shape, height, windows)
+    figure.savefig(path, format="png", metadata={"Software": "isthmus"})
+
+
+def _window(trace: Trace, steps: int) -> _Window:
+    """The consecutive steps whose total time is nearest to the typical one; never the first step if there are more."""
+    times = step_times(trace)
+    runs = [first for first in times if all(first + i in times for i in range(steps))]
+    later = [first for first in runs if first != min(times)] or runs
+    if not later:
+        raise UserError(f"timeline: got a {trace.source} trace without {steps} complete steps in a row, expected some")
+    typical = steps * steady_step_s(trace)
+    first = min(later, key=lambda k: abs(sum(times[k + i] for i in range(steps)) - typical))
+    forwards = [s for s in trace.spans if s.track == "compute" and s.name == "F" and s.step == first]
+    origin = min(span.start_s for span in forwards)
+    starts = tuple(sum(times[first + i] for i in range(n)) for n in range(steps + 1))
+    own = range(first, first + steps)
+    # The tails of these steps stay, wherever they end; of other work (evaluations, say) only what runs in between.
+    chosen = tuple(
+        span
+        for span in trace.spans
+        if span.end_s > origin and (span.step in own or span.start_s < origin + starts[-1])
+    )
+    end = max(starts[-1], *(span.end_s - origin for span in chosen if span.step in own))
+    title = "predicted (simulator)" if trace.source == "simulator" else "measured (real run)"
+    return _Window(title, starts, first, end, chosen, origin)
+
+
+def _devices(traces: Iterable[Trace]) -> list[str]:
+    """Devices with compute spans, in the order in which the pipeline first reaches them."""
+    first: dict[str, float] = {}
+    for trace in traces:
+        for span in trace.spans:
+            if span.track == "compute":
+                first[span.device] = min(span.start_s, first.get(span.device, math.inf))
+        if first:
+            break  # the prediction has no skew between clocks
+    for trace in traces:
+        for span in trace.spans:
+            first.setdefault(span.device, math.inf)
+    return sorted(first, key=first.__getitem__)
+
+
+def _shape(devices: list[str], windows: list[_Window], steps: int) -> _Shape:
+    tasklets = sum(1 for s in windows[0].spans if s.device == devices[0] and s.track == "compute")
+    name = max(_text_width_in(device, 9) for device in devices)
+    return _Shape(
+        width=min(18.0, max(11.0, 2.5 + name + 0.24 * tasklets)),
+        left=0.2 + name + 0.42,
+        right=0.62,
+        top=0.98,
+        bottom=0.55,
+        between=0.42,
+        row=0.62 if len(devices) <= 6 else 0.44,
+    )
+
+
+def _draw_panel(
+    axes: Axes, window: _Window, devices: list[str], end_s: float, shape: _Shape, number_size: float
+) -> None:
+    points_per_s = shape.plot_width * 72 / end_s
+    bars: dict[str, list[_Bar]] = {_GROUND: []}
+    for row, device in enumerate(devices):
+        bars[_GROUND] += [_Bar(0, row + top, end_s, height) for top, height in (_COMPUTE, _SEND, _RECEIVE)]
+        busy_s = 0.0
+        for span in window.spans:
+            if span.device != device or (colour := _colour(span)) is None:
+                continue
+            top, height = _lane(span)
+            # A transfer of no time would leave no mark at all.
+            length = max(span.end_s - span.start_s, 0.5 / points_per_s)
+            bar = _Bar(span.start_s - window.origin_s, row + top, length, height)
+            bars.setdefault(colour, []).append(bar)
+            if span.track == "compute":
+                busy_s += span.end_s - span.start_s
+                if bar.left >= 0 and _fits(span, number_size, points_per_s):
+                    axes.text(
+                        bar.left + bar.width / 2, bar.top + bar.height / 2, str(span.micro_batch), color=_INK,
+                        ha="center", va="center_baseline", fontsize=number_size, zorder=3, clip_on=True,
+                    )  # fmt: skip
+        _draw_names(axes, row, device, busy_s / window.end_s, shape)
+    for colour, group in bars.items():
+        _draw_bars(axes, colour, group, points_per_s)
+    axes.set_xlim(0, end_s)
+    axes.set_ylim(len(devices), 0)
+    _draw_steps(axes, window, shape)
+
+
+def _draw_bars(axes: Axes, colour: str, bars: list[_Bar], points_per_s: float) -> None:
+    """One collection per colour: a figure may hold tens of thousands of bars."""
+    corners = [((x, y), (x, y + h), (x + w, y + h), (x + w, y)) for x, y, w, h in bars]
+    # A thin edge parts neighbours, but must not eat a bar that is hardly wider than itself.
+    edges = [0.0 if colour == _GROUND else min(0.6, bar.width * points_per_s / 6) for bar in bars]
+    axes.add_collection(
+        PolyCollection(
+            corners, facecolors=colour, edgecolors="white", linewidths=edges, zorder=0 if colour == _GROUND else 2
+        )
+    )
+
+
+def _draw_steps(axes: Axes, window: _Window, shape: _Shape) -> None:
+    for start in window.starts_s:
+        axes.axvline(start, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
+    for number, (start, end) in enumerate(pairwise(window.starts_s)):
+        axes.annotate(
+            f"step {window.step + number}: {_time(end - start)}", ((start + end) / 2, 0), (0, 3),
+            textcoords="offset points", ha="center", va="bottom", fontsize=8, color=_FAINT,
+        )  # fmt: skip
+    axes.annotate(
+        window.title, (0, 1), (_MARGIN - shape.left * 72, 4), xycoords="axes fraction", textcoords="offset points",
+        ha="left", va="bottom", fontsize=10, fontweight="bold", color=_INK,
+    )  # fmt: skip
+    axes.annotate(
+        "busy", (1, 1), (5, 3), xycoords="axes fraction", textcoords="offset points",
+        ha="left", va="bottom", fontsize=8, color=_FAINT,
+    )  # fmt: skip
+
+
+def _lane(span: Span) -> tuple[float, float]:
+    """Top and height in the device's row. Activations fill the upper half of a transfer lane and gradients the lower:
+    a device in the middle of the pipeline sends both at once."""
+    if span.track == "compute":
+        return _COMPUTE
+    top, height = _SEND if span.track == "send" else _RECEIVE
+    if span.name == "forward":
+        return top, height / 2
+    if span.name == "backward":
+        return top + height / 2, height / 2
+    return top, height
+
+
+def _number_size(windows: list[_Window], points_per_s: float, shape: _Shape) -> float:
+    """One font size for all micro-batch numbers: the largest at which nine bars in ten hold theirs."""
+    numbered = [span for w in windows for span in w.spans if span.track == "compute" and span.micro_batch >= 0]
+    tallest = shape.row * _COMPUTE[1] * 72 * 0.75
+    for size in (8.0, 7.0, 6.0):
+        fitting = sum(_fits(span, size, points_per_s) for span in numbered)
+        if size <= tallest and fitting >= 0.9 * len(numbered):
+            return size
+    return 5.0
+
+
+def _fits(span: Span, size: float, points_per_s: float) -> bool:
+    # Every digit counts as wide as a 0, so that bars of one length are all numbered or all not.
+    width = _text_width_in("0" * len(str(span.micro_batch)), size) * 72 + 1
+    return span.micro_batch >= 0 and width <= (span.end_s - span.start_s) * points_per_s
+
+
+def _draw_names(axes: Axes, row: int, device: str, busy: float, shape: _Shape) -> None:
+    middle = row + 0.5
+    if shape.row >= 0.5:
+        for (top, height), label in ((_SEND, "send"), (_RECEIVE, "receive")):
+            axes.annotate(
+                label, (0, row + top + height / 2), (-4, 0), xycoords=("axes fraction", "data"),
+                textcoords="offset points", ha="right", va="center", fontsize=6, color=_FAINT, annotation_clip=False,
+            )  # fmt: skip
+        middle = row + _COMPUTE[0] + _COMPUTE[1] / 2
+    axes.annotate(
+        device, (0, middle), (_MARGIN - shape.left * 72, 0), xycoords=("axes fraction", "data"),
+        textcoords="offset points", ha="left", va="center", fontsize=9, color=_INK, annotation_clip=False,
+    )  # fmt: skip
+    axes.annotate(
+        f"{busy:.0%}", (1, middle), (5, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
+        ha="left", va="center", fontsize=8, color=_FAINT, annotation_clip=False,
+    )  # fmt: skip
+
+
+def _draw_axis(axes: Axes, labelled: bool, end_s: float) -> None:
+    for side in ("top", "right", "left"):
+        axes.spines[side].set_visible(False)
+    axes.spines["bottom"].set_color(_FAINT)
+    axes.set_yticks([])
+    axes.tick_params(axis="x", labelsize=8, colors=_FAINT, labelbottom=labelled)
+    axes.xaxis.set_major_locator(MaxNLocator(12, steps=[1, 2, 2.5, 5, 10]))
+    factor, unit = (1e3, "ms") if end_s < 2 else (1, "s")
+    axes.xaxis.set_major_formatter(FuncFormatter(lambda value, _: f"{value * factor:g}"))
+    axes.grid(axis="x", color="white", linewidth=0.8)
+    axes.set_axisbelow(True)
+    if labelled:
+        axes.set_xlabel(f"time since the start of the first step drawn ({unit})", fontsize=9, color=_INK)
+
+
+def _draw_heading(
+    figure: Figure, predicted: Trace | None, measured: Trace, shape: _Shape, height: float, windows: list[_Window]
+) -> None:
+    step_s = steady_step_s(measured)
+    title = f"Step time: measured {_time(step_s)}"
+    if predicted is not None:
+        expected_s = steady_step_s(predicted)
+        error = prediction_error(expected_s, step_s)
+        title = f"Step time: predicted {_time(expected_s)}, measured {_time(step_s)} (prediction error {error:+.1%})"
+    left = _MARGIN / 72 / shape.width
+    top = 1 - _MARGIN / 72 / height
+    figure.text(left, top, title, ha="left", va="top", fontsize=13, fontweight="bold", color=_INK)
+    drawn = {_colour(span) for window in windows for span in window.spans}
+    entries = [Patch(color=colour, label=label) for label, colour in _LEGEND if colour in drawn]
+    figure.legend(
+        handles=entries, loc="upper left", bbox_to_anchor=(left, 1 - 0.45 / height), ncols=len(entries), frameon=False,
+        fontsize=9, handlelength=1.2, handleheight=1.0, columnspacing=1.6, borderaxespad=0, borderpad=0,
+    )  # fmt: skip
+
+
+def _colour(span: Span) -> str | None:
+    if span.track == "control":
+        return None
+    return (_COMPUTE_COLOURS if span.track == "compute" else _TRANSFER_COLOURS).get(span.name, OTHER)
+
+
+@cache
+def _text_width_in(text: str, size: float) -> float:
+    return TextPath((0, 0), text, size=size).get_extents().width / 72 if text.strip() else 0.0
+
+
+def _time(seconds: float) -> str:
+    return f"{seconds * 1e3:.1f} ms" if seconds < 1 else f"{seconds:.3f} s"

@@ -1,0 +1,16 @@
+"""Runs a plan on a virtual clock and modelled links, with the same machines as the runtime."""
+
+from isthmus.simulator.network import Transmission, Wire
+from isthmus.simulator.options import Fault, Overheads, SimulationOptions
+from isthmus.simulator.simulate import SimulatedRun, simulate, simulate_run
+
+__all__ = [
+    "Fault",
+    "Overheads",
+    "SimulatedRun",
+    "SimulationOptions",
+    "Transmission",
+    "Wire",
+    "simulate",
+    "simulate_run",
+]

@@ -1,0 +1,65 @@
+"""How long each piece of work takes, and how large each parcel is, under a plan."""
+
+from __future__ import annotations
+
+from collections import defaultdict
+
+from isthmus.fleet.fleet import Fleet
+from isthmus.plan.plan import Plan, Replica
+from isthmus.protocol.events import Parcel, Work
+from isthmus.protocol.views import only_replica
+from isthmus.simulator.options import SimulationOptions
+
+COUNT_BYTES = 16
+NORMS_BYTES = 64
+
+
+class Costs:
+    """Durations of one replica's stages in seconds, without jitter, and sizes of its parcels in bytes."""
+
+    def __init__(self, plan: Plan, fleet: Fleet, options: SimulationOptions) -> None:
+        replica = only_replica(plan)
+        self._options = options
+        self._seconds = _tasklet_seconds(replica, fleet, options)
+        self._sizes = _parcel_sizes(replica)
+        self._eval_sizes = options.eval_edges
+
+    def tasklet_s(self, stage: int, work: Work) -> float:
+        return self._seconds[stage, work] + self._options.overheads.tasklet_s
+
+    def update_s(self, stage: int) -> float:
+        return self._options.durations.get((stage, "update"), self._options.update_s)
+
+    def parcel_bytes(self, parcel: Parcel, source: int, target: int, kind: str = "train") -> int:
+        """Tensor bytes of a parcel between two stages, in an item of this kind."""
+        if parcel == "count":
+            return COUNT_BYTES
+        if parcel == "norms":
+            return NORMS_BYTES
+        if parcel == "forward" and kind == "eval" and self._eval_sizes is not None:
+            return self._eval_sizes[source, target]
+        return self._sizes[parcel, source, target]
+
+
+def _tasklet_seconds(replica: Replica, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:
+    seconds: dict[tuple[int, Work], float] = {}
+    for number, stage in enumerate(replica.stages):
+        flops_per_s = fleet.device(stage.device).flops_per_s * options.speed_scale.get(stage.device, 1.0)
+        forward = options.durations.get((number, "F"), stage.flops_forward / flops_per_s)
+        seconds[number, "F"] = forward
+        seconds[number, "B"] = options.durations.get((number, "B"), stage.flops_backward / flops_per_s)
+        seconds[number, "E"] = options.durations.get((number, "E"), forward)
+    return seconds
+
+
+def _parcel_sizes(replica: Replica) -> dict[tuple[Parcel, int, int], int]:
+    """By (parcel, source, target). The parameters that two stages share travel as one parcel."""
+    sizes: defaultdict[tuple[Parcel, int, int], int] = defaultdict(int)
+    for edge in replica.edges:
+        sizes["forward", edge.source, edge.target] += edge.forward_bytes
+        sizes["backward", edge.target, edge.source] += edge.backward_bytes
+    for parameter in replica.shared:
+        for user in parameter.users:
+            sizes["shared", parameter.owner, user] += parameter.size_bytes
+            sizes["shared_gradient", user, parameter.owner] += parameter.size_bytes
+    return dict(sizes)

@@ -1,0 +1,264 @@
+"""How a stage computes: forward, backward (remote autodiff), update, state. The seam for other frameworks."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import InternalError
+from isthmus.graph.opgraph import Op, Ref
+from isthmus.graph.partition import Crossing, StageGraph
+from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
+from isthmus.training.program import Program
+
+
+class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What every stage of a job does alike."""
+
+    optimizers: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
+    learning_rate: LearningRate = LearningRate()
+    clip_norm: float = 0.0
+    """Largest global gradient norm; 0 turns clipping off."""
+    steps: int = 1
+    micro_batches: int = 1
+    micro_batch_size: int = 1
+    seed: int = 0
+
+
+class Engine(Protocol):
+    """One stage on one device. Keys are `Ref`s of the graph; every tensor is for one micro-batch."""
+
+    def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        """Run the stage; returns the values to send, and keeps what the backward needs."""
+        ...
+
+    def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
+        """Gradients of the received values, from those of the sent values (one mapping per consumer stage)."""
+        ...
+
+    def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        """Forward of the evaluation graph: keeps nothing."""
+        ...
+
+    def collect(self, count: float | None, shared: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        """Final gradients of the step; returns their norms in the order of `trainable`."""
+        ...
+
+    def update(self, step: int, norms: Tensor | None) -> None:
+        """Apply the optimizers; `norms` are those of the whole model when gradients are clipped."""
+        ...
+
+    def take_loss(self) -> tuple[float, float] | None:
+        """(sum of losses, sum of counts) since the last call, if this stage has the loss."""
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """Weights, written buffers and optimizer state that this stage owns, under the module's own names."""
+        ...
+
+
+class _Flight:
+    """A micro-batch between its forward and its backward."""
+
+    def __init__(self, leaves: dict[Ref, Tensor], roots: dict[Ref, Tensor], loss: Tensor | None) -> None:
+        self.leaves = leaves
+        self.roots = roots
+        self.loss = loss
+
+
+class TorchEngine:
+    """Torch as the engine.
+
+    The order of every sum is that of eager autograd: torch runs backward nodes in the reverse order of their
+    creation, so gradients from later stages come first, and parameters sum over micro-batches in order.
+    """
+
+    def __init__(
+        self,
+        train: StageGraph,
+        evaluation: StageGraph,
+        config: EngineConfig,
+        weights: Mapping[str, Tensor],
+        device: torch.device | None = None,
+    ) -> None:
+        """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them."""
+        self.train = train
+        self.evaluation = evaluation
+        self.config = config
+        self.device = device or torch.device("cpu")
+        self._variables: dict[str, Tensor] = {}
+        self._master: dict[str, nn.Parameter] = {}
+        """Trainable parameters that this stage owns: float32, under their own names."""
+        self.trainable: dict[str, str] = {}
+        """Trainable parameters used here, owned or borrowed: op name -> own name, in the graph's order."""
+        for op in {o.name: o for o in (*evaluation.variables(), *train.variables())}.values():
+            self._hold(op, weights)
+        owned = {self.trainable[n]: n for n in self.trainable if n not in train.borrows}
+        self.owned = tuple(owned)
+        self._optimizers = Optimizers(config.optimizers, {n: self._master[n] for n in owned})
+        self._optimizers.load(weights)
+        self._gradients: dict[str, Tensor] = {}
+        self._flights: dict[int, _Flight] = {}
+        self._loss: list[float] = []
+        self._count: list[float] = []
+        size = config.micro_batch_size
+        self._program = Program(train, "train", batch=size, device=self.device, seed=config.seed)
+        self._eval_program = Program(evaluation, "eval", batch=size, device=self.device, seed=config.seed)
+        self._seed_gradient = torch.tensor(1.0 if train.count is not None else 1.0 / config.micro_batches)
+
+    def _hold(self, op: Op, weights: Mapping[str, Tensor]) -> None:
+        if op.target not in weights:
+            raise InternalError(f"stage {self.train.index}: no value was placed for {op.kind} {op.target!r}")
+        dtype = getattr(torch, op.outputs[0].dtype)
+        value = weights[op.target].detach().to(self.device)
+        if op.kind == "parameter" and any(op.requires_grad):
+            self.trainable[op.name] = op.target
+            master = nn.Parameter(value.float().clone() if value.is_floating_point() else value.clone())
+            if op.name not in self.train.borrows:
+                self._master[op.target] = master
+            same = master.dtype == dtype and op.name not in self.train.borrows
+            self._variables[op.name] = master if same else value.to(dtype).clone().requires_grad_()
+        else:
+            self._variables[op.name] = value.to(dtype).clone()
+
+    def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        due = {c.value for c in self.train.receives if c.gradient}
+        leaves = {ref: t.detach().requires_grad_() for ref, t in inputs.items() if ref in due}
+        values: dict[Ref, Tensor] = {Ref(name): t for name, t in self._variables.items()}
+        values |= inputs
+        values |= leaves
+        self._program.run(values, step, micro_batch)
+        self._tally(values, self.train)
+        loss = values[self.train.loss] if self.train.loss is not None else None
+        roots = {c.value: values[c.value] for c in self.train.sends if c.gradient}
+        if roots or loss is not None:
+            self._flights[micro_batch] = _Flight(leaves, roots, loss)
+        return {c.value: values[c.value].detach() for c in self.train.sends}
+
+    def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
+        flight = self._flights.pop(micro_batch, None)
+        if flight is None:  # nothing on this stage needs a gradient
+            return {}
+        roots: list[Tensor] = []
+        seeds: list[Tensor] = []
+        if flight.loss is not None and flight.loss.requires_grad:
+            roots.append(flight.loss)
+            seeds.append(self._seed_gradient.to(flight.loss))
+        for ref, root in flight.roots.items():
+            arrived = [g[ref] for g in gradients if ref in g]
+            seed = arrived[0]
+            for other in arrived[1:]:
+                seed = seed + other
+            roots.append(root)
+            seeds.append(seed)
+        names = list(self.trainable)
+        wanted = [*flight.leaves.values(), *(self._variables[n] for n in names)]
+        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if wanted else ()
+        self._accumulate(names, found[len(flight.leaves) :])
+        return {
+            ref: torch.zeros_like(leaf) if gradient is None else gradient
+            for (ref, leaf), gradient in zip(flight.leaves.items(), found, strict=False)
+        }
+
+    def _accumulate(self, names: Sequence[str], found: Sequence[Tensor | None]) -> None:
+        for name, gradient in zip(names, found, strict=True):
+            if gradient is None:
+                continue
+            gradient = gradient.float() if gradient.dtype is torch.bfloat16 else gradient
+            if name in self._gradients:
+                self._gradients[name] = self._gradients[name].add_(gradient)
+            else:
+                # autograd may hand out one tensor twice (a sum's gradient): the sum over micro-batches needs its own
+                self._gradients[name] = gradient.clone()
+
+    def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        values: dict[Ref, Tensor] = {Ref(name): t.detach() for name, t in self._variables.items()}
+        values |= inputs
+        with torch.no_grad():
+            self._eval_program.run(values, 0, micro_batch)
+        self._tally(values, self.evaluation)
+        return {c.value: values[c.value] for c in self.evaluation.sends}
+
+    def _tally(self, values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
+        if stage.loss is not None:
+            self._loss.append(float(values[stage.loss].detach()))
+            self._count.append(float(values[stage.count]) if stage.count is not None else 1.0)
+
+    @property
+    def count(self) -> float:
+        """Items that the loss counted since the last `take_loss`."""
+        return sum(self._count)
+
+    def take_loss(self) -> tuple[float, float] | None:
+        if self.train.loss is None:
+            return None
+        told = sum(self._loss), sum(self._count)
+        self._loss.clear()
+        self._count.clear()
+        return told
+
+    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Compute-type values of parameters (op names) that other stages borrow."""
+        return {n: self._variables[n].detach() for n in names}
+
+    def set_shared(self, values: Mapping[str, Tensor]) -> None:
+        """Take this step's values of borrowed parameters."""
+        with torch.no_grad():
+            for name, value in values.items():
+                self._variables[name].copy_(value)
+
+    def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gradients of borrowed parameters, summed over the step's micro-batches; float32."""
+        return {
+            n: self._gradients.pop(n) if n in self._gradients else torch.zeros_like(self._variables[n].float())
+            for n in names
+        }
+
+    def collect(self, count: float | None, shared: Sequence[Mapping[str, Tensor]]) -> Tensor:
+        for given in shared:
+            for name, gradient in given.items():
+                mine = self._gradients.get(name)
+                self._gradients[name] = gradient.clone() if mine is None else mine.add_(gradient)
+        for name, own in self.trainable.items():
+            if name in self.train.borrows or name not in self._gradients:
+                continue
+            gradient = self._gradients.pop(name)
+            self._master[own].grad = gradient if count is None else gradient.div_(count)
+        if self.config.clip_norm <= 0:
+            return torch.empty(0)
+        gradients = [self._master[n].grad for n in self.owned]
+        return gradient_norms([torch.zeros(1) if g is None else g for g in gradients])
+
+    def update(self, step: int, norms: Tensor | None) -> None:
+        if norms is not None:
+            given = [g for n in self.owned if (g := self._master[n].grad) is not None]
+            clip(given, norms, self.config.clip_norm)
+        self._optimizers.step(self.config.learning_rate.factor(step, self.config.steps))
+        with torch.no_grad():
+            for name, own in self.trainable.items():
+                if own in self._master and self._variables[name] is not self._master[own]:
+                    self._variables[name].copy_(self._master[own])
+
+    def state(self) -> dict[str, Tensor]:
+        found = {name: p.detach() for name, p in self._master.items()}
+        written = {name for op in self.train.ops for name in op.mutates}
+        found |= {op.target: self._variables[op.name] for op in self.train.variables() if op.name in written}
+        return found | self._optimizers.state()
+
+    def gradients(self) -> dict[str, Tensor]:
+        """Gradients of the owned parameters after `collect`, under their own names."""
+        return {n: g for n in self.owned if (g := self._master[n].grad) is not None}
+
+
+def received_spec(stage: StageGraph, source: int) -> tuple[Crossing, ...]:
+    """What arrives from stage `source` in the forward pass, in the order in which it travels."""
+    return tuple(c for c in stage.receives if c.source == source)
+
+
+def sent_spec(stage: StageGraph, target: int) -> tuple[Crossing, ...]:
+    """What goes to stage `target` in the forward pass, in the order in which it travels."""
+    return tuple(c for c in stage.sends if c.target == target)

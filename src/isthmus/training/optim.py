@@ -1,0 +1,122 @@
+"""Optimizers chosen by parameter name, the learning-rate schedule, and clipping by the global norm."""
+
+from __future__ import annotations
+
+import fnmatch
+import math
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+
+
+class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One optimizer and the parameters that it updates (FusionLLM: optimizers per op)."""
+
+    name: Literal["sgd", "adamw"] = "adamw"
+    pattern: str = "*"
+    """Shell pattern over the module's own parameter names. The first entry that matches wins."""
+    lr: float = 1e-3
+    momentum: float = 0.0
+    nesterov: bool = False
+    betas: tuple[float, float] = (0.9, 0.999)
+    eps: float = 1e-8
+    weight_decay: float = 0.0
+
+
+class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A factor on every optimizer's rate: linear warm-up from 1/warmup, then constant or cosine to `final`."""
+
+    schedule: Literal["constant", "cosine"] = "constant"
+    warmup_steps: int = 0
+    final: float = 0.1
+
+    def factor(self, step: int, steps: int) -> float:
+        """The factor of step number `step` (from 0) in a run of `steps`."""
+        if step < self.warmup_steps:
+            return (step + 1) / self.warmup_steps
+        if self.schedule == "constant":
+            return 1.0
+        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
+        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+
+
+class Optimizers:
+    """The optimizers of one set of named parameters."""
+
+    def __init__(self, configs: Sequence[OptimizerConfig], parameters: Mapping[str, nn.Parameter]) -> None:
+        self._parameters = dict(parameters)
+        groups: dict[int, list[nn.Parameter]] = {}
+        for name, parameter in parameters.items():
+            groups.setdefault(choose(configs, name), []).append(parameter)
+        self._made = [(configs[i], _make(configs[i], group)) for i, group in sorted(groups.items())]
+
+    def step(self, factor: float) -> None:
+        """Apply every optimizer to the parameters' `.grad`, then drop the gradients."""
+        for config, optimizer in self._made:
+            for group in optimizer.param_groups:
+                group["lr"] = config.lr * factor
+            optimizer.step()
+            optimizer.zero_grad(set_to_none=True)
+
+    def state(self) -> dict[str, Tensor]:
+        """`optimizer.<parameter>.<key>` -> tensor, for every tensor that an optimizer keeps."""
+        found: dict[str, Tensor] = {}
+        for name, parameter in self._parameters.items():
+            for _, optimizer in self._made:
+                for key, value in optimizer.state.get(parameter, {}).items():
+                    if isinstance(value, Tensor):
+                        found[f"optimizer.{name}.{key}"] = value
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Take back what `state` gave, whatever the cut was then."""
+        owners = {id(p): o for _, o in self._made for group in o.param_groups for p in group["params"]}
+        for name, parameter in self._parameters.items():
+            prefix = f"optimizer.{name}."
+            kept = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
+            if kept:
+                owners[id(parameter)].state[parameter] = kept
+
+
+def choose(configs: Sequence[OptimizerConfig], parameter: str) -> int:
+    """Index of the first config whose pattern matches; UserError when none does."""
+    for index, config in enumerate(configs):
+        if fnmatch.fnmatchcase(parameter, config.pattern):
+            return index
+    raise UserError(f"optimizer: no pattern matches parameter {parameter!r}: got {[c.pattern for c in configs]}")
+
+
+def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    if config.name == "sgd":
+        return torch.optim.SGD(
+            parameters, lr=config.lr, momentum=config.momentum,
+            nesterov=config.nesterov, weight_decay=config.weight_decay,
+        )  # fmt: skip
+    return torch.optim.AdamW(
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
+    )
+
+
+def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
+    """The 2-norm of each gradient: float32, shape [len(gradients)]."""
+    if not gradients:
+        return torch.empty(0)
+    return torch.stack([n.float().cpu() for n in torch._foreach_norm(list(gradients))])
+
+
+def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> float:
+    """Scale gradients in place so that the global norm is at most `max_norm`; returns the norm before.
+
+    `norms` are those of all parameters of the model in the module's own order, so that the result has the same
+    bits as torch.nn.utils.clip_grad_norm_ on the whole module.
+    """
+    total = torch.linalg.vector_norm(norms)
+    coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
+    if gradients:
+        torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].device))
+    return float(total)

@@ -1,0 +1,61 @@
+"""The plain loop on one machine: what every distributed run must equal. Slow, short and obviously right."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isthmus.graph.capture import split_outputs
+from isthmus.training.engine import EngineConfig
+from isthmus.training.optim import Optimizers, clip, gradient_norms
+
+
+def plain_step(
+    module: nn.Module, micro_batches: Sequence[Mapping[str, Tensor]], config: EngineConfig
+) -> tuple[float, dict[str, Tensor]]:
+    """(loss, gradients by parameter name) of one step of the eager module over the micro-batches.
+
+    Tied parameters appear once, under the first of their names.
+    """
+    module.train()
+    module.zero_grad(set_to_none=True)
+    losses: list[float] = []
+    counts: list[float] = []
+    for batch in micro_batches:
+        loss, count, _ = split_outputs(module(**batch))
+        if count is None:
+            (loss / len(micro_batches)).backward()
+        else:
+            loss.backward()
+        losses.append(float(loss.detach()))
+        counts.append(1.0 if count is None else float(count))
+        summed = count is not None
+    total = sum(counts)
+    gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
+    if summed:
+        for gradient in gradients.values():
+            gradient.div_(total)
+    return sum(losses) / total, gradients
+
+
+def plain_update(module: nn.Module, optimizers: Optimizers, step: int, config: EngineConfig) -> None:
+    """Clip and apply, as every stage does for its own parameters."""
+    gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    if config.clip_norm > 0:
+        clip(gradients, gradient_norms(gradients), config.clip_norm)
+    optimizers.step(config.learning_rate.factor(step, config.steps))
+
+
+@torch.no_grad()
+def plain_loss(module: nn.Module, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
+    """Held-out loss of the eager module."""
+    module.eval()
+    losses: list[float] = []
+    counts: list[float] = []
+    for batch in micro_batches:
+        loss, count, _ = split_outputs(module(**batch))
+        losses.append(float(loss))
+        counts.append(1.0 if count is None else float(count))
+    return sum(losses) / sum(counts)

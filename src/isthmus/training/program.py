@@ -1,0 +1,107 @@
+"""A stage's operators, resolved once and run once per micro-batch."""
+
+from __future__ import annotations
+
+import hashlib
+from collections.abc import Callable, Mapping, Sequence
+from typing import Literal, NamedTuple, cast
+
+import torch
+from torch import Tensor
+
+from isthmus.graph.opgraph import Op, Ref
+from isthmus.graph.partition import StageGraph
+from isthmus.graph.resolve import bind, no_gradient, operator_of
+
+
+class _Slot(NamedTuple):
+    """Where a tensor argument is found while a micro-batch runs."""
+
+    ref: Ref
+
+
+class _Step(NamedTuple):
+    name: str
+    call: Callable[..., object]
+    args: list[object]
+    kwargs: dict[str, object]
+    outputs: int
+    quiet: bool
+    random: bool
+    last_use: tuple[Ref, ...]
+    """Values that no later step takes."""
+
+
+class Program:
+    """The operators of one stage graph, bound to a micro-batch size and a device."""
+
+    def __init__(
+        self, stage: StageGraph, mode: Literal["train", "eval"], *, batch: int, device: torch.device, seed: int = 0
+    ) -> None:
+        """`seed` is the job's: random operators draw from (seed, step, micro-batch, op), whatever the cut."""
+        self.batch = batch
+        self._seed = seed
+        kept = {c.value for c in stage.sends} | set(stage.outputs.values())
+        kept |= {r for r in (stage.loss, stage.count) if r is not None}
+        operators = [op for op in stage.ops if op.kind == "operator"]
+        last: dict[Ref, str] = {ref: op.name for op in operators for ref in op.refs()}
+        variables = {op.name for op in stage.ops if op.kind != "operator"}
+        flags = {op.name: op.requires_grad for op in stage.ops}
+        flags_in = {c.value: c.gradient for c in stage.receives}
+        ending: dict[str, list[Ref]] = {}
+        for ref, user in last.items():
+            if ref not in kept and ref.op not in variables:
+                ending.setdefault(user, []).append(ref)
+        self._steps = [self._step(op, mode, device, ending.get(op.name, []), (flags, flags_in)) for op in operators]
+
+    def _step(
+        self,
+        op: Op,
+        mode: Literal["train", "eval"],
+        device: torch.device,
+        ending: Sequence[Ref],
+        flags: tuple[dict[str, tuple[bool, ...]], dict[Ref, bool]],
+    ) -> _Step:
+        args, kwargs = bind(op, lambda ref: cast(Tensor, _Slot(ref)), self.batch, device)
+        own, received = flags
+        needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
+        return _Step(
+            op.name, operator_of(op.target), cast("list[object]", args), cast("dict[str, object]", kwargs),
+            len(op.outputs), no_gradient(op, needs, mode), op.random,
+            tuple(ending),
+        )  # fmt: skip
+
+    def run(self, values: dict[Ref, Tensor], step: int, micro_batch: int) -> dict[Ref, Tensor]:
+        """Run every operator; `values` holds variables and inputs and gains the results that outlive the run."""
+        for s in self._steps:
+            args = [_fill(a, values) for a in s.args]
+            kwargs = {k: _fill(v, values) for k, v in s.kwargs.items()}
+            if s.random:
+                torch.manual_seed(draw_seed(self._seed, step, micro_batch, s.name))
+            if s.quiet:
+                with torch.no_grad():
+                    result = s.call(*args, **kwargs)
+            else:
+                result = s.call(*args, **kwargs)
+            if isinstance(result, Tensor):
+                values[Ref(s.name)] = result
+            else:
+                for index, tensor in enumerate(cast("Sequence[Tensor]", result)):
+                    values[Ref(s.name, index)] = tensor
+            for ref in s.last_use:
+                values.pop(ref, None)
+        return values
+
+
+def _fill(value: object, values: Mapping[Ref, Tensor]) -> object:
+    if type(value) is _Slot:
+        return values[value.ref]
+    if type(value) is list:
+        return [_fill(v, values) for v in cast("list[object]", value)]
+    return value
+
+
+def draw_seed(seed: int, step: int, micro_batch: int, op: str) -> int:
+    """The seed of one random operator in one micro-batch: 63 bits of a hash, so that no two draws are related."""
+    text = f"{seed}/{step}/{micro_batch}/{op}".encode()
+    return int.from_bytes(hashlib.blake2b(text, digest_size=8).digest(), "little") >> 1

@@ -1,0 +1,113 @@
+"""The built-in fleets hold the figures of their sources."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet, describe, dump_fleet, parse_fleet, resolve_fleet, topology, topology_names
+
+DTFM = tuple(f"dtfm-case{case}" for case in range(1, 6))
+
+
+def between(fleet: Fleet, a: str, b: str) -> tuple[float, float]:
+    """Latency in ms and bandwidth in Gbit/s between a device of region `a` and another of region `b`."""
+    source = next(device.name for device in fleet.devices if device.region == a)
+    target = next(device.name for device in fleet.devices if device.region == b and device.name != source)
+    link = fleet.link(source, target)
+    return link.latency_s * 1e3, link.bandwidth_bytes_per_s * 8 / 1e9
+
+
+def test_the_names() -> None:
+    assert topology_names() == (*DTFM, "fluidstack", "laptop", "three-sites")
+    with pytest.raises(UserError, match="unknown topology 'three-site': did you mean 'three-sites'"):
+        topology("three-site")
+
+
+@pytest.mark.parametrize("name", topology_names())
+def test_each_has_its_name_one_line_about_it_and_survives_a_dump(name: str) -> None:
+    fleet = topology(name)
+    assert fleet.name == name
+    assert describe(name) and len(describe(name).splitlines()) == 1
+    assert parse_fleet(dump_fleet(fleet), "f.toml") == fleet
+
+
+@pytest.mark.parametrize("name", DTFM)
+def test_dtfm_has_64_v100(name: str) -> None:
+    devices = topology(name).devices
+    assert len(devices) == 64
+    assert {(d.flops_per_s, d.memory_bytes, d.kind) for d in devices} == {(125e12, 16 * 2**30, "v100")}
+
+
+@pytest.mark.parametrize(
+    ("name", "a", "b", "latency_ms", "bandwidth_gbit"),
+    [
+        ("dtfm-case1", "instance-0", "instance-0", 0, 1200),  # NVLink, 150 GB/s each way
+        ("dtfm-case1", "instance-0", "instance-7", 0, 25),
+        ("dtfm-case2", "instance-3", "instance-3", 0, 100),
+        ("dtfm-case2", "instance-3", "instance-4", 0, 10),
+        ("dtfm-case2", "instance-3", "singles", 0, 10),
+        ("dtfm-case2", "singles", "singles", 0, 10),
+        ("dtfm-case3", "ohio", "ohio", 1, 10),
+        ("dtfm-case3", "virginia", "ohio", 10, 1.12),
+        ("dtfm-case4", "oregon", "oregon", 5, 2),
+        ("dtfm-case4", "california", "virginia", 59, 1.05),
+        ("dtfm-case4", "ohio", "oregon", 49, 1.10),
+        ("dtfm-case4", "virginia", "oregon", 67, 1.15),
+        ("dtfm-case5", "tokyo", "tokyo", 5, 2),
+        ("dtfm-case5", "oregon", "virginia", 67, 1.15),
+        ("dtfm-case5", "virginia", "london", 76, 0.364),
+        ("dtfm-case5", "frankfurt", "tokyo", 235, 0.36),
+        ("dtfm-case5", "seoul", "london", 238, 0.342),
+        ("dtfm-case5", "ireland", "seoul", 228, 0.335),
+        ("dtfm-case5", "london", "ireland", 12, 1.09),
+        ("dtfm-case5", "ohio", "frankfurt", 99, 0.799),
+        ("fluidstack", "us-mid", "us-mid", 0.5, 10.40),
+        ("fluidstack", "us-east", "us-east", 0.5, 11.98),
+        ("fluidstack", "us-mid", "us-east", 21.8, 3.87),
+        ("fluidstack", "us-east", "us-mid", 21.8, 3.73),
+        ("three-sites", "home", "home", 0.5, 1),
+        ("three-sites", "home", "cloud", 80, 0.02),
+        ("laptop", "desk", "desk", 0.1, 1),
+    ],
+)
+def test_links(name: str, a: str, b: str, latency_ms: float, bandwidth_gbit: float) -> None:
+    assert between(topology(name), a, b) == pytest.approx((latency_ms, bandwidth_gbit))
+
+
+def test_dtfm_regions() -> None:
+    sizes = {
+        name: [sum(d.region == r for d in topology(name).devices) for r in topology(name).regions] for name in DTFM
+    }
+    assert list(sizes.values()) == [[8] * 8, [4] * 8 + [32], [32] * 2, [16] * 4, [8] * 8]
+
+
+def test_fluidstack_and_three_sites_devices() -> None:
+    assert [(d.flops_per_s, d.memory_bytes) for d in topology("fluidstack").devices] == [(149.7e12, 48 * 10**9)] * 32
+    sites = topology("three-sites")
+    assert sites.names == ("home-0", "home-1", "office-0", "cloud-0")
+    assert [d.flops_per_s for d in sites.devices] == [6e9, 6e9, 12e9, 18e9]
+    assert {d.memory_bytes for d in sites.devices} == {2 * 2**30}
+
+
+def test_thinning_case_5_to_eight_keeps_one_device_of_each_region() -> None:
+    fleet = topology("dtfm-case5").thin(8)
+    assert [device.region for device in fleet.devices] == list(topology("dtfm-case5").regions)
+    assert len({device.region for device in topology("dtfm-case5").thin(5).devices}) == 5
+
+
+def test_symmetrised_fluidstack() -> None:
+    assert between(topology("fluidstack").symmetrised(), "us-mid", "us-east") == pytest.approx((21.8, 3.8))
+
+
+def test_resolving_a_name_or_a_path(tmp_path: Path) -> None:
+    path = tmp_path / "mine.toml"
+    path.write_text(dump_fleet(topology("laptop")), encoding="utf-8")
+    assert resolve_fleet("laptop") is topology("laptop")
+    assert resolve_fleet(str(path)) == topology("laptop")
+    with pytest.raises(UserError, match=r"unknown topology 'labtop': did you mean 'laptop'.*ends in .toml"):
+        resolve_fleet("labtop")
+    with pytest.raises(UserError, match="No such file"):
+        resolve_fleet(str(tmp_path / "none.toml"))

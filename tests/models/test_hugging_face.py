@@ -1,0 +1,203 @@
+from pathlib import Path
+
+import pytest
+import torch
+from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
+
+from isthmus.errors import UserError
+from isthmus.models import ModelSpec, build_model, is_hugging_face, model_names, save_hugging_face
+
+transformers = pytest.importorskip("transformers")
+torch.set_num_threads(1)
+
+GPT2 = {"n_layer": 2, "n_embd": 16, "n_head": 2, "vocab_size": 31, "n_positions": 12}
+LLAMA = {
+    "num_hidden_layers": 2,
+    "hidden_size": 16,
+    "intermediate_size": 32,
+    "num_attention_heads": 2,
+    "num_key_value_heads": 1,
+    "vocab_size": 31,
+}
+BERT = {
+    "num_hidden_layers": 1,
+    "hidden_size": 16,
+    "num_attention_heads": 2,
+    "intermediate_size": 32,
+    "vocab_size": 31,
+    "max_position_embeddings": 12,
+    "num_labels": 3,
+}
+RESNET = {
+    "num_channels": 1,
+    "embedding_size": 8,
+    "hidden_sizes": [8, 16],
+    "depths": [1, 1],
+    "layer_type": "basic",
+    "num_labels": 10,
+}
+
+
+def build(name: str, **options: object) -> torch.nn.Module:
+    return build_model(ModelSpec(name=name, options=options))
+
+
+def text_batch(batch: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 31, (batch, 12))
+    return {"input_ids": ids, "labels": ids}
+
+
+def pair_batch(batch: int) -> dict[str, torch.Tensor]:
+    ids = torch.randint(0, 31, (batch, 12))
+    ones = torch.ones_like(ids)
+    labels = torch.randint(0, 3, (batch,))
+    return {"input_ids": ids, "attention_mask": ones, "token_type_ids": ones * 0, "labels": labels}
+
+
+def image_batch(batch: int) -> dict[str, torch.Tensor]:
+    return {"pixel_values": torch.rand(batch, 1, 32, 32), "labels": torch.randint(0, 10, (batch,))}
+
+
+CASES = [
+    ("hf-gpt2", GPT2, text_batch, "GPT2LMHeadModel"),
+    ("hf:GPT2LMHeadModel", GPT2, text_batch, "GPT2LMHeadModel"),
+    ("hf-llama", LLAMA, text_batch, "LlamaForCausalLM"),
+    ("hf-bert-classifier", BERT, pair_batch, "BertForSequenceClassification"),
+    ("hf-resnet", RESNET, image_batch, "ResNetForImageClassification"),
+]
+
+
+@pytest.mark.parametrize(("name", "options", "example", "class_name"), CASES, ids=[c[0] for c in CASES])
+def test_builds_trains_and_exports(name, options, example, class_name):
+    torch.manual_seed(0)
+    module = build(name, **options)
+    assert type(module).__name__ == class_name and is_hugging_face(module) and module.training
+    outputs = module(**example(3))
+    assert next(iter(outputs)) == "loss" and "past_key_values" not in outputs
+    outputs["loss"].backward()
+    assert torch.isfinite(outputs["loss"])
+    batch = torch.export.Dim("b", min=2)
+    inputs = example(3)
+    with FakeTensorMode() as mode:
+        fake = build(name, **options).eval()
+        assert all(isinstance(value, FakeTensor) for value in fake.parameters())
+        fakes = {key: mode.from_tensor(value) for key, value in inputs.items()}
+        exported = torch.export.export(
+            fake, (), kwargs=fakes, dynamic_shapes={key: {0: batch} for key in fakes}, strict=False
+        )
+    symbols = [node.meta["val"].shape for node in exported.graph.nodes if node.name in inputs]
+    assert len(symbols) == len(inputs)
+    assert all(isinstance(shape[0], torch.SymInt) for shape in symbols)
+
+
+def test_gpt2_xl_has_its_real_sizes():
+    with FakeTensorMode():
+        module = build("hf-gpt2-xl")
+    assert sum(value.numel() for value in module.parameters()) == 1_557_611_200
+
+
+@pytest.mark.parametrize(
+    ("name", "options", "message"),
+    [
+        ("hf-gpt2", {"n_layers": 2}, "unknown hf-gpt2 option 'n_layers': did you mean 'n_layer'"),
+        ("hf-gpt2", {"n_layer": "two"}, "expected int, got str"),
+        ("hf-gpt2", {"n_embd": 10, "n_head": 3}, "must be divisible by num_heads"),
+        ("hf:GPT2LMHeadMode", {}, "did you mean 'GPT2LMHeadModel'"),
+        ("hf:zzzzzzzz", {}, "expected one of"),
+        ("hf:AutoModel", {}, "unknown transformers model 'AutoModel'"),
+        ("hf", {"task": "causal-lm"}, "missing required field `path`"),
+        ("hf", {"path": "x", "task": "translation"}, "hf option 'task'"),
+        ("hf", {"path": "./no/such/place", "task": "causal-lm"}, "no directory ./no/such/place"),
+    ],
+)
+def test_bad_options_say_what_is_wrong(name, options, message):
+    with pytest.raises(UserError) as caught:
+        build(name, **options)
+    assert message in str(caught.value)
+    assert "\n" not in str(caught.value)
+
+
+def test_aliases_of_config_fields_are_options_too():
+    assert build("hf-gpt2", **GPT2 | {"num_hidden_layers": 1}).config.n_layer == 1
+
+
+@pytest.fixture
+def saved(tmp_path: Path) -> tuple[torch.nn.Module, Path]:
+    torch.manual_seed(0)
+    module = build("hf-gpt2", **GPT2)
+    tokenizer = tmp_path / "tokenizer"
+    tokenizer.mkdir()
+    (tokenizer / "tokenizer.json").write_text("{}")
+    (tokenizer / "unrelated.txt").write_text("no")
+    save_hugging_face(module, tmp_path / "model", tokenizer)
+    return module, tmp_path / "model"
+
+
+def test_save_and_load_again(saved):
+    module, directory = saved
+    names = {path.name for path in directory.iterdir()}
+    assert {"model.safetensors", "config.json", "tokenizer.json"} <= names and "unrelated.txt" not in names
+    batch = text_batch(2)
+    expected = module.eval()(**batch).loss
+    theirs = transformers.GPT2LMHeadModel.from_pretrained(directory).eval()
+    ours = build("hf", path=str(directory), task="causal-lm")
+    assert ours.training and ours.dtype == torch.float32 and ours.config.use_cache is False
+    assert torch.equal(theirs(**batch).loss, expected)
+    assert torch.equal(ours.eval()(**batch).loss, expected)
+
+
+def test_random_weights_keep_the_config_only(saved):
+    module, directory = saved
+    fresh = build("hf", path=str(directory), task="causal-lm", random_weights=True, dtype="bfloat16")
+    assert fresh.dtype == torch.bfloat16 and fresh.config.n_embd == 16
+    assert not torch.equal(fresh.transformer.wte.weight.float(), module.transformer.wte.weight)
+
+
+def test_pretrained_under_fake_tensors_reads_no_weights(saved):
+    _, directory = saved
+    (directory / "model.safetensors").unlink()
+    with FakeTensorMode():
+        module = build("hf", path=str(directory), task="causal-lm")
+    assert isinstance(module.transformer.wte.weight, FakeTensor)
+    assert module.lm_head.weight is module.transformer.wte.weight
+
+
+def test_pretrained_as_classifier_gets_a_new_head(saved):
+    _, directory = saved
+    module = build(
+        "hf",
+        path=str(directory),
+        task="sequence-classification",
+        config={"num_labels": 3, "pad_token_id": 0},
+    )
+    assert module.config.problem_type == "single_label_classification" and module.score.weight.shape == (3, 16)
+    with pytest.raises(UserError, match="unknown hf config option 'num_label'"):
+        build("hf", path=str(directory), task="causal-lm", config={"num_label": 3})
+
+
+def test_pickled_weights_are_refused(saved):
+    module, directory = saved
+    (directory / "model.safetensors").unlink()
+    torch.save(module.state_dict(), directory / "pytorch_model.bin")
+    with pytest.raises(UserError, match="hf option 'path'"):
+        build("hf", path=str(directory), task="causal-lm")
+
+
+def test_only_transformers_models_are_saved(tmp_path, saved):
+    module, _ = saved
+    assert not is_hugging_face(build("mlp"))
+    with pytest.raises(UserError, match="cannot save MLP"):
+        save_hugging_face(build("mlp"), tmp_path)
+    with pytest.raises(UserError, match="holds no tokenizer"):
+        save_hugging_face(module, tmp_path / "again", tmp_path)
+    assert not (tmp_path / "again").exists()
+
+
+def test_listed_names_are_built_by_their_class():
+    assert [name for name in model_names() if name.startswith("hf-")] == [
+        "hf-bert-classifier",
+        "hf-gpt2",
+        "hf-gpt2-xl",
+        "hf-llama",
+        "hf-resnet",
+    ]
