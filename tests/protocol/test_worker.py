@@ -47,6 +47,10 @@ def evaluate(index: int = 0, micro_batches: int = 1) -> Opened:
     return Opened(item=Item(index=index, kind="eval", step=0, micro_batches=micro_batches))
 
 
+def save() -> Opened:
+    return Opened(item=Item(index=0, kind="save", step=0))
+
+
 def f(micro_batch: int, item: int = 0) -> Computed:
     return Computed(work="F", item=item, micro_batch=micro_batch)
 
@@ -258,11 +262,10 @@ def test_an_evaluation_needs_shared_values_but_returns_no_gradient():
 
 
 def test_a_checkpoint_holds_the_lane_until_it_is_written():
-    save = Opened(item=Item(index=0, kind="save", step=5))
     travel(Worker(alone()), [
-        (save,           [Save(0)]),
-        (train(1),       []),
-        (Saved(item=0),  [Report(0), Compute("F", 1, 0)]),
+        (save(),        [Save(0)]),
+        (train(1),      []),
+        (Saved(item=0), [Report(0), Compute("F", 1, 0)]),
     ])  # fmt: skip
 
 
@@ -283,6 +286,16 @@ def test_what_arrives_before_its_item_is_leased_is_kept():
     ])  # fmt: skip
 
 
+def test_what_has_arrived_is_forgotten_with_its_item():
+    worker = Worker(middle(clips=True, lends_to=(0,)))
+    early = activations(0, item=1)
+    for event in (train(), activations(0), early, f(0), gradients(0), once("norms", 0), once("norms", 2), b(0)):
+        worker.handle(event)
+    for event in (once("shared_gradient", 0), Collected(item=0), Updated(item=0)):
+        worker.handle(event)
+    assert worker._arrived == {("forward", 1, 0): {0}}  # else a long run would fill the memory
+
+
 def test_a_stale_epoch_is_dropped_and_counted():
     worker = Worker(alone(), epoch=1)
     opened = train()
@@ -294,7 +307,7 @@ def test_a_stale_epoch_is_dropped_and_counted():
     assert worker.statistics().phase == "tasklets"
 
 
-@pytest.mark.parametrize("halfway", [[train()], [train(), f(0), b(0)], [Opened(item=Item(index=0, kind="save", step=0))]])
+@pytest.mark.parametrize("halfway", [[train()], [train(), f(0), b(0)], [save()]], ids=["F", "collect", "save"])
 def test_after_a_halt_nothing_more_is_asked_for(halfway: list[WorkerEvent]):
     worker = Worker(alone())
     for event in halfway:
@@ -307,7 +320,7 @@ def test_after_a_halt_nothing_more_is_asked_for(halfway: list[WorkerEvent]):
 def test_an_event_that_was_not_asked_for_is_an_error():
     worker = Worker(alone())
     worker.handle(train())
-    with pytest.raises(InternalError, match="stage 1: .* phase updating, item 0, in tasklets"):
+    with pytest.raises(InternalError, match=r"stage 1: .* phase updating, item 0, in tasklets"):
         worker.handle(Updated(item=0))
 
 

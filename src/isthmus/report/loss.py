@@ -31,8 +31,8 @@ def draw_loss(
     """Write a PNG of training loss and held-out loss, both (step, loss), over the steps.
 
     `references` are drawn as dashed lines with their names, such as a data set's unigram entropy. The axis is
-    logarithmic when the losses span a factor of 20 or more and are all above zero. Losses that are not finite leave a
-    gap. UserError when no loss is finite.
+    logarithmic when the losses span a factor of 20 or more and are all above zero. Losses that are not finite are
+    left out. UserError when there is no other.
     """
     train, held = _finite(points), _finite(heldout)
     losses = np.concatenate([train[:, 1], held[:, 1]])
@@ -59,13 +59,14 @@ def draw_loss(
 
 
 def smoothed(losses: NDArray[np.float64], window: int) -> NDArray[np.float64]:
-    """Centred mean over `window` values, over fewer at both ends: it lags nowhere, as a trailing mean would."""
-    half = window // 2
+    """Centred mean over `window` values, which lags nowhere, as a trailing mean would."""
     sums = np.concatenate([[0.0], np.cumsum(losses)])
     index = np.arange(len(losses))
-    # As many on both sides, so that the ends of a slope are not pulled inwards.
-    reach = np.minimum(half, np.minimum(index, len(losses) - 1 - index))
-    return (sums[index + reach + 1] - sums[index - reach]) / (2 * reach + 1)
+    # At the start, where losses fall fast, as many values on both sides as there are on the left. At the end, where
+    # they hardly fall, all on the left count: the last mean is the one that is read, and must not be one step's noise.
+    reach = np.minimum(window // 2, index)
+    low, high = index - reach, np.minimum(index + reach, len(losses) - 1)
+    return (sums[high + 1] - sums[low]) / (high + 1 - low)
 
 
 def _finite(points: Sequence[tuple[int, float]]) -> NDArray[np.float64]:
@@ -89,7 +90,7 @@ def _draw_references(axes: Axes, references: Mapping[str, float]) -> None:
         axes.axhline(value, color=_FAINT, linewidth=1, linestyle=(0, (5, 3)), zorder=1)
         axes.annotate(
             f"{name} {value:.3g}", (1, value), (-4, 2), xycoords=("axes fraction", "data"),
-            textcoords="offset points", ha="right", va="bottom", fontsize=8, color=_FAINT,
+            textcoords="offset points", ha="right", va="bottom", fontsize=8, color=_FAINT, parse_math=False,
         )  # fmt: skip
 
 
@@ -100,8 +101,8 @@ def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:
         axes.yaxis.set_major_formatter(StrMethodFormatter("{x:g}"))
         axes.yaxis.set_minor_formatter(NullFormatter())
     axes.set_xlabel("step", color=_INK)
-    axes.set_ylabel(f"loss ({unit})", color=_INK)
-    axes.xaxis.set_major_locator(MaxNLocator(integer=True))
+    axes.set_ylabel(f"loss ({unit})", color=_INK, parse_math=False)
+    axes.xaxis.set_major_locator(MaxNLocator(8, steps=[1, 2, 2.5, 5, 10], integer=True))
     axes.tick_params(colors=_FAINT, labelsize=9)
     axes.grid(color="#E4E4E4", linewidth=0.7)
     axes.set_axisbelow(True)
@@ -110,4 +111,4 @@ def _draw_axes(axes: Axes, losses: NDArray[np.float64], unit: str) -> None:
     for side in ("left", "bottom"):
         axes.spines[side].set_color(_FAINT)
     axes.margins(x=0.02)
-    axes.legend(frameon=False, fontsize=9, loc="upper right")
+    axes.legend(facecolor="white", edgecolor="none", framealpha=0.9, fontsize=9, loc="upper right")

@@ -33,7 +33,7 @@ class Progress:
     def __init__(self, console: Console, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._live = _View(console, plan) if console.is_terminal and not console.is_dumb_terminal else None
+        self._live = _View(console, plan) if console.is_terminal and console.is_interactive else None
         self._started_s = clock()
         self._first_step: int | None = None
         self._said_s = float("-inf")
@@ -123,7 +123,8 @@ class _View:
         self._step_s = plan.predicted.step_s
         self._held_out = ""
         waiting = Group(self._heading, Text("waiting for the first step"))
-        self._live = Live(waiting, console=console, refresh_per_second=4)
+        # Standard output is data, and stays where the caller sent it.
+        self._live = Live(waiting, console=console, refresh_per_second=4, redirect_stdout=False)
 
     def start(self) -> None:
         self._live.start()

@@ -33,7 +33,7 @@ def titled(title: str, table: Table, caption: str = "") -> RenderableType:
 
 def new_table(columns: Iterable[str], numbers: Iterable[str] = ()) -> Table:
     """An empty table in the report's one style. The columns named in `numbers` are aligned to the right."""
-    table = Table(box=box.SIMPLE_HEAD, show_edge=False, padding=(0, 1, 0, 0))
+    table = Table(box=box.SIMPLE_HEAD, show_edge=False, pad_edge=False, padding=(0, 1, 0, 0))
     right = set(numbers)
     for column in columns:
         table.add_column(Text(column), justify="right" if column in right else "left", overflow="fold")
@@ -105,10 +105,12 @@ def _transfer_text(transfer: Transfer) -> Text:
 
 def _plan_caption(plan: PlanSummary) -> str:
     predicted = plan.predicted
+    rest_s = predicted.step_s - predicted.fill_s - (plan.micro_batches - 1) * predicted.period_s
+    shared = f" + shared parameters {format_duration(rest_s)}" if rest_s > 0.0005 * predicted.step_s else ""
     lines = [
         f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
-        f"+ {plan.micro_batches - 1} x period {format_duration(predicted.period_s)}, and shared parameters "
-        f"(closed form); FusionLLM Eq. 3 {format_duration(predicted.eq3_step_s)}",
+        f"+ {plan.micro_batches - 1} x period {format_duration(predicted.period_s)}{shared} (closed form); "
+        f"FusionLLM Eq. 3: {format_duration(predicted.eq3_step_s)}",
         f"bottleneck: {predicted.bottleneck}",
     ]
     if plan.certificate is not None:

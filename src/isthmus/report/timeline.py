@@ -92,7 +92,7 @@ class _Shape(NamedTuple):
 def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: int = 2) -> None:
     """Write a PNG of `steps` typical consecutive steps of `measured`, below the same of `predicted` if there is one.
 
-    UserError when `steps` is below 1 or a trace holds no complete training step.
+    A shorter trace is drawn as far as it goes. UserError when `steps` is below 1 or a trace holds no complete step.
     """
     if steps < 1:
         raise UserError(f"timeline: steps: got {steps}, expected at least 1")
@@ -119,13 +119,12 @@ def draw_timeline(predicted: Trace | None, measured: Trace, path: Path, steps: i
 
 def _window(trace: Trace, steps: int) -> _Window:
     """The consecutive steps whose total time is nearest to the typical one; never the first step if there are more."""
-    times = step_times(trace)
+    typical_s, times = steady_step_s(trace), step_times(trace)
     runs = [first for first in times if all(first + i in times for i in range(steps))]
+    if not runs:
+        return _window(trace, steps - 1)
     later = [first for first in runs if first != min(times)] or runs
-    if not later:
-        raise UserError(f"timeline: got a {trace.source} trace without {steps} complete steps in a row, expected some")
-    typical = steps * steady_step_s(trace)
-    first = min(later, key=lambda k: abs(sum(times[k + i] for i in range(steps)) - typical))
+    first = min(later, key=lambda k: abs(sum(times[k + i] for i in range(steps)) - steps * typical_s))
     forwards = [s for s in trace.spans if s.track == "compute" and s.name == "F" and s.step == first]
     origin = min(span.start_s for span in forwards)
     starts = tuple(sum(times[first + i] for i in range(n)) for n in range(steps + 1))
@@ -158,7 +157,7 @@ def _devices(traces: Iterable[Trace]) -> list[str]:
 
 def _shape(devices: list[str], windows: list[_Window], steps: int) -> _Shape:
     tasklets = sum(1 for s in windows[0].spans if s.device == devices[0] and s.track == "compute")
-    name = max(_text_width_in(device, 9) for device in devices)
+    name = max(_text_width_in(_short(device), 9) for device in devices)
     return _Shape(
         width=min(18.0, max(11.0, 2.5 + name + 0.24 * tasklets)),
         left=0.2 + name + 0.42,
@@ -271,8 +270,9 @@ def _draw_names(axes: Axes, row: int, device: str, busy: float, shape: _Shape) -
             )  # fmt: skip
         middle = row + _COMPUTE[0] + _COMPUTE[1] / 2
     axes.annotate(
-        device, (0, middle), (_MARGIN - shape.left * 72, 0), xycoords=("axes fraction", "data"),
+        _short(device), (0, middle), (_MARGIN - shape.left * 72, 0), xycoords=("axes fraction", "data"),
         textcoords="offset points", ha="left", va="center", fontsize=9, color=_INK, annotation_clip=False,
+        parse_math=False,
     )  # fmt: skip
     axes.annotate(
         f"{busy:.0%}", (1, middle), (5, 0), xycoords=("axes fraction", "data"), textcoords="offset points",
@@ -323,7 +323,12 @@ def _colour(span: Span) -> str | None:
 
 @cache
 def _text_width_in(text: str, size: float) -> float:
-    return TextPath((0, 0), text, size=size).get_extents().width / 72 if text.strip() else 0.0
+    # Without "$", which would be read as mathematics and is as wide as an "S".
+    return TextPath((0, 0), text.replace("$", "S"), size=size).get_extents().width / 72
+
+
+def _short(device: str) -> str:
+    return device if len(device) <= 24 else f"{device[:23]}\u2026"
 
 
 def _time(seconds: float) -> str:

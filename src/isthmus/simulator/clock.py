@@ -10,16 +10,16 @@ from collections.abc import Callable, Hashable
 class Clock:
     """Runs actions in order of time. `now_s` is the time of the action that runs.
 
-    Which of two actions due at the same instant goes first is drawn from the seed, once per pair of lanes, because
-    in a real run either may. Actions of one lane (a link, a device's compute lane) keep the order in which they were
-    asked for, as in a real run they would.
+    Which of two actions due at the same instant goes first is drawn from the seed, because in a real run either may.
+    Actions of one lane (a link, a device's compute lane) keep the order in which they were asked for, as in a real
+    run they would. A lane's draw depends on its name alone: one more lane changes nothing between the others.
     """
 
     def __init__(self, seed: int = 0) -> None:
         self.now_s = 0.0
         self._heap: list[tuple[float, float, int, Callable[[], None]]] = []
         self._draws: dict[Hashable, float] = {}
-        self._random = random.Random(seed)
+        self._seed = seed
         self._asked = 0
 
     def at(self, time_s: float, lane: Hashable, action: Callable[[], None]) -> None:
@@ -27,7 +27,7 @@ class Clock:
         assert time_s >= self.now_s, f"asked for {time_s} s at {self.now_s} s"
         draw = self._draws.get(lane)
         if draw is None:
-            draw = self._draws[lane] = self._random.random()
+            draw = self._draws[lane] = random.Random(f"{self._seed} {lane}").random()
         self._asked += 1
         heapq.heappush(self._heap, (time_s, draw, self._asked, action))
 

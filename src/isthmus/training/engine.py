@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Protocol
+from typing import Literal, Protocol, cast
 
 import msgspec
 import torch
@@ -14,6 +14,8 @@ from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import Crossing, StageGraph
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program
+
+HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
-        """Gradients of the received values, from those of the sent values (one mapping per consumer stage)."""
+        """Gradients of the received values, from those of the sent values: one mapping per consumer stage, last first."""
         ...
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
@@ -45,15 +47,19 @@ class Engine(Protocol):
         ...
 
     def collect(self, count: float | None, shared: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Final gradients of the step; returns their norms in the order of `trainable`."""
+        """Final gradients of the step; returns their norms in the order of `owned`, -1 where there is no gradient."""
         ...
 
     def update(self, step: int, norms: Tensor | None) -> None:
-        """Apply the optimizers; `norms` are those of the whole model when gradients are clipped."""
+        """Apply the optimizers; `norms` are those of the whole model (`OpGraph.trainable`) when gradients are clipped."""
         ...
 
     def take_loss(self) -> tuple[float, float] | None:
-        """(sum of losses, sum of counts) since the last call, if this stage has the loss."""
+        """(sum of losses, sum of counts) of training since the last call, if this stage has the loss."""
+        ...
+
+    def take_evaluation_loss(self) -> tuple[float, float] | None:
+        """The same for evaluation."""
         ...
 
     def state(self) -> dict[str, Tensor]:
@@ -72,6 +78,10 @@ class _Flight:
 
 class TorchEngine:
     """Torch as the engine.
+
+    Parameters and buffers that the evaluation graph alone uses are held as they were placed: training never changes
+    them. Buffers that the forward writes are copied for each micro-batch, since another micro-batch's backward may
+    still need the values of before; what an evaluation writes is dropped.
 
     The order of every sum is that of eager autograd: torch runs backward nodes in the reverse order of their
     creation, so gradients from later stages come first, and parameters sum over micro-batches in order.
@@ -95,16 +105,15 @@ class TorchEngine:
         """Trainable parameters that this stage owns: float32, under their own names."""
         self.trainable: dict[str, str] = {}
         """Trainable parameters used here, owned or borrowed: op name -> own name, in the graph's order."""
+        self._written = tuple(dict.fromkeys(name for op in train.ops for name in op.mutates))
         for op in {o.name: o for o in (*evaluation.variables(), *train.variables())}.values():
             self._hold(op, weights)
-        owned = {self.trainable[n]: n for n in self.trainable if n not in train.borrows}
-        self.owned = tuple(owned)
-        self._optimizers = Optimizers(config.optimizers, {n: self._master[n] for n in owned})
+        self.owned = tuple(self._master)
+        self._optimizers = Optimizers(config.optimizers, self._master)
         self._optimizers.load(weights)
         self._gradients: dict[str, Tensor] = {}
         self._flights: dict[int, _Flight] = {}
-        self._loss: list[float] = []
-        self._count: list[float] = []
+        self._told: dict[str, list[tuple[float, float]]] = {"train": [], "eval": []}
         size = config.micro_batch_size
         self._program = Program(train, "train", batch=size, device=self.device, seed=config.seed)
         self._eval_program = Program(evaluation, "eval", batch=size, device=self.device, seed=config.seed)
@@ -113,26 +122,30 @@ class TorchEngine:
     def _hold(self, op: Op, weights: Mapping[str, Tensor]) -> None:
         if op.target not in weights:
             raise InternalError(f"stage {self.train.index}: no value was placed for {op.kind} {op.target!r}")
-        dtype = getattr(torch, op.outputs[0].dtype)
+        dtype = cast(torch.dtype, getattr(torch, op.outputs[0].dtype))
         value = weights[op.target].detach().to(self.device)
-        if op.kind == "parameter" and any(op.requires_grad):
-            self.trainable[op.name] = op.target
-            master = nn.Parameter(value.float().clone() if value.is_floating_point() else value.clone())
-            if op.name not in self.train.borrows:
-                self._master[op.target] = master
-            same = master.dtype == dtype and op.name not in self.train.borrows
-            self._variables[op.name] = master if same else value.to(dtype).clone().requires_grad_()
-        else:
+        if op.name not in {o.name for o in self.train.variables() if any(o.requires_grad)}:
             self._variables[op.name] = value.to(dtype).clone()
+            return
+        self.trainable[op.name] = op.target
+        if op.name in self.train.borrows:
+            self._variables[op.name] = value.to(dtype).clone().requires_grad_()
+            return
+        # Half types add up too coarsely: the optimizer works on float32.
+        master = nn.Parameter(value.to(torch.float32 if dtype in HALF_TYPES else dtype).clone())
+        self._master[op.target] = master
+        self._variables[op.name] = master if master.dtype == dtype else value.to(dtype).clone().requires_grad_()
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         due = {c.value for c in self.train.receives if c.gradient}
         leaves = {ref: t.detach().requires_grad_() for ref, t in inputs.items() if ref in due}
-        values: dict[Ref, Tensor] = {Ref(name): t for name, t in self._variables.items()}
+        values = {Ref(name): t for name, t in self._variables.items()}
+        values |= {Ref(name): self._variables[name].clone() for name in self._written}
         values |= inputs
         values |= leaves
         self._program.run(values, step, micro_batch)
-        self._tally(values, self.train)
+        self._variables |= {name: values[Ref(name)].detach() for name in self._written}
+        self._tally("train", values, self.train)
         loss = values[self.train.loss] if self.train.loss is not None else None
         roots = {c.value: values[c.value] for c in self.train.sends if c.gradient}
         if roots or loss is not None:
@@ -149,26 +162,25 @@ class TorchEngine:
             roots.append(flight.loss)
             seeds.append(self._seed_gradient.to(flight.loss))
         for ref, root in flight.roots.items():
-            arrived = [g[ref] for g in gradients if ref in g]
-            seed = arrived[0]
-            for other in arrived[1:]:
+            seed, *others = [g[ref] for g in gradients if ref in g]
+            for other in others:
                 seed = seed + other
             roots.append(root)
             seeds.append(seed)
         names = list(self.trainable)
+        if not roots:
+            return {ref: torch.zeros_like(leaf) for ref, leaf in flight.leaves.items()}
         wanted = [*flight.leaves.values(), *(self._variables[n] for n in names)]
-        found = torch.autograd.grad(roots, wanted, seeds, allow_unused=True) if wanted else ()
+        found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
         self._accumulate(names, found[len(flight.leaves) :])
-        return {
-            ref: torch.zeros_like(leaf) if gradient is None else gradient
-            for (ref, leaf), gradient in zip(flight.leaves.items(), found, strict=False)
-        }
+        leaf_gradients = zip(flight.leaves.items(), found, strict=False)
+        return {ref: torch.zeros_like(leaf) if g is None else g for (ref, leaf), g in leaf_gradients}
 
     def _accumulate(self, names: Sequence[str], found: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(names, found, strict=True):
             if gradient is None:
                 continue
-            gradient = gradient.float() if gradient.dtype is torch.bfloat16 else gradient
+            gradient = gradient.float() if gradient.dtype in HALF_TYPES else gradient
             if name in self._gradients:
                 self._gradients[name] = self._gradients[name].add_(gradient)
             else:
@@ -176,30 +188,34 @@ class TorchEngine:
                 self._gradients[name] = gradient.clone()
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        values: dict[Ref, Tensor] = {Ref(name): t.detach() for name, t in self._variables.items()}
+        values = {Ref(name): t.detach() for name, t in self._variables.items()}
+        values |= {Ref(name): values[Ref(name)].clone() for op in self.evaluation.ops for name in op.mutates}
         values |= inputs
         with torch.no_grad():
             self._eval_program.run(values, 0, micro_batch)
-        self._tally(values, self.evaluation)
+        self._tally("eval", values, self.evaluation)
         return {c.value: values[c.value] for c in self.evaluation.sends}
 
-    def _tally(self, values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
+    def _tally(self, mode: Literal["train", "eval"], values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
         if stage.loss is not None:
-            self._loss.append(float(values[stage.loss].detach()))
-            self._count.append(float(values[stage.count]) if stage.count is not None else 1.0)
+            count = float(values[stage.count]) if stage.count is not None else 1.0
+            self._told[mode].append((float(values[stage.loss].detach()), count))
 
     @property
     def count(self) -> float:
-        """Items that the loss counted since the last `take_loss`."""
-        return sum(self._count)
+        """Items that the training loss counted since the last `take_loss`."""
+        return sum(count for _, count in self._told["train"])
 
     def take_loss(self) -> tuple[float, float] | None:
-        if self.train.loss is None:
-            return None
-        told = sum(self._loss), sum(self._count)
-        self._loss.clear()
-        self._count.clear()
-        return told
+        return self._take("train") if self.train.loss is not None else None
+
+    def take_evaluation_loss(self) -> tuple[float, float] | None:
+        return self._take("eval") if self.evaluation.loss is not None else None
+
+    def _take(self, mode: Literal["train", "eval"]) -> tuple[float, float]:
+        told = self._told[mode]
+        self._told[mode] = []
+        return sum(loss for loss, _ in told), sum(count for _, count in told)
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
         """Compute-type values of parameters (op names) that other stages borrow."""
@@ -227,11 +243,10 @@ class TorchEngine:
             if name in self.train.borrows or name not in self._gradients:
                 continue
             gradient = self._gradients.pop(name)
-            self._master[own].grad = gradient if count is None else gradient.div_(count)
+            self._master[own].grad = gradient if count is None else gradient.div_(count or 1.0)
         if self.config.clip_norm <= 0:
             return torch.empty(0)
-        gradients = [self._master[n].grad for n in self.owned]
-        return gradient_norms([torch.zeros(1) if g is None else g for g in gradients])
+        return gradient_norms([p.grad for p in self._master.values()])
 
     def update(self, step: int, norms: Tensor | None) -> None:
         if norms is not None:
@@ -245,8 +260,7 @@ class TorchEngine:
 
     def state(self) -> dict[str, Tensor]:
         found = {name: p.detach() for name, p in self._master.items()}
-        written = {name for op in self.train.ops for name in op.mutates}
-        found |= {op.target: self._variables[op.name] for op in self.train.variables() if op.name in written}
+        found |= {op.target: self._variables[op.name] for op in self.train.variables() if op.name in self._written}
         return found | self._optimizers.state()
 
     def gradients(self) -> dict[str, Tensor]:

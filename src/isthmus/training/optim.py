@@ -78,7 +78,12 @@ class Optimizers:
         owners = {id(p): o for _, o in self._made for group in o.param_groups for p in group["params"]}
         for name, parameter in self._parameters.items():
             prefix = f"optimizer.{name}."
-            kept = {k.removeprefix(prefix): v.clone() for k, v in state.items() if k.startswith(prefix)}
+            kept = {
+                # AdamW counts its steps on the CPU, wherever the parameter is
+                key: v.clone() if (key := k.removeprefix(prefix)) == "step" else v.to(parameter.device, copy=True)
+                for k, v in state.items()
+                if k.startswith(prefix)
+            }
             if kept:
                 owners[id(parameter)].state[parameter] = kept
 
@@ -102,21 +107,23 @@ def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.opti
     )
 
 
-def gradient_norms(gradients: Sequence[Tensor]) -> Tensor:
-    """The 2-norm of each gradient: float32, shape [len(gradients)]."""
-    if not gradients:
-        return torch.empty(0)
-    return torch.stack([n.float().cpu() for n in torch._foreach_norm(list(gradients))])
+NO_GRADIENT = -1.0
+
+
+def gradient_norms(gradients: Sequence[Tensor | None]) -> Tensor:
+    """The 2-norm of each gradient, -1 where there is none: float32, shape [len(gradients)]."""
+    norms = [torch.tensor(NO_GRADIENT) if g is None else torch.linalg.vector_norm(g).float().cpu() for g in gradients]
+    return torch.stack(norms) if norms else torch.empty(0)
 
 
 def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> float:
     """Scale gradients in place so that the global norm is at most `max_norm`; returns the norm before.
 
     `norms` are those of all parameters of the model in the module's own order, so that the result has the same
-    bits as torch.nn.utils.clip_grad_norm_ on the whole module.
+    bits as torch.nn.utils.clip_grad_norm_ on the whole module, which leaves parameters without gradient out.
     """
-    total = torch.linalg.vector_norm(norms)
+    total = torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
-    if gradients:
-        torch._foreach_mul_(list(gradients), coefficient.to(gradients[0].device))
+    for gradient in gradients:
+        gradient.mul_(coefficient.to(gradient.device))
     return float(total)

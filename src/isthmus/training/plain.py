@@ -23,16 +23,14 @@ def plain_step(
     module.zero_grad(set_to_none=True)
     losses: list[float] = []
     counts: list[float] = []
+    summed = False
     for batch in micro_batches:
         loss, count, _ = split_outputs(module(**batch))
-        if count is None:
-            (loss / len(micro_batches)).backward()
-        else:
-            loss.backward()
+        summed = count is not None
+        (loss if summed else loss / len(micro_batches)).backward()
         losses.append(float(loss.detach()))
         counts.append(1.0 if count is None else float(count))
-        summed = count is not None
-    total = sum(counts)
+    total = sum(counts) or 1.0
     gradients = {n: p.grad for n, p in module.named_parameters() if p.grad is not None}
     if summed:
         for gradient in gradients.values():
@@ -58,4 +56,4 @@ def plain_loss(module: nn.Module, micro_batches: Sequence[Mapping[str, Tensor]])
         loss, count, _ = split_outputs(module(**batch))
         losses.append(float(loss))
         counts.append(1.0 if count is None else float(count))
-    return sum(losses) / sum(counts)
+    return sum(losses) / (sum(counts) or 1.0)

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
+import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
@@ -12,6 +14,9 @@ from torch import Tensor
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.graph.resolve import bind, no_gradient, operator_of
+
+_GENERATOR = threading.Lock()
+"""Torch draws from one generator per process, and the stages of several devices may run in its threads."""
 
 
 class _Slot(NamedTuple):
@@ -41,10 +46,12 @@ class Program:
         """`seed` is the job's: random operators draw from (seed, step, micro-batch, op), whatever the cut."""
         self.batch = batch
         self._seed = seed
+        self._device = device
         kept = {c.value for c in stage.sends} | set(stage.outputs.values())
         kept |= {r for r in (stage.loss, stage.count) if r is not None}
         operators = [op for op in stage.ops if op.kind == "operator"]
-        last: dict[Ref, str] = {ref: op.name for op in operators for ref in op.refs()}
+        last = {Ref(op.name, i): op.name for op in operators for i in range(len(op.outputs))}  # unless taken later
+        last |= {ref: op.name for op in operators for ref in op.refs()}
         variables = {op.name for op in stage.ops if op.kind != "operator"}
         flags = {op.name: op.requires_grad for op in stage.ops}
         flags_in = {c.value: c.gradient for c in stage.receives}
@@ -76,13 +83,11 @@ class Program:
         for s in self._steps:
             args = [_fill(a, values) for a in s.args]
             kwargs = {k: _fill(v, values) for k, v in s.kwargs.items()}
-            if s.random:
-                torch.manual_seed(draw_seed(self._seed, step, micro_batch, s.name))
-            if s.quiet:
-                with torch.no_grad():
+            with torch.no_grad() if s.quiet else contextlib.nullcontext():
+                if s.random:
+                    result = self._draw(s, args, kwargs, draw_seed(self._seed, step, micro_batch, s.name))
+                else:
                     result = s.call(*args, **kwargs)
-            else:
-                result = s.call(*args, **kwargs)
             if isinstance(result, Tensor):
                 values[Ref(s.name)] = result
             else:
@@ -91,6 +96,11 @@ class Program:
             for ref in s.last_use:
                 values.pop(ref, None)
         return values
+
+    def _draw(self, step: _Step, args: list[object], kwargs: dict[str, object], seed: int) -> object:
+        with _GENERATOR, torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
+            torch.manual_seed(seed)
+            return step.call(*args, **kwargs)
 
 
 def _fill(value: object, values: Mapping[Ref, Tensor]) -> object:

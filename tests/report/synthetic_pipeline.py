@@ -72,7 +72,7 @@ def make_plan(fleet: Fleet, micro_batches: int = 8) -> Plan:
         micro_batches=micro_batches,
         schedule=Schedule("1f1b", classic_in_flight("1f1b", count, micro_batches)),
         replicas=(Replica(stages=stages, edges=edges),),
-        predicted=Prediction(step_s=1.25, period_s=0.09, fill_s=0.5, eq3_step_s=1.5, bottleneck="device oslo-2"),
+        predicted=Prediction(step_s=1.13, period_s=0.09, fill_s=0.5, eq3_step_s=1.5, bottleneck="device oslo-2"),
         certificate=Certificate(lower_bound_s=1.2, gap=1 / 24, scope="contiguous partitions"),
         notes=("lisbon-0 holds the embedding.",),
     )

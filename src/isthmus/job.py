@@ -1,0 +1,206 @@
+"""A job: which model, which data, how to train it, on which fleet. One TOML file."""
+
+from __future__ import annotations
+
+import contextlib
+import importlib
+from collections.abc import Callable
+from importlib.metadata import entry_points
+from pathlib import Path
+from typing import Annotated, Literal, cast
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import nn
+
+from isthmus.cost import ParameterState, Problem, parameter_state
+from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
+from isthmus.documents import convert, read_toml
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Fleet, resolve_fleet
+from isthmus.graph import Flow
+from isthmus.graph.capture import Captured, Column, capture
+from isthmus.models import ModelSpec, as_eager, build_model
+from isthmus.plan import SCHEDULES
+from isthmus.training.engine import EngineConfig
+from isthmus.training.optim import LearningRate, OptimizerConfig
+from isthmus.units import parse_duration
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long, how much at once, how often to look and to save. Zero turns an `every` off."""
+
+    steps: Positive = 100
+    batch_size: Positive = 32
+    """Samples per optimizer step."""
+    micro_batches: Positive = 8
+    """Parts of a batch that are in the pipeline at once; must divide `batch_size`."""
+    seed: NotNegative = 0
+    shuffle: bool = True
+    precision: Literal["fp32", "bf16"] = "fp32"
+    """bf16 computes and sends in bfloat16 and keeps fp32 master weights."""
+    clip_norm: Annotated[float, Meta(ge=0)] = 0.0
+    eval_every: NotNegative = 0
+    eval_samples: NotNegative = 256
+    save_every: NotNegative = 0
+    keep_checkpoints: Positive = 2
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How device processes run on this machine."""
+
+    threads: Positive = 1
+    """Torch threads of each device."""
+    emulate: bool = True
+    """Shape links and stretch compute to the fleet's figures."""
+    patience: str = "60 s"
+    """Silence after which a party counts as lost."""
+    lease_ahead: Positive = 3
+
+
+class Hooks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Callables as `package.module:name`, or names registered under the entry-point group `isthmus.hooks`."""
+
+    step: str = ""
+    """Called as hook(step: int, loss: float | None) after each step."""
+    checkpoint: str = ""
+    """Called as hook(step: int, directory: pathlib.Path) when a checkpoint is complete."""
+    finish: str = ""
+    """Called as hook(run: pathlib.Path, outcome: str) at the end."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole job file."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    model: ModelSpec
+    data: DataSpec
+    fleet: str = "laptop"
+    """A built-in topology or a path to a fleet TOML."""
+    devices: Positive | None = None
+    """Thin the fleet to so many devices."""
+    planner: str = "chain"
+    schedule: str = "1f1b"
+    run_dir: str = "runs"
+    training: TrainingConfig = TrainingConfig()
+    optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
+    learning_rate: LearningRate = LearningRate()
+    runtime: RuntimeConfig = RuntimeConfig()
+    hooks: Hooks = Hooks()
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.training.batch_size // self.training.micro_batches
+
+    @property
+    def patience_s(self) -> float:
+        return parse_duration(self.runtime.patience, "runtime.patience")
+
+    def engine(self) -> EngineConfig:
+        t = self.training
+        return EngineConfig(
+            optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
+            micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
+        )  # fmt: skip
+
+
+def load_job(path: Path) -> Job:
+    """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
+    job = convert(read_toml(path, "job file"), Job, str(path))
+    t = job.training
+    if t.batch_size % t.micro_batches:
+        raise UserError(
+            f"{path}: training.batch_size: got {t.batch_size}, expected a multiple of training.micro_batches "
+            f"({t.micro_batches})"
+        )
+    if job.schedule not in SCHEDULES:
+        raise UserError(f"{path}: schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
+    if not job.optimizer:
+        raise UserError(f"{path}: optimizer: got an empty list, expected at least one [[optimizer]]")
+    job.patience_s  # noqa: B018 - a bad unit is refused here, with the field's name
+    return job
+
+
+def fleet_of(job: Job) -> Fleet:
+    fleet = resolve_fleet(job.fleet)
+    return fleet.thin(job.devices) if job.devices is not None else fleet
+
+
+class Prepared(msgspec.Struct, frozen=True, kw_only=True):
+    """A job whose model is captured on its data's columns. No weight is allocated yet."""
+
+    job: Job
+    columns: dict[str, ColumnSpec]
+    captured: Captured
+    train_samples: int
+    heldout_samples: int
+    fingerprints: dict[str, str]
+
+    def build(self) -> nn.Module:
+        return build_model(self.job.model)
+
+    @property
+    def flow(self) -> Flow:
+        return Flow(self.captured.train)
+
+    def problem(self, fleet: Fleet) -> Problem:
+        """What a planner is asked."""
+        t = self.job.training
+        return Problem(
+            flow=self.flow, fleet=fleet, micro_batch_size=self.job.micro_batch_size, micro_batches=t.micro_batches,
+            schedule=self.job.schedule, state=_state(self.job),
+        )  # fmt: skip
+
+
+def prepare(job: Job) -> Prepared:
+    """Open the data, build the model under fake tensors and capture it."""
+    train = load_dataset(job.data, "train")
+    heldout = load_dataset(job.data, "heldout") if job.training.eval_every else None
+    dtype = torch.bfloat16 if job.training.precision == "bf16" else torch.float32
+    columns = {name: Column(c.dtype, c.shape) for name, c in train.columns.items()}
+    with contextlib.ExitStack() as stack:
+
+        def build() -> nn.Module:
+            module = build_model(job.model)
+            stack.enter_context(as_eager(columns))  # only now is the module's library imported
+            return module
+
+        captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=dtype)
+    return Prepared(
+        job=job, columns=dict(train.columns), captured=captured, train_samples=len(train),
+        heldout_samples=len(heldout) if heldout is not None else 0,
+        fingerprints=_fingerprints(train, heldout),
+    )  # fmt: skip
+
+
+def _fingerprints(train: Dataset, heldout: Dataset | None) -> dict[str, str]:
+    found = {"train": train.fingerprint}
+    if heldout is not None:
+        found["heldout"] = heldout.fingerprint
+    return found
+
+
+def _state(job: Job) -> ParameterState:
+    """The largest per-parameter state among the job's optimizers: a stage may hold parameters of any of them."""
+    precision = "bfloat16" if job.training.precision == "bf16" else "float32"
+    states = [parameter_state(o.name, momentum=o.momentum > 0, precision=precision) for o in job.optimizer]
+    return max(states, key=lambda s: s.optimizer_bytes)
+
+
+def load_hook(name: str) -> Callable[..., object]:
+    """A callable named in a job: `package.module:name`, or an entry point of `isthmus.hooks`."""
+    registered = {e.name: e for e in entry_points(group="isthmus.hooks")}
+    if name in registered:
+        return cast("Callable[..., object]", registered[name].load())
+    module, _, attribute = name.partition(":")
+    try:
+        found: object = getattr(importlib.import_module(module), attribute)
+    except (ImportError, AttributeError, ValueError) as e:
+        raise UserError(f"hook {name!r}: {e}; expected package.module:callable or a registered name") from None
+    if not callable(found):
+        raise UserError(f"hook {name!r}: got {type(found).__name__}, expected a callable")
+    return found

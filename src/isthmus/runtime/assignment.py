@@ -1,0 +1,55 @@
+"""What the coordinator gives a device: its stage, its settings and its neighbours. Data only, never code."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.data import DataSpec
+from isthmus.fleet import Link
+from isthmus.graph import StageGraph
+from isthmus.protocol import StageView
+from isthmus.training.engine import EngineConfig
+
+
+class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
+    """Another stage's device: where it listens, and the link to it."""
+
+    stage: int
+    device: str
+    host: str
+    port: int
+    shape: Link | None = None
+    """Emulated link for what we send to it; None sends as fast as the socket takes it."""
+    window_bytes: int = 1 << 28
+    """How many bytes may be on the way before the receiver has taken any: granted ahead, for all micro-batches."""
+
+
+class Emulation(msgspec.Struct, frozen=True, kw_only=True):
+    """Stretch compute to an emulated device: a tasklet lasts max(real time, FLOPs / flops_per_s)."""
+
+    flops_per_s: float
+    flops_forward: int
+    flops_backward: int
+
+
+class Assignment(msgspec.Struct, frozen=True, kw_only=True):
+    run: str
+    epoch: int = 0
+    device: str
+    view: StageView
+    train: StageGraph
+    evaluation: StageGraph
+    placeholders: dict[str, str]
+    """Batch column -> op name."""
+    column_dtypes: dict[str, str]
+    """Type that the graph was captured with, which for bf16 differs from the data's."""
+    engine: EngineConfig
+    data: DataSpec
+    shuffle: bool = True
+    neighbours: tuple[Neighbour, ...] = ()
+    emulation: Emulation | None = None
+    norm_positions: tuple[tuple[int, ...], ...] = ()
+    """For each stage, where its trainable parameters stand in the module's own order."""
+    threads: int = 1
+    patience_s: float = 60.0
+    trace: bool = True

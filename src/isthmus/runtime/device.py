@@ -1,0 +1,170 @@
+"""A device's process: joins a coordinator, takes its stage, runs until halted.
+
+`python -m isthmus.runtime.device --coordinator HOST:PORT --device NAME` with the run's name in ISTHMUS_RUN.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import socket
+import sys
+import threading
+import traceback
+
+import torch
+from torch import Tensor
+
+from isthmus.data import Dataset, load_dataset
+from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
+from isthmus.protocol.events import Halted, Opened
+from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.executor import Done, Executor, expected_parcels
+from isthmus.runtime.lanes import SendLane
+from isthmus.runtime.links import Links, connect
+from isthmus.runtime.messages import (
+    AnyMessage,
+    AssignMessage,
+    Failed,
+    HaltMessage,
+    Heartbeat,
+    Join,
+    OpenMessage,
+    ReadyMessage,
+    ReportMessage,
+    Weights,
+)
+from isthmus.training.engine import TorchEngine
+from isthmus.training.layout import header_of
+
+
+class _Control:
+    """The connection to the coordinator."""
+
+    def __init__(self, channel: SocketChannel, run: str, inbox: queue.SimpleQueue[object], patience_s: float) -> None:
+        self.channel = channel
+        self.run = run
+        self.inbox = inbox
+        self.patience_s = patience_s
+        self.lane = SendLane(channel, patience_s=patience_s, on_error=self._failed)
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def _failed(self, error: Exception) -> None:
+        self.inbox.put(error)
+        self.channel.close()  # whoever waits for the coordinator must not wait on
+
+    def _beat(self) -> None:
+        stop = threading.Event()
+        while not stop.wait(self.patience_s / 4):
+            self.lane.put(Heartbeat(run=self.run))
+
+    def next(self, kind: type[AssignMessage] | type[Weights]) -> tuple[AnyMessage, list[Tensor]]:
+        """The next message but heartbeats, which must be of this kind."""
+        while True:
+            received = self.channel.receive(idle_s=self.patience_s)
+            if received is None or isinstance(received[0], HaltMessage):
+                raise PeerError("coordinator: ended the run before it began")
+            if isinstance(received[0], kind):
+                return received
+            if not isinstance(received[0], Heartbeat):
+                raise PeerError(f"coordinator: sent {type(received[0]).__name__}, expected {kind.__name__}")
+
+    def listen(self) -> None:
+        threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
+
+    def _listen(self) -> None:
+        try:
+            while (received := self.channel.receive(idle_s=self.patience_s)) is not None:
+                message = received[0]
+                if isinstance(message, OpenMessage):
+                    self.inbox.put(Opened(item=message.item, epoch=message.epoch))
+                elif isinstance(message, HaltMessage):
+                    self.inbox.put(Halted())
+                    return
+            self.inbox.put(PeerError("coordinator: closed the connection"))
+        except Exception as e:  # the executor decides: a lane has no one to raise to
+            self.inbox.put(e)
+
+    def report(self, done: Done) -> None:
+        headers = tuple(header_of(name, t) for name, t in done.state.items())
+        self.lane.put(
+            ReportMessage(
+                run=self.run, item=done.item, loss=done.loss, count=done.count,
+                spans=done.spans, late_s=done.late_s, tensors=headers,
+            ),
+            list(done.state.values()),
+        )  # fmt: skip
+
+
+def serve(coordinator: tuple[str, int], device: str, host: str, run: str, patience_s: float) -> None:
+    """Join, set up, run. Errors reach the coordinator before they are raised here."""
+    listener = socket.create_server((host, 0))
+    channel = dial(*coordinator, "coordinator", patience_s)
+    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+    control = _Control(channel, run, inbox, patience_s)
+    port = listener.getsockname()[1]
+    control.lane.put(Join(run=run, device=device, host=host, port=port, torch=str(torch.__version__)))
+    try:
+        executor = _set_up(control, listener)
+        control.listen()
+        control.lane.put(ReadyMessage(run=run))
+        executor.run()
+        executor.links.close()
+    except Exception as e:
+        reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
+        control.lane.put(Failed(run=run, reason=reason, user_error=isinstance(e, UserError)))
+        raise
+    finally:
+        control.lane.close()
+        channel.close()
+
+
+def _set_up(control: _Control, listener: socket.socket) -> Executor:
+    message, _ = control.next(AssignMessage)
+    assert isinstance(message, AssignMessage)
+    assignment = message.assignment
+    torch.set_num_threads(assignment.threads)
+    data = _load_data(assignment)
+    channels = connect(assignment, listener)
+    weights, tensors = control.next(Weights)
+    values = {h.name: t for h, t in zip(weights.tensors, tensors, strict=True)}
+    engine = TorchEngine(assignment.train, assignment.evaluation, assignment.engine, values)
+    executor = Executor(assignment, engine, data, control.inbox, control.report)
+    executor.links = Links(assignment, channels, expected_parcels(assignment), control.inbox, executor.record)
+    return executor
+
+
+def _load_data(assignment: Assignment) -> dict[str, Dataset]:
+    """Only a stage that reads columns opens the data."""
+    found: dict[str, Dataset] = {}
+    if assignment.train.columns:
+        found["train"] = load_dataset(assignment.data, "train")
+    if assignment.evaluation.columns:
+        found["heldout"] = load_dataset(assignment.data, "heldout")
+    return found
+
+
+def main() -> None:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
+    options = parser.parse_args()
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
+    host, _, port = str(options.coordinator).rpartition(":")
+    try:
+        serve((host, int(port)), options.device, options.host, os.environ.get("ISTHMUS_RUN", ""), options.patience)
+    except IsthmusError as e:
+        print(f"device {options.device}: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(InternalError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,305 @@
+"""The worker's driver: carries out a `Worker` machine's instructions with a real engine, links and clock."""
+
+from __future__ import annotations
+
+import queue
+import time
+from collections import deque
+from collections.abc import Callable, Mapping
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.data import Dataset, SampleOrder
+from isthmus.errors import InternalError
+from isthmus.graph import Ref, StageGraph
+from isthmus.protocol.events import (
+    Arrived,
+    Collect,
+    Collected,
+    Compute,
+    Computed,
+    Halted,
+    Opened,
+    Parcel,
+    Report,
+    Save,
+    Saved,
+    Send,
+    Stop,
+    Update,
+    Updated,
+    WorkerEvent,
+    WorkerInstruction,
+)
+from isthmus.protocol.work import Item
+from isthmus.protocol.worker import Worker
+from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.links import Links, Signature
+from isthmus.trace import Span
+from isthmus.training.engine import TorchEngine, received_spec, sent_spec
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What a device tells of a finished item."""
+
+    item: int
+    loss: float | None
+    count: float | None
+    spans: tuple[Span, ...]
+    late_s: float
+    state: dict[str, Tensor]
+
+
+class Executor:
+    """Runs one stage. The compute lane is the thread that calls `run`."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        engine: TorchEngine,
+        data: Mapping[str, Dataset],
+        inbox: queue.SimpleQueue[object],
+        report: Callable[[Done], None],
+    ) -> None:
+        """`data` holds the `train` and `heldout` sets when this stage reads columns."""
+        self.assignment = assignment
+        self.engine = engine
+        self.links: Links
+        self._data = data
+        self._inbox = inbox
+        self._report = report
+        self._machine = Worker(assignment.view)
+        self._items: dict[int, Item] = {}
+        self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
+        self._norms: Tensor | None = None
+        self._state: dict[str, Tensor] = {}
+        self._spans: deque[Span] = deque()
+        self._late_s = 0.0
+        self._stopped = False
+        train = data.get("train")
+        self._order = SampleOrder(len(train), assignment.engine.seed, assignment.shuffle) if train is not None else None
+
+    def record(self, span: Span) -> None:
+        if self.assignment.trace:
+            self._spans.append(span)
+
+    def run(self) -> None:
+        """Until the coordinator halts the run. Raises what went wrong in any lane."""
+        pending: deque[WorkerEvent] = deque()
+        while not self._stopped:
+            event = self._next(pending)
+            for instruction in self._machine.handle(event):
+                result = self._carry_out(instruction)
+                if result is not None:
+                    pending.append(result)
+
+    def _next(self, pending: deque[WorkerEvent]) -> WorkerEvent:
+        """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
+        while True:
+            try:
+                # No deadline here: when the coordinator falls silent its receive lane puts an error into the inbox.
+                found = self._inbox.get(block=not pending)
+            except queue.Empty:
+                return pending.popleft()
+            if isinstance(found, Exception):
+                raise found
+            if isinstance(found, Opened):
+                self._items[found.item.index] = found.item
+            if isinstance(found, Opened | Arrived | Halted):
+                return found
+
+    def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
+        match instruction:
+            case Compute(work="B"):
+                self._backward(instruction)
+                return Computed(work="B", item=instruction.item, micro_batch=instruction.micro_batch)
+            case Compute():
+                self._forward(instruction)
+                return Computed(work=instruction.work, item=instruction.item, micro_batch=instruction.micro_batch)
+            case Send():
+                self._send(instruction)
+            case Collect(item=item):
+                self._collect(item)
+                return Collected(item=item)
+            case Update(item=item):
+                self._update(item)
+                return Updated(item=item)
+            case Save(item=item):
+                self._state = {k: v.detach().clone() for k, v in self.engine.state().items()}
+                return Saved(item=item)
+            case Report(item=item):
+                self._finish(item)
+            case Stop():
+                self._stopped = True
+        return None
+
+    def _forward(self, work: Compute) -> None:
+        training = work.work == "F"
+        stage = self.assignment.train if training else self.assignment.evaluation
+        self._take_shared(work.item)
+        inputs = self._columns(stage, self._items[work.item], work.micro_batch)
+        view = self.assignment.view
+        for source in view.forward_from if training else view.eval_from:
+            tensors = self.links.take("forward", source, work.item, work.micro_batch)
+            inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
+        start_s = time.monotonic()
+        if training:
+            out = self.engine.forward(self._items[work.item].step, work.micro_batch, inputs)
+        else:
+            out = self.engine.evaluate(work.micro_batch, inputs)
+        self._stretch(work, start_s)
+        for target in view.forward_to if training else view.eval_to:
+            crossing = sent_spec(stage, target)
+            self._outgoing["forward", target, work.micro_batch] = {label(c.value): out[c.value] for c in crossing}
+
+    def _backward(self, work: Compute) -> None:
+        stage = self.assignment.train
+        view = self.assignment.view
+        arrived: list[dict[Ref, Tensor]] = []
+        for target in sorted(view.backward_from, reverse=True):
+            due = [c.value for c in sent_spec(stage, target) if c.gradient]
+            tensors = self.links.take("backward", target, work.item, work.micro_batch)
+            arrived.append(dict(zip(due, tensors, strict=True)))
+        start_s = time.monotonic()
+        gradients = self.engine.backward(work.micro_batch, arrived)
+        self._stretch(work, start_s)
+        for source in view.backward_to:
+            due = [c.value for c in received_spec(stage, source) if c.gradient]
+            self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
+
+    def _stretch(self, work: Compute, start_s: float) -> None:
+        """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
+        emulation = self.assignment.emulation
+        if emulation is not None:
+            flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
+            left_s = start_s + flops / emulation.flops_per_s - time.monotonic()
+            if left_s > 0:
+                time.sleep(left_s)
+            else:
+                self._late_s -= left_s
+        self._span(work.work, start_s, work.item, work.micro_batch)
+
+    def _span(self, name: str, start_s: float, item: int, micro_batch: int = -1) -> None:
+        self.record(Span(
+            device=self.assignment.device, track="compute", name=name, start_s=start_s, end_s=time.monotonic(),
+            step=item, micro_batch=micro_batch,
+        ))  # fmt: skip
+
+    def _columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
+        """This stage's own columns of one micro-batch: raw data never leaves the device that reads it."""
+        if not stage.columns:
+            return {}
+        size = self.assignment.engine.micro_batch_size
+        start = item.first_sample + micro_batch * size
+        if item.kind == "train":
+            if self._order is None:
+                raise InternalError(f"stage {stage.index} reads columns {stage.columns} and has no data")
+            indices = self._order.indices(start, size)
+            found = self._data["train"].batch(indices, stage.columns)
+        else:
+            found = self._data["heldout"].batch(range(start, start + size), stage.columns)
+        dtypes = self.assignment.column_dtypes
+        return {
+            Ref(self.assignment.placeholders[name]): found[name].to(getattr(torch, dtypes[name]))
+            for name in stage.columns
+        }
+
+    def _take_shared(self, item: int) -> None:
+        borrowed = self.assignment.train.borrows
+        for owner in self.assignment.view.borrows_from:
+            if not self.links.holds("shared", owner, item):
+                continue  # taken by an earlier micro-batch of this item
+            names = [n for n, o in borrowed.items() if o == owner]
+            self.engine.set_shared(dict(zip(names, self.links.take("shared", owner, item), strict=True)))
+
+    def _send(self, send: Send) -> None:
+        stage = self.assignment.train
+        number = 0.0
+        tensors: dict[str, Tensor] = {}
+        match send.parcel:
+            case "forward" | "backward":
+                tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
+            case "shared":
+                tensors = self.engine.shared_values([n for n, users in stage.lends.items() if send.target in users])
+            case "shared_gradient":
+                tensors = self.engine.take_shared_gradients([n for n, o in stage.borrows.items() if o == send.target])
+            case "count":
+                number = self.engine.count
+            case "norms":
+                assert self._norms is not None, "norms are sent after collect"
+                tensors = {"norms": self._norms}
+        self.links.send(send, tensors, number)
+
+    def _collect(self, item: int) -> None:
+        start_s = time.monotonic()
+        view = self.assignment.view
+        count: float | None = None
+        if view.counts:
+            source = next((s for s in view.others if self.links.holds("count", s, item)), None)
+            count = self.engine.count if source is None else self.links.take_number("count", source, item)
+        shared: list[dict[str, Tensor]] = []
+        for user in sorted(view.lends_to, reverse=True):
+            names = [n for n, users in self.assignment.train.lends.items() if user in users]
+            shared.append(dict(zip(names, self.links.take("shared_gradient", user, item), strict=True)))
+        self._norms = self.engine.collect(count, shared)
+        self._span("collect", start_s, item)
+
+    def _update(self, item: int) -> None:
+        start_s = time.monotonic()
+        norms: Tensor | None = None
+        view = self.assignment.view
+        if view.clips:
+            assert self._norms is not None, "norms are known after collect"
+            positions = self.assignment.norm_positions
+            norms = torch.zeros(sum(len(p) for p in positions))
+            for stage in range(view.stages):
+                told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
+                norms[list(positions[stage])] = told
+        self.engine.update(self._items[item].step, norms)
+        self._span("update", start_s, item)
+
+    def _finish(self, item: int) -> None:
+        kind = self._items.pop(item).kind
+        told = self.engine.take_loss() if kind != "save" else None
+        spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
+        state, self._state = self._state, {}
+        loss, count = told or (None, None)
+        self._report(Done(item, loss, count, spans, self._late_s, state))
+        self._late_s = 0.0
+
+
+def label(ref: Ref) -> str:
+    """How a value is called in a frame."""
+    return f"{ref.op}:{ref.index}"
+
+
+def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:
+    """What may arrive from each stage under this assignment, by name, dtype and shape."""
+    size = assignment.engine.micro_batch_size
+    train, view = assignment.train, assignment.view
+    specs = {op.name: op.outputs[0] for op in train.ops if op.kind == "parameter"}
+    found: dict[tuple[Parcel, int], set[Signature]] = {}
+
+    def allow(parcel: Parcel, source: int, signature: Signature) -> None:
+        found.setdefault((parcel, source), set()).add(signature)
+
+    for stage in (train, assignment.evaluation):
+        for source in {c.source for c in stage.receives}:
+            crossings = received_spec(stage, source)
+            allow("forward", source, tuple((label(c.value), c.spec.dtype, c.spec.shape_at(size)) for c in crossings))
+    for target in {c.target for c in train.sends}:
+        due = [c for c in sent_spec(train, target) if c.gradient]
+        allow("backward", target, tuple((label(c.value), c.spec.dtype, c.spec.shape_at(size)) for c in due))
+    for owner in view.borrows_from:
+        names = [n for n, o in train.borrows.items() if o == owner]
+        allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size)) for n in names))
+    for user in view.lends_to:
+        names = [n for n, users in train.lends.items() if user in users]
+        allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size)) for n in names))
+    for other in view.others:
+        allow("count", other, ())
+        if view.clips:
+            allow("norms", other, (("norms", "float32", (len(assignment.norm_positions[other]),)),))
+    return {key: frozenset(signatures) for key, signatures in found.items()}

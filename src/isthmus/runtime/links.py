@@ -1,0 +1,166 @@
+"""A device's links to the other stages: one connection, a send lane, a receive lane and credits for each."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.protocol.events import Arrived, Parcel, Send
+from isthmus.runtime.assignment import Assignment, Neighbour
+from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.lanes import Credits, Departure, SendLane
+from isthmus.runtime.messages import AnyMessage, Credit, Hello, ParcelMessage
+from isthmus.trace import Span
+from isthmus.training.layout import header_of
+
+Key = tuple[Parcel, int, int, int]
+"""Parcel, the other stage, item, micro-batch."""
+Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
+"""Name, dtype and shape of each tensor of a parcel."""
+
+
+class Links:
+    """All links of one stage. Arrivals go to `inbox` as events; their tensors wait here until they are taken."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        channels: Mapping[int, SocketChannel],
+        expected: Mapping[tuple[Parcel, int], frozenset[Signature]],
+        inbox: queue.SimpleQueue[object],
+        spans: Callable[[Span], None],
+    ) -> None:
+        """`expected` lists what may arrive: anything else is refused before it is allocated."""
+        self._run, self._epoch = assignment.run, assignment.epoch
+        self._expected = expected
+        self._inbox = inbox
+        self._spans = spans
+        self._stage = assignment.view.stage
+        self._tensors: dict[Key, list[Tensor]] = {}
+        self._numbers: dict[Key, float] = {}
+        self._owed: dict[int, int] = {}
+        self._names = {n.stage: n for n in assignment.neighbours}
+        self._assignment = assignment
+        self._channels = dict(channels)
+        self._credits = {n.stage: Credits(n.window_bytes) for n in assignment.neighbours}
+        self._lanes = {n.stage: self._lane(n) for n in assignment.neighbours}
+        for stage in self._channels:
+            threading.Thread(target=self._receive, args=(stage,), name=f"receive {stage}", daemon=True).start()
+
+    def _lane(self, neighbour: Neighbour) -> SendLane:
+        def departed(departure: Departure) -> None:
+            message = departure.message
+            if isinstance(message, ParcelMessage):
+                self._spans(Span(
+                    device=self._assignment.device, track="send", name=message.parcel, start_s=departure.start_s,
+                    end_s=departure.end_s, step=message.item, micro_batch=message.micro_batch,
+                    size_bytes=departure.size_bytes, wire_bytes=departure.wire_bytes, other=neighbour.device,
+                ))  # fmt: skip
+
+        return SendLane(
+            self._channels[neighbour.stage], shape=neighbour.shape, credits=self._credits[neighbour.stage],
+            patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._inbox.put,
+        )  # fmt: skip
+
+    def send(self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0) -> None:
+        """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device."""
+        headers = tuple(header_of(name, t) for name, t in tensors.items())
+        message = ParcelMessage(
+            run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
+            micro_batch=what.micro_batch, number=number, tensors=headers,
+        )  # fmt: skip
+        self._lanes[what.target].put(message, list(tensors.values()))
+
+    def holds(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> bool:
+        return (parcel, source, item, micro_batch) in self._tensors
+
+    def take(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> list[Tensor]:
+        """The tensors of a parcel that has arrived; its bytes are granted to the sender again."""
+        tensors = self._tensors.pop((parcel, source, item, micro_batch))
+        owed = self._owed.get(source, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        if 4 * owed >= self._names[source].window_bytes:
+            self._lanes[source].put(Credit(run=self._run, epoch=self._epoch, size_bytes=owed))
+            owed = 0
+        self._owed[source] = owed
+        return tensors
+
+    def take_number(self, parcel: Parcel, source: int, item: int) -> float:
+        self._tensors.pop((parcel, source, item, -1))
+        return self._numbers.pop((parcel, source, item, -1))
+
+    def _receive(self, stage: int) -> None:
+        """The receive lane of one link. This is where a micro-batch enters a device."""
+        channel = self._channels[stage]
+        try:
+            while (received := channel.receive(self._guard)) is not None:
+                self._accept(stage, channel, *received)
+        except Exception as e:  # the thread's owner decides: a lane has no one to raise to
+            self._inbox.put(e)
+
+    def _accept(self, stage: int, channel: SocketChannel, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, Credit):
+            self._credits[stage].give(message.size_bytes)
+            return
+        if not isinstance(message, ParcelMessage) or message.source != stage:
+            raise PeerError(f"{channel.other}: sent {type(message).__name__} on the link of stage {stage}")
+        key = (message.parcel, stage, message.item, message.micro_batch)
+        if message.epoch == self._epoch:
+            self._tensors[key] = list(tensors)
+            self._numbers[key] = message.number
+        self._spans(Span(
+            device=self._assignment.device, track="receive", name=message.parcel, start_s=channel.began_s,
+            end_s=time.monotonic(), step=message.item, micro_batch=message.micro_batch,
+            size_bytes=sum(h.nbytes for h in message.tensors), other=self._names[stage].device,
+        ))  # fmt: skip
+        self._inbox.put(Arrived(
+            parcel=message.parcel, source=stage, item=message.item, micro_batch=message.micro_batch, epoch=message.epoch
+        ))  # fmt: skip
+
+    def _guard(self, message: AnyMessage) -> None:
+        if message.run != self._run:
+            raise PeerError(f"a frame of run {message.run!r} arrived, expected {self._run!r}")
+        if isinstance(message, ParcelMessage):
+            signature = tuple((h.name, h.dtype, h.shape) for h in message.tensors)
+            if signature not in self._expected.get((message.parcel, message.source), frozenset()):
+                raise PeerError(f"stage {message.source} sent {message.parcel} {signature}, not in the plan")
+        elif message.tensors:
+            raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
+
+    def close(self) -> None:
+        for lane in self._lanes.values():
+            lane.close()
+        for channel in self._channels.values():
+            channel.close()
+
+
+def connect(assignment: Assignment, listener: socket.socket) -> dict[int, SocketChannel]:
+    """One connection per neighbour: the lower stage dials, the higher one accepts."""
+    mine, run = assignment.view.stage, assignment.run
+    found: dict[int, SocketChannel] = {}
+    for neighbour in assignment.neighbours:
+        if neighbour.stage > mine:
+            channel = dial(neighbour.host, neighbour.port, f"device {neighbour.device!r}", assignment.patience_s)
+            channel.send(Hello(run=run, stage=mine))
+            found[neighbour.stage] = channel
+    names = {n.stage: n.device for n in assignment.neighbours}
+    listener.settimeout(assignment.patience_s)
+    while missing := names.keys() - found.keys():
+        try:
+            connection, address = listener.accept()
+        except TimeoutError:
+            raise PeerError(f"stages {sorted(missing)} did not connect for {assignment.patience_s:g} s") from None
+        channel = SocketChannel(connection, f"{address[0]}:{address[1]}", assignment.patience_s)
+        received = channel.receive(idle_s=assignment.patience_s)
+        hello = received[0] if received else None
+        if not isinstance(hello, Hello) or hello.run != run or hello.stage not in missing:
+            channel.close()  # a stranger, or one who is here already
+            continue
+        channel.other = f"device {names[hello.stage]!r}"
+        found[hello.stage] = channel
+    return found

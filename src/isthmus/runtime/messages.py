@@ -1,0 +1,108 @@
+"""What travels in a frame's header. Tensors follow as raw bytes, in the order of `tensors`."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+
+from isthmus.protocol.events import Parcel
+from isthmus.protocol.work import Item
+from isthmus.runtime.assignment import Assignment
+from isthmus.trace import Span
+from isthmus.training.layout import TensorHeader
+
+
+class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
+    """Every message names its run and plan epoch: one of another run is refused, one of another epoch dropped."""
+
+    run: str
+    epoch: int = 0
+    tensors: tuple[TensorHeader, ...] = ()
+
+
+# Between two devices
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First on a new link: which stage dials."""
+
+    stage: int
+
+
+class ParcelMessage(Message, frozen=True, kw_only=True):
+    """FusionLLM's OP-Data: the tensors of one edge, one direction, one micro-batch."""
+
+    parcel: Parcel
+    source: int
+    item: int
+    micro_batch: int = -1
+    number: float = 0.0
+    """The value of a `count` parcel."""
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """The receiver has taken this many bytes out of its buffers: the sender may send as many more."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+# Device to coordinator
+
+
+class Join(Message, frozen=True, kw_only=True):
+    device: str
+    host: str
+    port: int
+    torch: str
+
+
+class ReadyMessage(Message, frozen=True, kw_only=True):
+    """The stage, its weights and its links are in place."""
+
+
+class ReportMessage(Message, frozen=True, kw_only=True):
+    """An item is done on this device; for a save, the tensors are the stage's part of the checkpoint."""
+
+    item: int
+    loss: float | None = None
+    count: float | None = None
+    spans: tuple[Span, ...] = ()
+    late_s: float = 0.0
+    """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The device cannot go on."""
+
+    reason: str
+    user_error: bool = False
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Both ways: still here."""
+
+
+# Coordinator to device
+
+
+class AssignMessage(Message, frozen=True, kw_only=True):
+    assignment: Assignment
+
+
+class Weights(Message, frozen=True, kw_only=True):
+    """Values of the stage's variables and optimizer state, by the module's own names."""
+
+
+class OpenMessage(Message, frozen=True, kw_only=True):
+    item: Item
+
+
+class HaltMessage(Message, frozen=True, kw_only=True):
+    pass
+
+
+AnyMessage = (
+    Hello | ParcelMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
+    | AssignMessage | Weights | OpenMessage | HaltMessage
+)  # fmt: skip

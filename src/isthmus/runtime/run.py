@@ -1,0 +1,201 @@
+"""One training run on this machine: device processes, the conductor, checkpoints, and what is left behind."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
+from isthmus.job import Prepared
+from isthmus.plan import Plan
+from isthmus.protocol import Coordinator, Item, RunSpec
+from isthmus.runtime.assignment import Assignment, Emulation, Neighbour
+from isthmus.runtime.conductor import Conductor, Outcome
+from isthmus.runtime.launcher import Launcher, Place
+from isthmus.runtime.stages import StagePair, stage_pairs
+from isthmus.trace import Span
+from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, latest_checkpoint, read_manifest
+from isthmus.training.weights import initial_weights, rest, resume
+
+SPARE_WINDOW_BYTES = 1 << 20
+
+
+class Watcher(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wants to know of a run's progress."""
+
+    advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
+    saved: Callable[[int, Path], None] = lambda step, directory: None
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """Where and how a run's processes run."""
+
+    emulate: bool = True
+    resume: bool = False
+    places: Mapping[str, Place] = {}
+    """Per device; loopback where a device is not named."""
+    host: str = "127.0.0.1"
+    """Address that the coordinator listens on."""
+
+
+def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
+    job, t = prepared.job, prepared.job.training
+    samples = min(t.eval_samples, prepared.heldout_samples)
+    count = samples // job.micro_batch_size
+    if t.eval_every and not count:
+        raise UserError(
+            f"training.eval_samples: {samples} held-out samples are fewer than a micro-batch ({job.micro_batch_size})"
+        )
+    return RunSpec(
+        steps=t.steps, micro_batches=t.micro_batches, micro_batch_size=job.micro_batch_size, eval_every=t.eval_every,
+        eval_micro_batches=count, save_every=t.save_every, lease_ahead=job.runtime.lease_ahead, start_step=start_step,
+    )  # fmt: skip
+
+
+class TrainingScript:
+    """The run's side of the conductor: what each device gets, and what becomes of what it returns."""
+
+    def __init__(
+        self, prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
+    ) -> None:
+        self.job = prepared.job
+        self.run = secrets.token_hex(16)
+        self.start_step = 0
+        self._prepared = prepared
+        self._plan = plan
+        self._fleet = fleet
+        self._options = options
+        self._watcher = watcher
+        self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
+        self.stages = stage_pairs(plan, prepared.captured, clips=self.job.training.clip_norm > 0)
+        self._by_device = {s.device: pair for s, pair in zip(plan.stages, self.stages, strict=True)}
+        self._weights, self._rest = self._load(folder)
+
+    def _load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
+        job = self.job
+        weights = initial_weights(self._prepared.build, self._prepared.captured, job.training.seed)
+        written = {t for pair in self.stages for t in _written(pair)}
+        kept = rest(weights, written, {n for n in weights if n not in self._prepared.captured.constants})
+        if not self._options.resume:
+            return weights, kept
+        checkpoint = latest_checkpoint(folder / "checkpoints")
+        manifest = read_manifest(checkpoint)
+        for field, got, expected in (
+            ("training.seed", job.training.seed, manifest.seed),
+            ("training.batch_size", job.training.batch_size, manifest.batch),
+            ("data", self._prepared.fingerprints.get("train"), manifest.data.get("train")),
+        ):
+            if got != expected:
+                raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {expected}")
+        self.start_step = manifest.step
+        return resume(weights, checkpoint), kept
+
+    def assignments(self, addresses: Mapping[str, tuple[str, int]]) -> Mapping[str, Assignment]:
+        stages, graph = self._plan.stages, self._prepared.captured.train
+        placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
+        order = {op.target: i for i, op in enumerate(graph.ops) if op.kind == "parameter"}
+        # Parameters that only the evaluation uses have no gradient: their norms are zero and go last.
+        owned = sorted({n for p in self.stages for n in p.owned}, key=lambda n: order.get(n, len(order)))
+        rank = {name: i for i, name in enumerate(owned)}
+        positions = tuple(tuple(rank[n] for n in pair.owned) for pair in self.stages)
+        found: dict[str, Assignment] = {}
+        for stage, pair in zip(stages, self.stages, strict=True):
+            device = self._fleet.device(stage.device)
+            emulation = Emulation(
+                flops_per_s=device.flops_per_s, flops_forward=stage.flops_forward, flops_backward=stage.flops_backward
+            )
+            found[stage.device] = Assignment(
+                run=self.run, device=stage.device, view=pair.view, train=pair.train, evaluation=pair.evaluation,
+                placeholders={column: op.name for column, op in placeholders.items()},
+                column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
+                engine=self.job.engine(), data=self.job.data, shuffle=self.job.training.shuffle,
+                neighbours=self._neighbours(pair, addresses),
+                emulation=emulation if self._options.emulate else None,
+                norm_positions=positions, threads=self.job.runtime.threads, patience_s=self.job.patience_s,
+            )  # fmt: skip
+        return found
+
+    def _neighbours(self, pair: StagePair, addresses: Mapping[str, tuple[str, int]]) -> tuple[Neighbour, ...]:
+        view, mine = pair.view, self._plan.stages[pair.view.stage].device
+        wanted = {
+            *view.forward_from, *view.forward_to, *view.eval_from, *view.eval_to, *view.lends_to, *view.borrows_from
+        }
+        if view.clips or view.counts:
+            wanted |= set(view.others)
+        found: list[Neighbour] = []
+        for stage in sorted(wanted):
+            device = self._plan.stages[stage].device
+            host, port = addresses[device]
+            shape = self._fleet.link(mine, device) if self._options.emulate else None
+            found.append(Neighbour(
+                stage=stage, device=device, host=host, port=port, shape=shape,
+                window_bytes=self._window(view.stage, stage),
+            ))  # fmt: skip
+        return tuple(found)
+
+    def _window(self, a: int, b: int) -> int:
+        """Room for every micro-batch that can be in flight between two stages, both graphs and shared parameters."""
+        size = self.job.micro_batch_size
+        total = SPARE_WINDOW_BYTES
+        for graphs in ([p.train for p in self.stages], [p.evaluation for p in self.stages]):
+            for graph in graphs:
+                crossing = [c.spec.nbytes(size) for c in graph.sends if {c.source, c.target} == {a, b}]
+                total += self.job.training.micro_batches * sum(crossing)
+        (replica,) = self._plan.replicas
+        shared = [p.size_bytes for p in replica.shared if {a, b} <= {p.owner, *p.users}]
+        return total + 4 * sum(shared)
+
+    def weights(self, device: str) -> Mapping[str, Tensor]:
+        """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
+        pair = self._by_device[device]
+        names = {op.target for op in (*pair.train.variables(), *pair.evaluation.variables())}
+        prefixes = tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
+        return {k: v for k, v in self._weights.items() if k in names or k.startswith(prefixes)}
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        self._watcher.advanced(item, loss, spans)
+
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
+        self._writer.write(item.step, f"stage-{self._by_device[device].view.stage}", state)
+
+    def commit(self, item: Item) -> None:
+        t = self.job.training
+        self._writer.write(item.step, "rest", self._rest)
+        directory = self._writer.commit(item.step, seed=t.seed, batch=t.batch_size, data=self._prepared.fingerprints)
+        self._watcher.saved(item.step, directory)
+
+
+def _written(pair: StagePair) -> set[str]:
+    """Own names of what a stage's state holds."""
+    mutated = {name for op in pair.train.ops for name in op.mutates}
+    return {*pair.owned, *(op.target for op in pair.train.variables() if op.name in mutated)}
+
+
+def train(
+    prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
+) -> Outcome:
+    """Run the job to its end. Raises UserError for what a device refused; a lost device is an outcome."""
+    script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
+    job = prepared.job
+    machine = Coordinator((s.device for s in plan.stages), run_spec(prepared, script.start_step))
+    conductor = Conductor(machine, script.run, script, host=options.host, patience_s=job.patience_s)
+    places = {s.device: options.places.get(s.device, Place()) for s in plan.stages}
+    address = f"{options.host}:{conductor.port}"
+    with Launcher(places, address, script.run, job.patience_s, job.runtime.threads) as launcher:
+        outcome = conductor.conduct(launcher.dead)
+    if isinstance(outcome.failure, UserError):
+        raise outcome.failure
+    return outcome
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """PeerError for a run that ended because a device was lost."""
+    if outcome.outcome == "lost":
+        raise outcome.failure or PeerError(outcome.reason)
+
+

@@ -1,0 +1,71 @@
+"""A plan and a captured model make the stages that devices run."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.graph import Flow, StageGraph, assign, partition
+from isthmus.graph.align import align
+from isthmus.graph.capture import Captured
+from isthmus.plan import Plan
+from isthmus.protocol import StageView
+from isthmus.protocol.views import stage_views
+
+
+class StagePair(msgspec.Struct, frozen=True):
+    """What one device runs: the training stage, and the evaluation stage that shares its weights."""
+
+    view: StageView
+    train: StageGraph
+    evaluation: StageGraph
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        """Own names of the trainable parameters that this stage updates, in the order of its engine."""
+        variables = {op.name: op for op in (*self.evaluation.variables(), *self.train.variables())}
+        return tuple(
+            op.target
+            for op in variables.values()
+            if op.kind == "parameter" and any(op.requires_grad) and op.name not in self.train.borrows
+        )
+
+
+def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePair, ...]:
+    """The stages of the plan's only replica. UserError when the plan was made for another graph."""
+    flow, eval_flow = Flow(captured.train), Flow(captured.eval)
+    if plan.stages[-1].last != len(flow.operators) - 1:
+        raise UserError(
+            f"plan: covers operators 0..{plan.stages[-1].last}, the model has 0..{len(flow.operators) - 1}: "
+            "it was made for another model"
+        )
+    stage_of = assign(flow, plan.boundaries())
+    train = partition(flow, stage_of)
+    evaluation = partition(eval_flow, align(flow, eval_flow, stage_of))
+    evaluation += tuple(_empty(k) for k in range(len(evaluation), len(train)))
+    _check_parameters(train, evaluation)
+    edges = {(c.source, c.target) for stage in evaluation for c in stage.sends}
+    views = stage_views(plan, clips=clips, counts=captured.train.count is not None, eval_edges=sorted(edges))
+    return tuple(
+        StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e)
+        for view, t, e in zip(views, train, evaluation, strict=True)
+    )
+
+
+
+def _empty(index: int) -> StageGraph:
+    """The evaluation may end before the last training stage."""
+    return StageGraph(index=index, ops=(), columns=(), receives=(), sends=(), borrows={}, lends={})
+
+
+def _check_parameters(train: tuple[StageGraph, ...], evaluation: tuple[StageGraph, ...]) -> None:
+    """An evaluation stage may use only trained parameters that its device holds."""
+    trained = {op.target for stage in train for op in stage.variables()}
+    for t, e in zip(train, evaluation, strict=True):
+        here = {op.target for op in t.variables()}
+        for op in e.variables():
+            if op.kind == "parameter" and op.target in trained - here:
+                raise UserError(
+                    f"model: evaluation uses parameter {op.target!r} in stage {e.index}, training does not: "
+                    "cut elsewhere or make both forwards alike"
+                )

@@ -1,0 +1,141 @@
+"""Tensors as they travel: raw element bytes, and enough to rebuild the very same memory layout.
+
+Kernels may sum in another order for another layout, so strides travel too: what arrives has the bits and the
+strides of what was sent. Elements that fill their memory travel in the order in which they lie there, which needs no
+copy on either side; all others travel in the order of their indices.
+"""
+
+from __future__ import annotations
+
+import math
+import reprlib
+from typing import cast
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.graph.opgraph import DTYPE_BYTES
+
+MAX_DIMS = 16
+MAX_SPREAD = 64
+"""A hostile stride could claim any amount of memory: gaps may make a tensor this many times larger than its elements,
+or `MAX_SPREAD_BYTES` large: the first token of every sequence spreads as far as a sequence is long."""
+MAX_SPREAD_BYTES = 1 << 30
+_INT64 = 2**63
+
+
+class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """One tensor of a message: what it is and how its elements lie in memory. Strides count elements."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    stride: tuple[int, ...]
+
+    @property
+    def nbytes(self) -> int:
+        """Bytes on the wire: those of the elements, without gaps. Zero strides (expanded) travel in full."""
+        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+
+
+def header_of(name: str, tensor: Tensor) -> TensorHeader:
+    """The header to send with `pack(tensor)`. A layout that `check_header` refuses for its gaps is sent without."""
+    header = TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
+    if not _spreads_too_far(header):
+        return header
+    return msgspec.structs.replace(header, stride=tuple(torch.empty(header.shape, device="meta").stride()))
+
+
+def check_header(header: TensorHeader) -> None:
+    """Allocates nothing. PeerError for a header that no honest sender writes; it does not name the sender."""
+    name, shape, stride = (reprlib.repr(x) for x in (header.name, header.shape, header.stride))
+    if header.dtype not in DTYPE_BYTES:
+        known = ", ".join(sorted(DTYPE_BYTES))
+        raise PeerError(f"tensor {name}: unknown dtype {reprlib.repr(header.dtype)}, expected one of: {known}")
+    if len(header.shape) != len(header.stride) or len(header.shape) > MAX_DIMS:
+        raise PeerError(f"tensor {name}: {len(header.shape)} sizes and {len(header.stride)} strides, expected the "
+                        f"same number, at most {MAX_DIMS}")  # fmt: skip
+    if any(number < 0 for number in (*header.shape, *header.stride)):
+        raise PeerError(f"tensor {name}: negative number in shape {shape} or stride {stride}")
+    # The product without zeros: an empty tensor of absurd sizes would overflow inside torch.
+    largest = max(math.prod(max(size, 1) for size in header.shape), _extent(header), *header.stride, 1)
+    if largest * DTYPE_BYTES[header.dtype] >= _INT64:
+        raise PeerError(f"tensor {name}: shape {shape} with stride {stride} is beyond any memory")
+    if _spreads_too_far(header):
+        raise PeerError(f"tensor {name}: stride {stride} spreads shape {shape} too far")
+
+
+def pack(tensor: Tensor) -> memoryview:
+    """The elements as bytes, without a copy where they lie densely in host memory."""
+    dense = tensor.detach()
+    if not _is_dense(tuple(dense.shape), tuple(dense.stride())):
+        dense = dense.contiguous()
+    dense = dense.resolve_conj().resolve_neg()
+    return _bytes_of(dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).cpu())
+
+
+def receive_buffer(header: TensorHeader) -> tuple[Tensor, memoryview]:
+    """An uninitialised flat tensor for the elements, and its bytes to receive into.
+
+    The header has passed `check_header`. PeerError when so much memory cannot be had.
+    """
+    try:
+        flat = torch.empty(math.prod(header.shape), dtype=_dtype(header))
+    except RuntimeError:
+        raise _no_memory(header, header.nbytes) from None
+    return flat, _bytes_of(flat)
+
+
+def unpack(flat: Tensor, header: TensorHeader) -> Tensor:
+    """The tensor whose elements arrived in `flat`, with the sender's strides.
+
+    It lies in the memory of `flat` where the sender's was dense. PeerError when memory for gaps cannot be had.
+    """
+    if flat.numel() == 0 or _is_dense(header.shape, header.stride):
+        return flat.as_strided(header.shape, header.stride)
+    # All elements along a zero stride are one: take the first.
+    kept = tuple(1 if stride == 0 else size for size, stride in zip(header.shape, header.stride, strict=True))
+    whole = flat.view(header.shape)
+    for dim, size in enumerate(kept):
+        whole = whole.narrow(dim, 0, size)
+    try:
+        result = torch.empty_strided(kept, header.stride, dtype=flat.dtype)
+    except RuntimeError:
+        raise _no_memory(header, _extent(header) * flat.element_size()) from None
+    return result.copy_(whole).as_strided(header.shape, header.stride)
+
+
+def _dtype(header: TensorHeader) -> torch.dtype:
+    return cast(torch.dtype, getattr(torch, header.dtype))
+
+
+def _no_memory(header: TensorHeader, size_bytes: int) -> PeerError:
+    return PeerError(f"tensor {reprlib.repr(header.name)}: no memory here for its {size_bytes} bytes")
+
+
+def _bytes_of(flat: Tensor) -> memoryview:
+    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
+
+
+def _extent(header: TensorHeader) -> int:
+    """Elements of memory from the first to the last, gaps included."""
+    if 0 in header.shape:
+        return 0
+    return 1 + sum((size - 1) * stride for size, stride in zip(header.shape, header.stride, strict=True))
+
+
+def _spreads_too_far(header: TensorHeader) -> bool:
+    extent_bytes = _extent(header) * DTYPE_BYTES.get(header.dtype, 1)
+    return extent_bytes > MAX_SPREAD_BYTES and _extent(header) > MAX_SPREAD * math.prod(header.shape)
+
+
+def _is_dense(shape: tuple[int, ...], stride: tuple[int, ...]) -> bool:
+    """Whether the elements fill their memory without gaps or overlaps, in whatever order."""
+    expected = 1
+    for step, size in sorted((t, s) for s, t in zip(shape, stride, strict=True) if s != 1):
+        if step != expected:
+            return False
+        expected *= size
+    return True

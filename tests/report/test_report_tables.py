@@ -1,0 +1,179 @@
+from __future__ import annotations
+
+import io
+
+import msgspec
+import pytest
+from rich.console import Console, RenderableType
+from synthetic_pipeline import make_fleet, make_plan
+
+from isthmus.fleet import Fleet, Link, Links, Route, topology
+from isthmus.graph.opgraph import Op, OpGraph, Ref
+from isthmus.plan import Plan
+from isthmus.report import comparison_table, fleet_table, plan_table, planners_table, topologies_table
+from isthmus.trace import Trace
+
+
+def render(renderable: RenderableType, width: int = 120) -> str:
+    console = Console(record=True, width=width, file=io.StringIO())
+    console.print(renderable)
+    text = console.export_text()
+    assert max(len(line) for line in text.splitlines()) <= width
+    return text
+
+
+def row(text: str, start: str) -> str:
+    (line,) = [line for line in text.splitlines() if line.startswith(start)]
+    return line
+
+
+def test_plan(plan: Plan, fleet: Fleet) -> None:
+    text = render(plan_table(plan, fleet))
+    assert text.startswith("gpt-test on two-cities: planner dp, schedule 1f1b, 8 micro-batches of 4")
+    line = row(text, "1  lisbon-1")
+    for cell in ("linear_1", "3.81 MiB", "1.35", "90 ms", "116 MiB", "  3  ", "F to oslo-2: 488 KiB, 60 ms"):
+        assert cell in line
+    assert "F 30 + B 60" in text
+    assert "of 2 GiB (6%)" in text
+    assert "10 operators" in text
+    assert "B to lisbon-1: 488 KiB, 65 ms" in text
+    assert "step 1.13 s = fill 500 ms + 7 x period 90 ms (closed form); FusionLLM Eq. 3: 1.5 s" in text
+    assert "bottleneck: device oslo-2" in text
+    assert "at most 4.17% above the best of contiguous partitions (lower bound 1.2 s)" in text
+    assert "lisbon-0 holds the embedding." in text
+
+
+def test_plan_with_shared_parameters(plan: Plan, fleet: Fleet) -> None:
+    slower = msgspec.structs.replace(plan.predicted, step_s=1.33)
+    text = render(plan_table(msgspec.structs.replace(plan, predicted=slower, certificate=None), fleet))
+    assert "7 x period 90 ms + shared parameters 200 ms (closed form)" in text
+    assert "certificate" not in text
+
+
+def test_plan_names_modules_when_it_is_given_the_graph(plan: Plan, fleet: Fleet) -> None:
+    ops = (
+        Op(name="linear_0", kind="operator", target="aten.linear.default", module="blocks.0.attention"),
+        Op(name="gelu_0", kind="operator", target="aten.gelu.default", module="blocks.0.mlp"),
+    )
+    graph = OpGraph(name="gpt-test", mode="train", ops=ops, loss=Ref("gelu_0"))
+    text = render(plan_table(plan, fleet, graph))
+    assert "blocks.0.attention" in text
+    assert ".. blocks.0.mlp" in text
+    assert "linear_1" in text, "operators that the graph puts in no module keep their own name"
+
+
+def test_plan_of_two_replicas_numbers_both(fleet: Fleet) -> None:
+    half = make_plan(fleet.thin(2), 4)
+    text = render(plan_table(msgspec.structs.replace(half, replicas=half.replicas * 2), fleet))
+    assert [line.split()[0] for line in text.splitlines() if "linear_" in line] == ["0.0", "0.1", "1.0", "1.1"]
+
+
+def test_names_are_not_markup(plan: Plan, fleet: Fleet) -> None:
+    text = render(plan_table(msgspec.structs.replace(plan, model="[bold]x[/bold]", notes=("[red]y", ":smile:")), fleet))
+    assert "[bold]x[/bold]" in text
+    assert "[red]y" in text
+    assert ":smile:" in text
+
+
+@pytest.mark.parametrize("width", [80, 60])
+def test_plan_stays_within_a_narrow_terminal(plan: Plan, fleet: Fleet, width: int) -> None:
+    assert "bottleneck: device oslo-2" in render(plan_table(plan, fleet), width)
+
+
+def test_no_color_is_honoured(plan: Plan, fleet: Fleet, monkeypatch: pytest.MonkeyPatch) -> None:
+    def colours(environment: dict[str, str]) -> bool:
+        console = Console(
+            file=io.StringIO(), force_terminal=True, width=120, color_system="standard", _environ=environment
+        )
+        big = msgspec.structs.replace(plan.stages[0].memory, activations=2 * 1024**3)
+        (replica,) = plan.replicas
+        stages = (msgspec.structs.replace(replica.stages[0], memory=big), *replica.stages[1:])
+        full = msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=stages),))
+        console.print(plan_table(full, fleet))
+        assert isinstance(console.file, io.StringIO)
+        return "\x1b[31m" in console.file.getvalue()
+
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    assert colours({})
+    assert not colours({"NO_COLOR": "1"})
+
+
+def test_comparison(predicted: Trace, measured: Trace, plan: Plan) -> None:
+    text = render(comparison_table(predicted, measured, plan))
+    assert row(text, "measured").split()[-1] == "-"
+    assert row(text, "simulator").split() == ["simulator", "1.44", "s", row(text, "simulator").split()[-1]]
+    assert row(text, "simulator").endswith("%")
+    assert "1.13 s" in row(text, "closed form")
+    assert "1.5 s" in row(text, "FusionLLM Eq. 3")
+    assert row(text, "oslo-3  ").count("%") == 2
+    link = row(text, "lisbon-1 to oslo-2")
+    assert link.count("4,000,000") == 2
+    assert "100 Mbit/s" in link
+
+
+def test_comparison_without_links(predicted: Trace, plan: Plan) -> None:
+    alone = Trace(source="runtime", run="alone", spans=tuple(s for s in predicted.spans if s.track == "compute"))
+    text = render(comparison_table(alone, alone, plan))
+    assert "Devices" in text
+    assert "Links" not in text
+
+
+def test_fleet(fleet: Fleet) -> None:
+    text = render(fleet_table(fleet))
+    assert "two-cities: 4 devices" in text
+    assert row(text, "oslo-2").split() == ["oslo-2", "oslo", "cpu", "20", "GFLOPS", "2", "GiB", "-"]
+    assert "a fleet for tests" in text
+    # From row to column, and both ways are different.
+    assert row(text, "lisbon  500 us").split() == ["lisbon", "500", "us", "20", "ms"]
+    assert row(text, "oslo    25 ms").split() == ["oslo", "25", "ms", "500", "us"]
+
+
+def test_one_device_has_no_links() -> None:
+    text = render(fleet_table(make_fleet(4).thin(1)))
+    assert "two-cities: 1 device\n" in text
+    assert "Links" not in text
+
+
+def test_region_of_one_device_has_no_link_inside() -> None:
+    assert row(render(fleet_table(topology("three-sites"))), "cloud ").split()[-1] == "-"
+
+
+def test_large_fleet_groups_equal_devices_and_keeps_the_matrix() -> None:
+    text = render(fleet_table(topology("dtfm-case5")))
+    lines = [line.split() for line in text.splitlines() if "TFLOPS" in line]
+    assert len(lines) == 8
+    assert lines[0] == ["8", "oregon", "v100", "125", "TFLOPS", "16", "GiB", "-"]
+    assert "from row to column" in text
+    assert row(text, "oregon  ").split()[:5] == ["oregon", "5", "ms", "67", "ms"]
+
+
+def test_many_regions_have_one_row_each() -> None:
+    text = render(fleet_table(topology("dtfm-case2")))
+    assert "by the region they start in" in text
+    assert "100 Gbit/s" in row(text, "instance-0 ")
+
+
+def test_links_of_single_devices_show_as_a_range(fleet: Fleet) -> None:
+    odd = Links(
+        intra=fleet.links.intra,
+        regions=fleet.links.regions,
+        devices=(Route("lisbon-0", "oslo-2", Link(0.09, 1e6)),),
+    )
+    text = render(fleet_table(msgspec.structs.replace(fleet, links=odd)))
+    assert "20 ms - 90 ms" in text
+    assert "8 Mbit/s - 100 Mbit/s" in text
+
+
+def test_large_fleet_of_one_by_one_links_costs_no_quadratic_search() -> None:
+    devices = topology("laptop").devices[:1]
+    many = tuple(msgspec.structs.replace(devices[0], name=f"d{i}", price_per_hour=0.5) for i in range(3000))
+    text = render(fleet_table(Fleet(name="many", devices=many, links=Links(default=Link(0.001, 1e6)))))
+    assert "many: 3000 devices" in text
+    assert row(text, "   3000").split()[-1] == "0.50"
+
+
+def test_described_lists() -> None:
+    text = render(planners_table([("dp", "exact dynamic programme"), ("even", "equal layers [baseline]")]))
+    assert "Planners" in text
+    assert row(text, "even").split(maxsplit=1)[1].strip() == "equal layers [baseline]"
+    assert row(render(topologies_table([("laptop", "two devices")])), "laptop").endswith("two devices")

@@ -1,0 +1,50 @@
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.trace import Span, Trace, busy_share, link_bytes, period_s, steady_step_s
+
+
+def compute(name: str, start_s: float, end_s: float, step: int = 0, device: str = "a") -> Span:
+    return Span(device=device, track="compute", name=name, start_s=start_s, end_s=end_s, step=step)
+
+
+def sent(source: str, target: str, size_bytes: int) -> Span:
+    return Span(device=source, track="send", name="forward", start_s=0, end_s=1, size_bytes=size_bytes, other=target)
+
+
+def trace(*spans: Span) -> Trace:
+    return Trace(source="simulator", run="r", spans=spans)
+
+
+def test_the_steady_step_leaves_out_the_first():
+    starts = [0, 10, 11, 14]  # the last step ends with its update
+    steps = [compute("F", start, start + 0.5, step) for step, start in enumerate(starts)]
+    assert steady_step_s(trace(*steps, compute("update", 19, 20, 3))) == 3  # of 1, 3 and 6, without the 10
+    assert steady_step_s(trace(steps[0], compute("update", 2, 4))) == 4  # the only one
+
+
+def test_the_period_is_within_steps_and_of_one_device():
+    first = [compute("B", end - 1, end) for end in (1, 3, 5)]
+    second = [compute("B", end - 1, end, 1) for end in (100, 102)]
+    elsewhere = [compute("B", end - 1, end, device="b") for end in (1, 8)]
+    both = trace(*second, *first, *elsewhere, compute("F", 5, 50))
+    assert (period_s(both, "a"), period_s(both, "b")) == (2, 7)
+
+
+def test_the_busy_share_counts_the_compute_lane_only():
+    lane = [compute("F", 2, 4), compute("B", 5, 6), compute("E", 9, 10, device="b")]
+    assert busy_share(trace(*lane, sent("c", "a", 5))) == pytest.approx({"a": 0.3, "b": 0.1, "c": 0.0})
+
+
+def test_link_bytes_are_by_direction_and_counted_where_they_are_sent():
+    received = Span(device="b", track="receive", name="forward", start_s=1, end_s=2, size_bytes=5, other="a")
+    total = link_bytes(trace(sent("a", "b", 5), sent("a", "b", 7), sent("b", "a", 1), received))
+    assert total == {("a", "b"): 12, ("b", "a"): 1}
+
+
+def test_arithmetic_on_a_trace_without_steps_is_refused():
+    with pytest.raises(UserError, match="no training step"):
+        steady_step_s(trace())
+    with pytest.raises(UserError, match="device 'a': no step has two backward passes"):
+        period_s(trace(compute("B", 0, 1), compute("B", 1, 2, 1)), "a")
+    assert (busy_share(trace()), link_bytes(trace())) == ({}, {})

@@ -1,0 +1,163 @@
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import UserError
+from isthmus.trace import (
+    Span,
+    Trace,
+    busy_share,
+    link_bytes,
+    period_s,
+    read_jsonl,
+    steady_step_s,
+    step_times,
+    write_jsonl,
+    write_perfetto,
+)
+
+
+def compute(device: str, name: str, start_s: float, end_s: float, step: int, micro_batch: int = -1) -> Span:
+    return Span(
+        device=device, track="compute", name=name, start_s=start_s, end_s=end_s, step=step, micro_batch=micro_batch
+    )
+
+
+def send(device: str, other: str, start_s: float, size_bytes: int, step: int) -> Span:
+    return Span(
+        device=device, track="send", name="forward", start_s=start_s, end_s=start_s + 0.5, step=step, micro_batch=0,
+        size_bytes=size_bytes, other=other, wire_bytes=size_bytes + 64,
+    )  # fmt: skip
+
+
+def two_devices() -> Trace:
+    """Three steps of 10, 6 and 5 seconds on two devices, one micro-batch pair each."""
+    spans: list[Span] = []
+    for step, begin in enumerate((0.0, 10.0, 16.0)):
+        spans += [
+            compute("a", "F", begin, begin + 1, step, 0),
+            send("a", "b", begin + 1, 1000, step),
+            compute("b", "F", begin + 1.5, begin + 2, step, 0),
+            compute("b", "B", begin + 2, begin + 2.5, step, 0),
+            compute("b", "B", begin + 3, begin + 3.5, step, 1),
+            send("b", "a", begin + 3.5, 500, step),
+            compute("a", "update", begin + 4.5, begin + 5, step),
+        ]
+    return Trace(source="simulator", run="two", spans=tuple(spans))
+
+
+def test_step_times_run_from_first_forward_to_first_forward() -> None:
+    assert step_times(two_devices()) == {0: 10.0, 1: 6.0, 2: 5.0}
+
+
+def test_a_step_without_a_neighbour_or_an_end_has_no_time() -> None:
+    spans = (compute("a", "F", 0, 1, 0), compute("a", "F", 5, 6, 2), compute("a", "F", 7, 8, 3))
+    assert step_times(Trace(source="runtime", run="gap", spans=spans)) == {2: 2.0}
+
+
+def test_steady_step_leaves_out_the_first() -> None:
+    assert steady_step_s(two_devices()) == 5.5
+    first_only = Trace(source="runtime", run="one", spans=two_devices().spans[:7])
+    assert steady_step_s(first_only) == 5.0
+
+
+def test_no_step_is_an_error() -> None:
+    with pytest.raises(UserError, match="no training step"):
+        steady_step_s(Trace(source="runtime", run="none", spans=()))
+
+
+def test_period_is_the_gap_between_backward_ends() -> None:
+    assert period_s(two_devices(), "b") == 1.0
+    with pytest.raises(UserError, match="'a'"):
+        period_s(two_devices(), "a")
+
+
+def test_busy_share_of_the_compute_lane() -> None:
+    assert busy_share(two_devices()) == pytest.approx({"a": 3 * 1.5 / 21, "b": 3 * 1.5 / 21})
+    assert busy_share(Trace(source="runtime", run="none", spans=())) == {}
+
+
+def test_link_bytes_count_tensors_not_headers() -> None:
+    assert link_bytes(two_devices()) == {("a", "b"): 3000, ("b", "a"): 1500}
+
+
+names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=8)
+times = st.floats(0, 1e6, allow_nan=False)
+spans = st.builds(
+    Span,
+    device=names,
+    track=st.sampled_from(["compute", "send", "receive", "control"]),
+    name=names,
+    start_s=times,
+    end_s=times,
+    step=st.integers(-1, 10**6),
+    micro_batch=st.integers(-1, 1000),
+    size_bytes=st.integers(0, 2**50),
+    other=names,
+    wire_bytes=st.integers(0, 2**50),
+)
+
+
+@given(st.builds(Trace, source=st.sampled_from(["simulator", "runtime"]), run=names, spans=st.lists(spans).map(tuple)))
+def test_jsonl_round_trip(tmp_path_factory: pytest.TempPathFactory, trace: Trace) -> None:
+    path = tmp_path_factory.getbasetemp() / "round.jsonl"
+    write_jsonl(trace, path)
+    assert read_jsonl(path) == trace
+    assert path.read_bytes().count(b"\n") == 1 + len(trace.spans)
+
+
+@pytest.mark.parametrize(
+    "content",
+    [
+        b"",
+        b"not json\n",
+        b'{"source": "simulator"}\n',
+        b'{"source": "guess", "run": "x"}\n',
+        b'{"source": "runtime", "run": "x"}\n{"device": "a"}\n',
+        b'{"source": "runtime", "run": "x"}\n'
+        b'{"device": "a", "track": "coffee", "name": "F", "start_s": 0, "end_s": 1}\n',
+    ],
+)
+def test_a_file_that_is_no_trace(tmp_path: Path, content: bytes) -> None:
+    path = tmp_path / "broken.jsonl"
+    path.write_bytes(content)
+    with pytest.raises(UserError, match="not a trace"):
+        read_jsonl(path)
+
+
+def test_missing_file(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match="not found"):
+        read_jsonl(tmp_path / "absent.jsonl")
+
+
+def test_perfetto_holds_every_span_under_its_device_and_track(tmp_path: Path) -> None:
+    simulated = two_devices()
+    real = Trace(source="runtime", run="two", spans=simulated.spans)
+    write_perfetto([simulated, real], tmp_path / "trace.json")
+    events = json.loads((tmp_path / "trace.json").read_bytes())["traceEvents"]
+    processes = {e["pid"]: e["args"]["name"] for e in events if e["name"] == "process_name"}
+    threads = {(e["pid"], e["tid"]): e["args"]["name"] for e in events if e["name"] == "thread_name"}
+    assert sorted(processes.values()) == ["runtime a", "runtime b", "simulator a", "simulator b"]
+    got = [
+        (processes[e["pid"]], threads[e["pid"], e["tid"]], e["name"], e["ts"], e["dur"], e["args"]["bytes"])
+        for e in events
+        if e["ph"] == "X"
+    ]
+    wanted = [
+        (
+            f"{trace.source} {span.device}",
+            span.track,
+            span.name if span.micro_batch < 0 else f"{span.name}{span.micro_batch}",
+            span.start_s * 1e6,
+            pytest.approx((span.end_s - span.start_s) * 1e6),
+            span.size_bytes,
+        )
+        for trace in (simulated, real)
+        for span in trace.spans
+    ]
+    assert got == wanted
