@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterator, Mapping
 from typing import Literal, Protocol
 
 import msgspec
@@ -114,18 +115,40 @@ class Conductor:
 
         The first Ctrl-C finishes what is leased, saves and ends; a second one ends at once.
         """
+        with self._interruptible():
+            finish = self._loop(watch)
+        self._close()
+        return Outcome(
+            outcome=finish.outcome, reason=finish.reason, spans=tuple(self._spans),
+            late_s=self._late_s, failure=self._failure,
+        )  # fmt: skip
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Iterator[None]:
+        """Ctrl-C becomes an event; a second one raises."""
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.getsignal(signal.SIGINT)
+
+        def interrupt(*_: object) -> None:
+            signal.signal(signal.SIGINT, previous)
+            self._heard.put(Interrupted())
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _loop(self, watch: Callable[[], str | None]) -> Finish:
         finish: Finish | None = None
         last_beat_s = 0.0
         joining_until_s = time.monotonic() + self._patience_s
         while finish is None:
             events: list[CoordinatorEvent] = []
-            try:
-                with contextlib.suppress(queue.Empty):
-                    events += self._translate(self._heard.get(timeout=1.0))
-            except KeyboardInterrupt:
-                if self._items and isinstance(self._failure, KeyboardInterrupt):
-                    raise
-                events.append(Interrupted())
+            with contextlib.suppress(queue.Empty):
+                events += self._translate(self._heard.get(timeout=1.0))
             now_s = time.monotonic()
             if now_s - last_beat_s > self._patience_s / 4:
                 last_beat_s = now_s
@@ -139,11 +162,7 @@ class Conductor:
             for event in events:
                 for instruction in self.machine.handle(event):
                     finish = self._carry_out(instruction) or finish
-        self._close()
-        return Outcome(
-            outcome=finish.outcome, reason=finish.reason, spans=tuple(self._spans),
-            late_s=self._late_s, failure=self._failure,
-        )  # fmt: skip
+        return finish
 
     def _admit(self) -> None:
         """Accept devices until the listener closes. Whoever does not name the run is shut out."""

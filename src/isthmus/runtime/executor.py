@@ -262,7 +262,11 @@ class Executor:
 
     def _finish(self, item: int) -> None:
         kind = self._items.pop(item).kind
-        told = self.engine.take_loss() if kind != "save" else None
+        told: tuple[float, float] | None = None
+        if kind == "train":
+            told = self.engine.take_loss()
+        elif kind == "eval":
+            told = self.engine.take_evaluation_loss()
         spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
         state, self._state = self._state, {}
         loss, count = told or (None, None)

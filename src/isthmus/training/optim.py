@@ -78,12 +78,9 @@ class Optimizers:
         owners = {id(p): o for _, o in self._made for group in o.param_groups for p in group["params"]}
         for name, parameter in self._parameters.items():
             prefix = f"optimizer.{name}."
-            kept = {
-                # AdamW counts its steps on the CPU, wherever the parameter is
-                key: v.clone() if (key := k.removeprefix(prefix)) == "step" else v.to(parameter.device, copy=True)
-                for k, v in state.items()
-                if k.startswith(prefix)
-            }
+            found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            # AdamW counts its steps on the CPU, wherever the parameter is
+            kept = {k: v.clone() if k == "step" else v.to(parameter.device, copy=True) for k, v in found.items()}
             if kept:
                 owners[id(parameter)].state[parameter] = kept
 

@@ -1,0 +1,30 @@
+# Every target makes its own .venv first. torch is installed before the project: constraints.txt pins the build.
+PYTHON ?= python3
+VENV := .venv
+BIN := $(VENV)/bin
+READY := $(VENV)/.ready
+
+.PHONY: train test check benchmarks clean
+
+train: $(READY)
+	$(BIN)/isthmus train examples/gpt-stdlib.toml
+
+test: $(READY)
+	$(BIN)/pytest
+
+check: $(READY)
+	$(BIN)/ruff check .
+	$(BIN)/pyright
+	$(BIN)/lint-imports
+
+benchmarks: $(READY)
+	for run in benchmarks/*/run.py; do $(BIN)/python $$run || exit 1; done
+
+$(READY): pyproject.toml constraints.txt
+	$(PYTHON) -m venv $(VENV)
+	$(BIN)/pip install --quiet -r constraints.txt
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[train,hf,dev]"
+	touch $(READY)
+
+clean:
+	rm -rf $(VENV) runs

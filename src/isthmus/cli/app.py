@@ -1,0 +1,189 @@
+"""The command line. stdout is data, stderr is progress and errors; NO_COLOR is honoured."""
+
+from __future__ import annotations
+
+import os
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import click
+import msgspec
+import typer
+from rich.console import Console
+
+from isthmus.cli import runs, training
+from isthmus.errors import IsthmusError
+from isthmus.fleet import describe as describe_topology
+from isthmus.fleet import topology_names
+from isthmus.job import Job, fleet_of, load_job, prepare
+from isthmus.planners import describe as describe_planner
+from isthmus.planners import plan as make_plan
+from isthmus.planners import planner_names
+from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
+from isthmus.runtime.run import run_spec
+from isthmus.simulator import simulate
+from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
+
+app = typer.Typer(
+    name="isthmus", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
+    help="Train one model on machines that are far apart, unequal, and joined by slow links.",
+)  # fmt: skip
+
+JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
+FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
+PlannerOption = Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")]
+DevicesOption = Annotated[int | None, typer.Option("--devices", help="Thin the fleet to so many devices.")]
+StepsOption = Annotated[int | None, typer.Option("--steps", help="Optimizer steps, in place of the job's.")]
+JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
+
+
+def _job(path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None) -> Job:
+    """The job with what the command line overrides."""
+    job = load_job(path)
+    if steps is not None:
+        job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
+    return msgspec.structs.replace(
+        job, fleet=fleet or job.fleet, planner=planner or job.planner,
+        devices=devices if devices is not None else job.devices,
+    )  # fmt: skip
+
+
+def _out() -> Console:
+    return Console(width=None if sys.stdout.isatty() else 140)
+
+
+@app.command()
+def plan(
+    job_file: JobFile,
+    fleet: FleetOption = None,
+    planner: PlannerOption = None,
+    devices: DevicesOption = None,
+    json: JsonOption = False,
+) -> None:
+    """Plan where each part of the model runs, and print the plan (with --json: the plan document)."""
+    job = _job(job_file, fleet, planner, devices)
+    prepared, chosen = prepare(job), fleet_of(job)
+    found = make_plan(job.planner, prepared.problem(chosen))
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
+    else:
+        _out().print(plan_table(found, chosen, prepared.captured.train))
+        for note in found.notes:
+            _out().print(note, markup=False, highlight=False)
+
+
+@app.command(name="simulate")
+def simulate_command(
+    job_file: JobFile,
+    fleet: FleetOption = None,
+    planner: PlannerOption = None,
+    devices: DevicesOption = None,
+    steps: Annotated[int, typer.Option("--steps", help="Steps to simulate.")] = 4,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
+    trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Run the plan on a virtual clock: the same machines as a real run, with modelled durations."""
+    job = _job(job_file, fleet, planner, devices, steps)
+    prepared, chosen = prepare(job), fleet_of(job)
+    found = training.plan_for(prepared, chosen, plan_file)
+    trace = simulate(found, chosen, run_spec(prepared), training.simulation_options(prepared, found))
+    if trace_file is not None:
+        write_perfetto([trace], trace_file)
+    if json:
+        typer.echo(
+            msgspec.json.format(
+                msgspec.json.encode(
+                    {
+                        "step_s": steady_step_s(trace),
+                        "closed_form_s": found.predicted.step_s,
+                        "eq3_s": found.predicted.eq3_step_s,
+                        "busy_share": busy_share(trace),
+                        "link_bytes": {f"{a} -> {b}": n for (a, b), n in link_bytes(trace).items()},
+                        "plan": msgspec.to_builtins(plan_summary(found, chosen)),
+                    }
+                ),
+                indent=1,
+            ).decode()
+        )
+    else:
+        _out().print(plan_table(found, chosen, prepared.captured.train))
+        training.print_simulation(_out(), trace, found)
+
+
+@app.command()
+def train(
+    job_file: JobFile,
+    fleet: FleetOption = None,
+    planner: PlannerOption = None,
+    devices: DevicesOption = None,
+    steps: StepsOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
+    run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
+    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Plan, train for real over one process per device, and compare what was predicted with what was measured."""
+    job = _job(job_file, fleet, planner, devices, steps)
+    code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), _out())
+    raise typer.Exit(code)
+
+
+@app.command()
+def topologies(json: JsonOption = False) -> None:
+    """List the built-in fleets."""
+    pairs = [(name, describe_topology(name)) for name in topology_names()]
+    if json:
+        typer.echo(msgspec.json.encode(dict(pairs)).decode())
+    else:
+        _out().print(topologies_table(pairs))
+
+
+@app.command()
+def planners(json: JsonOption = False) -> None:
+    """List the planners."""
+    pairs = [(name, describe_planner(name)) for name in planner_names()]
+    if json:
+        typer.echo(msgspec.json.encode(dict(pairs)).decode())
+    else:
+        _out().print(planners_table(pairs))
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json: JsonOption = False
+) -> None:
+    """Write a run's Perfetto trace (predicted and measured) and print how well it was predicted."""
+    runs.trace(run, _out(), json=json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Write the newest checkpoint as a Hugging Face directory when the model is one, else as safetensors."""
+    runs.export(run, directory, json=json)
+
+
+def main() -> None:
+    """Run the command line; one line on stderr and an exit code for every error that is ours to explain."""
+    sys.path.insert(0, os.getcwd())  # a job may name the user's own `package.module:callable`
+    debug = "--debug" in sys.argv
+    arguments = [a for a in sys.argv[1:] if a != "--debug"]
+    try:
+        code = app(arguments, prog_name="isthmus", standalone_mode=False)
+    except IsthmusError as e:
+        if debug:
+            raise
+        print(f"error: {e}", file=sys.stderr)
+        code = e.exit_code
+    except click.ClickException as e:
+        e.show()
+        code = e.exit_code
+    except (KeyboardInterrupt, click.Abort):
+        print("interrupted", file=sys.stderr)
+        code = 130
+    sys.exit(code if isinstance(code, int) else 0)

@@ -1,0 +1,51 @@
+"""`isthmus trace` and `isthmus export`: what a finished run has to give."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from safetensors.torch import save_file
+
+from isthmus.cli.folder import RunFolder
+from isthmus.errors import UserError
+from isthmus.models import build_model, is_hugging_face, save_hugging_face
+from isthmus.report import comparison_summary, comparison_table
+from isthmus.trace import write_perfetto
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
+
+
+def trace(run: Path, out: Console, *, json: bool) -> None:
+    folder = RunFolder.existing(run)
+    predicted, measured = folder.traces()
+    write_perfetto([predicted, measured], folder.perfetto)
+    summary = comparison_summary(predicted, measured, folder.plan())
+    if json:
+        told = {"perfetto": str(folder.perfetto), "comparison": msgspec.to_builtins(summary)}
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
+        return
+    out.print(comparison_table(predicted, measured, folder.plan()))
+    out.print(f"{folder.perfetto}: open it in ui.perfetto.dev", highlight=False)
+
+
+def export(run: Path, directory: Path, *, json: bool) -> None:
+    folder = RunFolder.existing(run)
+    job = folder.job()
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"export: {directory} exists and is not an empty directory")
+    module = build_model(job.model)
+    step = load_checkpoint(module, latest_checkpoint(folder.checkpoints))
+    if is_hugging_face(module):
+        tokenizer = job.data.options.get("tokenizer", "bytes")
+        save_hugging_face(module, directory, Path(str(tokenizer)) if tokenizer != "bytes" else None)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        state = {name: p.detach().contiguous() for name, p in (*module.named_parameters(), *module.named_buffers())}
+        save_file(state, directory / "model.safetensors")
+        (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
+    if json:
+        typer.echo(msgspec.json.encode({"directory": str(directory), "step": step}).decode())
+    else:
+        typer.echo(f"{directory}: the model after {step} steps")

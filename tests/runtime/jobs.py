@@ -1,0 +1,96 @@
+"""Small jobs run for real over processes, and their plain twins."""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.graph import Flow, cuts
+from isthmus.job import Job, Prepared, prepare
+from isthmus.models import ModelSpec
+from isthmus.plan import Plan
+from isthmus.runtime.conductor import Outcome
+from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.training.checkpoint import latest_checkpoint, read_tensors
+from isthmus.training.optim import Optimizers
+from isthmus.training.plain import plain_step, plain_update
+
+TEXT = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 60_000})
+DIGITS = DataSpec(kind="digits", options={"size": 32, "channels": 3})
+SMALL_DIGITS = DataSpec(kind="digits")
+
+
+def fleet_of(count: int, flops_per_s: float = 1e12) -> Fleet:
+    """Equal devices on links that cost next to nothing."""
+    devices = tuple(
+        Device(name=f"d{i}", region="here", flops_per_s=flops_per_s, memory_bytes=1 << 34) for i in range(count)
+    )
+    return Fleet(name="test", devices=devices, links=Links(default=Link(1e-4, 1e9)))
+
+
+def random_cut(prepared: Prepared, stages: int, seed: int, *, once: bool = False) -> list[int]:
+    """Legal cut positions; with `once`, such that no value crosses more than one of them."""
+    legal = cuts(Flow(prepared.captured.train))
+    draw = random.Random(seed)
+    for _ in range(1000):
+        chosen = sorted(draw.sample(range(len(legal)), stages - 1))
+        values = [set(legal[i].values) for i in chosen]
+        if not once or not any(a & b for n, a in enumerate(values) for b in values[n + 1 :]):
+            return [legal[i].position for i in chosen]
+    raise AssertionError("no such cut")
+
+
+def run(
+    job: Job, boundaries: Sequence[int] | None, folder: Path, *, fleet: Fleet | None = None, resume: bool = False,
+    watcher: Watcher | None = None,
+) -> tuple[Prepared, Plan, Outcome]:  # fmt: skip
+    """Train the job over one process per stage."""
+    prepared = prepare(job)
+    boundaries = list(boundaries) if boundaries is not None else []
+    fleet = fleet or fleet_of(len(boundaries) + 1)
+    plan = build_plan(prepared.problem(fleet), fleet.names, boundaries, planner="test")
+    options = RunOptions(emulate=job.runtime.emulate, resume=resume)
+    return prepared, plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
+
+
+def final_weights(folder: Path) -> dict[str, Tensor]:
+    return read_tensors(latest_checkpoint(folder / "checkpoints"))
+
+
+def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
+    """The same job as a plain loop over the eager module; returns it with the loss of each step."""
+    torch.manual_seed(job.training.seed)
+    module = prepared.build()
+    config = job.engine()
+    optimizers = Optimizers(config.optimizers, dict(module.named_parameters()))
+    data = load_dataset(job.data, "train")
+    order = SampleOrder(len(data), job.training.seed, job.training.shuffle)
+    losses: list[float] = []
+    for step in range(job.training.steps):
+        batches = [
+            data.batch(order.indices(step * job.training.batch_size + m * job.micro_batch_size, job.micro_batch_size),
+                       list(data.columns))
+            for m in range(job.training.micro_batches)
+        ]  # fmt: skip
+        loss, _ = plain_step(module, batches, config)
+        losses.append(loss)
+        plain_update(module, optimizers, step, config)
+    return module, losses
+
+
+def job_of(model: str, options: dict[str, object], data: DataSpec, **training: object) -> Job:
+    tables: dict[str, object] = {
+        "name": "test", "model": msgspec.to_builtins(ModelSpec(name=model, options=options)),
+        "data": msgspec.to_builtins(data), "runtime": {"emulate": False},
+        "training": {"steps": 2, "batch_size": 8, "micro_batches": 4, **training},
+        "optimizer": [{"name": "sgd", "lr": 0.1, "momentum": 0.9}],
+    }  # fmt: skip
+    return msgspec.convert(tables, Job)

@@ -1,0 +1,88 @@
+"""A run over several processes equals the plain loop: losses, parameters, buffers; and bytes equal the plan's."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.data import DataSpec
+from isthmus.job import prepare
+from isthmus.runtime.run import Watcher
+
+from .jobs import DIGITS, SMALL_DIGITS, TEXT, final_weights, job_of, plain_run, random_cut, run
+
+GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
+NO_DROPOUT = {"resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0}
+HF_TEXT = DataSpec(kind="text", options={**TEXT.options, "shift_labels": False})
+
+
+def _pairs(folder: Path) -> DataSpec:
+    path = folder / "pairs.jsonl"
+    rows = [
+        {"premise": f"the {i} dogs run " * (1 + i % 3), "hypothesis": f"{i} animals move", "label": i % 3}
+        for i in range(40)
+    ]
+    path.write_text("\n".join(json.dumps(r) for r in rows))
+    return DataSpec(kind="pairs", options={"path": str(path), "sequence_length": 24})
+
+
+BERT = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 258,
+    "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 4,
+    "num_key_value_heads": 2, "vocab_size": 256,
+}  # fmt: skip
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 10}
+
+CASES = {
+    "gpt-6": ("gpt", GPT, TEXT, 6, True),
+    "gpt-tied-3": ("gpt", {**GPT, "tie_embedding": True}, TEXT, 3, False),
+    "unet-4": ("unet", {"channels": 1, "classes": 10, "width": 8, "depth": 2}, SMALL_DIGITS, 4, False),
+    "hf-gpt2-2": ("hf-gpt2", {"n_layer": 2, "n_head": 2, "n_embd": 32, "vocab_size": 256, "n_positions": 16, **NO_DROPOUT},
+                  HF_TEXT, 2, False),
+    "hf-llama-3": ("hf-llama", LLAMA, HF_TEXT, 3, True),
+    "hf-bert-5": ("hf-bert-classifier", BERT, None, 5, False),
+    "hf-resnet-4": ("hf-resnet", RESNET, DIGITS, 4, False),
+}  # fmt: skip
+
+
+@pytest.mark.parametrize("name", CASES)
+def test_processes_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
+    model, options, data, stages, bitwise = CASES[name]
+    job = job_of(model, options, data or _pairs(tmp_path), clip_norm=1.0)
+    boundaries = random_cut(prepare(job), stages, seed=stages, once=bitwise)
+    losses: list[float | None] = []
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    prepared, plan, outcome = run(job, boundaries, tmp_path, watcher=watcher)
+    assert outcome.outcome == "done"
+
+    module, expected = plain_run(job, prepared)
+    saved = final_weights(tmp_path)
+    own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers())
+    compared = [n for n in saved if not n.startswith("optimizer.")]
+    assert {id(own[n]) for n in compared} >= {id(p) for p in module.parameters()}
+    for weight in compared:
+        if bitwise:
+            assert torch.equal(saved[weight], own[weight]), weight
+        else:
+            error = (saved[weight].double() - own[weight].double()).norm()
+            assert error <= 1e-6 * own[weight].double().norm().clamp(min=1e-6), weight
+    assert losses == (expected if bitwise else pytest.approx(expected, rel=1e-6))
+
+    (replica,) = plan.replicas
+    for edge in replica.edges:
+        source, target = plan.stages[edge.source].device, plan.stages[edge.target].device
+        for step in range(job.training.steps):
+            for a, b, what, size in (
+                (source, target, "forward", edge.forward_bytes), (target, source, "backward", edge.backward_bytes)
+            ):  # fmt: skip
+                sent = [
+                    s.size_bytes for s in outcome.spans
+                    if s.track == "send" and s.name == what and (s.device, s.other, s.step) == (a, b, step)
+                ]  # fmt: skip
+                assert sent == ([size] * job.training.micro_batches if size else []), (edge, what)
