@@ -6,6 +6,7 @@ import re
 import tomllib
 import types
 import typing
+from collections.abc import Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -19,37 +20,71 @@ Document = TypeVar("Document", bound=msgspec.Struct)
 def read_toml(path: Path, kind: str) -> dict[str, object]:
     """The tables of a TOML file; UserError for a missing file or a syntax error, with its line."""
     try:
-        return tomllib.loads(path.read_text(encoding="utf-8"))
+        return parse_toml(path.read_text(encoding="utf-8"), f"{kind} {path}")
     except FileNotFoundError:
         raise UserError(f"{kind} {path}: not found") from None
-    except (OSError, UnicodeDecodeError) as e:
-        raise UserError(f"{kind} {path}: cannot be read: {e}") from None
-    except tomllib.TOMLDecodeError as e:
-        raise UserError(f"{kind} {path}: not valid TOML: {e}") from None
+    except UnicodeDecodeError as e:
+        raise UserError(f"{kind} {path}: cannot be read: not UTF-8 text (byte {e.start})") from None
+    except OSError as e:
+        raise UserError(f"{kind} {path}: cannot be read: {e.strerror or e}") from None
 
 
-def convert(tables: dict[str, object], struct: type[Document], source: str) -> Document:
+def parse_toml(text: str, source: str) -> dict[str, object]:
+    """The tables of a TOML text; UserError for a syntax error, with its line."""
+    try:
+        return tomllib.loads(text)
+    except (ValueError, RecursionError) as e:  # wider than TOMLDecodeError: integers of 5,000 digits, deep nesting
+        raise UserError(f"{source}: not valid TOML: {e}") from None
+
+
+def convert(tables: Mapping[str, object], struct: type[Document], source: str) -> Document:
     """The tables as a struct. Raises UserError naming the field, with the nearest valid key for an unknown one."""
-    _check_keys(tables, struct, source, "")
+    _check_names(tables, struct, source, "")  # first, because msgspec's message would not offer the nearest name
     try:
         return msgspec.convert(tables, struct)
     except msgspec.ValidationError as e:
-        reason, _, path = str(e).partition(" - at `$.")
-        raise UserError(f"{source}: {path.rstrip('`') or 'document'}: {reason}") from None
+        raise UserError(f"{source}: {_plain(str(e), tables)}") from None
 
 
-def _check_keys(value: object, expected: object, source: str, path: str) -> None:
+def _plain(message: str, tables: Mapping[str, object]) -> str:
+    """msgspec's message in TOML's words, "key: expected ..., got ..." instead of "... - at `$.key`"."""
+    text, _, path = message.partition(" - at `$.")
+    path = path.rstrip("`")
+    text = text.replace("Object missing required field", "missing key").replace("`", "'")
+    text = text[:1].lower() + text[1:]
+    if path and text.startswith("expected") and ", got" not in text:
+        text = f"{text}, got {_at(tables, path)!r}"
+    return f"{path}: {text}" if path else text
+
+
+def _at(tables: object, path: str) -> object:
+    found = tables
+    for key in re.findall(r"[^.\[\]]+", path):
+        if isinstance(found, list):
+            found = typing.cast("list[object]", found)[int(key)]
+        elif isinstance(found, Mapping):
+            found = typing.cast("Mapping[str, object]", found)[key]
+    return found
+
+
+def _check_names(value: object, expected: object, source: str, path: str) -> None:
+    """Keys of tables, and texts of which a few are valid."""
     struct = _struct_of(expected)
-    if struct is not None and isinstance(value, dict):
+    if struct is not None and isinstance(value, Mapping):
         fields = {f.encode_name: f.type for f in msgspec.structs.fields(struct)}
-        for key, inner in typing.cast("dict[str, object]", value).items():
+        dot = f"{path}." if path else ""
+        for key, inner in typing.cast("Mapping[str, object]", value).items():
             if key not in fields:
-                raise UserError(f"{source}: {unknown_name('key', f'{path}{key}', [f'{path}{f}' for f in fields])}")
-            _check_keys(inner, fields[key], source, f"{path}{key}.")
+                raise UserError(f"{source}: {unknown_name('key', f'{dot}{key}', [f'{dot}{f}' for f in fields])}")
+            _check_names(inner, fields[key], source, f"{dot}{key}")
     elif isinstance(value, list):
         (item, *_) = typing.get_args(expected) or (None,)
-        for inner in typing.cast("list[object]", value):
-            _check_keys(inner, item, source, re.sub(r"\.$", "[].", path))
+        for number, inner in enumerate(typing.cast("list[object]", value)):
+            _check_names(inner, item, source, f"{path}[{number}]")
+    elif typing.get_origin(expected) is typing.Literal and isinstance(value, str):
+        valid = typing.get_args(expected)
+        if value not in valid:
+            raise UserError(f"{source}: {unknown_name(path, value, valid)}")
 
 
 def _struct_of(expected: object) -> type[msgspec.Struct] | None:

@@ -40,6 +40,25 @@ def load_third_party(entry: EntryPoint) -> object:
         raise UserError(f"{entry.group} entry {entry.name!r} ({entry.value}) cannot be loaded: {error}") from error
 
 
+def import_object(owner: str, name: str) -> object:
+    """What `package.module:name` names; dots after the colon go into classes. `owner` is who asks, for messages.
+
+    The module is the user's own and may raise anything while it is imported: that becomes a `UserError` too.
+    """
+    module_name, _, attribute = name.partition(":")
+    if not module_name or not attribute:
+        raise UserError(f"{owner} {name!r}: expected 'package.module:callable'")
+    try:
+        found: object = importlib.import_module(module_name)
+    except Exception as error:
+        raise UserError(f"{owner} {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
+    for part in attribute.split("."):
+        if not hasattr(found, part):
+            raise UserError(f"{owner} {name!r}: {module_name} has no {attribute!r}")
+        found = getattr(found, part)
+    return found
+
+
 def read_options(owner: str, options: Mapping[str, object], struct: type[Options]) -> Options:
     """`options` as a checked `struct`. Raises `UserError` that names the wrong option and its owner."""
     valid = [field.encode_name for field in msgspec.structs.fields(struct)]

@@ -3,11 +3,10 @@
 from __future__ import annotations
 
 import contextlib
-import importlib
+import math
 from collections.abc import Callable
-from importlib.metadata import entry_points
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, Literal
 
 import msgspec
 import torch
@@ -18,6 +17,7 @@ from isthmus.cost import ParameterState, Problem, parameter_state
 from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.capture import Captured, Column, capture
@@ -25,6 +25,7 @@ from isthmus.models import ModelSpec, as_eager, build_model
 from isthmus.plan import SCHEDULES
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
+from isthmus.training.preflight import check_limits, check_optimizers
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -121,7 +122,15 @@ def load_job(path: Path) -> Job:
         raise UserError(f"{path}: schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
     if not job.optimizer:
         raise UserError(f"{path}: optimizer: got an empty list, expected at least one [[optimizer]]")
-    job.patience_s  # noqa: B018 - a bad unit is refused here, with the field's name
+    for optimizer in job.optimizer:
+        if optimizer.nesterov and not optimizer.momentum:
+            raise UserError(f"{path}: optimizer.nesterov: got true without momentum, expected momentum above 0")
+    try:
+        patience_s = job.patience_s
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+    if not 1 <= patience_s < math.inf:
+        raise UserError(f"{path}: runtime.patience: got {job.runtime.patience!r}, expected at least 1 s")
     return job
 
 
@@ -157,7 +166,10 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def prepare(job: Job) -> Prepared:
-    """Open the data, build the model under fake tensors and capture it."""
+    """Open the data, build the model under fake tensors and capture it.
+
+    Raises UserError for whatever is wrong with them, or with how they fit together and the optimizers.
+    """
     train = load_dataset(job.data, "train")
     heldout = load_dataset(job.data, "heldout") if job.training.eval_every else None
     dtype = torch.bfloat16 if job.training.precision == "bf16" else torch.float32
@@ -170,6 +182,8 @@ def prepare(job: Job) -> Prepared:
             return module
 
         captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=dtype)
+    check_optimizers(job.optimizer, captured.train.trainable)
+    check_limits(captured.train, {name: c.limit for name, c in train.columns.items() if c.limit is not None})
     return Prepared(
         job=job, columns=dict(train.columns), captured=captured, train_samples=len(train),
         heldout_samples=len(heldout) if heldout is not None else 0,
@@ -193,14 +207,10 @@ def _state(job: Job) -> ParameterState:
 
 def load_hook(name: str) -> Callable[..., object]:
     """A callable named in a job: `package.module:name`, or an entry point of `isthmus.hooks`."""
-    registered = {e.name: e for e in entry_points(group="isthmus.hooks")}
-    if name in registered:
-        return cast("Callable[..., object]", registered[name].load())
-    module, _, attribute = name.partition(":")
-    try:
-        found: object = getattr(importlib.import_module(module), attribute)
-    except (ImportError, AttributeError, ValueError) as e:
-        raise UserError(f"hook {name!r}: {e}; expected package.module:callable or a registered name") from None
+    registered = third_party("isthmus.hooks")
+    if name not in registered and ":" not in name:
+        raise unknown_name("hook", name, [*registered, "package.module:callable"])
+    found = load_third_party(registered[name]) if name in registered else import_object("hook", name)
     if not callable(found):
-        raise UserError(f"hook {name!r}: got {type(found).__name__}, expected a callable")
+        raise UserError(f"hook {name!r}: expected a callable, got {found!r}")
     return found

@@ -1,90 +1,158 @@
-"""A pipeline run stage after stage in this process: the engines of a cut model without transport or protocol."""
+"""A pipeline run stage after stage in this process: the engines of a cut model, without transport or protocol."""
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import random
+from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
-from isthmus.graph import Flow, Ref, StageGraph, assign, partition
+from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
 from isthmus.graph.align import align
-from isthmus.graph.capture import Captured
+from isthmus.graph.capture import Captured, Column, capture
 from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.layout import header_of, pack, receive_buffer, unpack
+from isthmus.training.optim import Optimizers
+from isthmus.training.weights import initial_weights
 
 
-def weights_of(module: nn.Module, captured: Captured) -> dict[str, Tensor]:
-    found: dict[str, Tensor] = dict(captured.constants)
-    found |= dict(module.named_buffers())
-    found |= {n: p.detach() for n, p in module.named_parameters(remove_duplicate=False)}
-    for op in (*captured.train.ops, *captured.eval.ops):
-        if op.kind == "constant" and op.target not in found:
-            value: object = module
-            for part in op.target.split("."):
-                value = getattr(value, part)
-            assert isinstance(value, Tensor)
-            found[op.target] = value
-    return found
+def wire(tensor: Tensor) -> Tensor:
+    """What arrives when the tensor is sent."""
+    header = header_of("t", tensor)
+    flat, buffer = receive_buffer(header)
+    buffer[:] = pack(tensor)
+    return unpack(flat, header)
 
 
 class Pipeline:
+    """Stages in order; all forwards of a step run before its first backward, as in GPipe."""
+
     def __init__(
         self, captured: Captured, boundaries: Sequence[int], weights: Mapping[str, Tensor], config: EngineConfig
     ) -> None:
-        flow = Flow(captured.train)
+        flow, eval_flow = Flow(captured.train), Flow(captured.eval)
         stage_of = assign(flow, boundaries)
+        self.captured = captured
         self.stages: tuple[StageGraph, ...] = partition(flow, stage_of)
-        eval_flow = Flow(captured.eval)
-        self.eval_stages = partition(eval_flow, align(flow, eval_flow, stage_of))
+        evaluation = partition(eval_flow, align(flow, eval_flow, stage_of))
+        nothing = [
+            StageGraph(index=k, ops=(), columns=(), receives=(), sends=(), borrows={}, lends={})
+            for k in range(len(evaluation), len(self.stages))
+        ]
+        self.eval_stages = (*evaluation, *nothing)
         self.engines = [
             TorchEngine(t, e, config, {k: v.clone() for k, v in weights.items()})
             for t, e in zip(self.stages, self.eval_stages, strict=True)
         ]
-        self.columns = {op.target: op.name for op in captured.train.ops if op.kind == "placeholder"}
+        both = (*captured.train.ops, *captured.eval.ops)
+        self.placeholders = {op.target: op.name for op in both if op.kind == "placeholder"}
         self.config = config
+        self.norms: dict[str, Tensor] = {}
 
-    def step(self, number: int, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-        engines = self.engines
-        for owner, engine in enumerate(engines):
-            for user in engines:
+    @property
+    def sums_in_order(self) -> bool:
+        """Whether every sum has the order of eager autograd: no value goes to two stages, no parameter is shared."""
+        sent = [c.value for s in self.stages for c in s.sends if c.gradient]
+        return len(sent) == len(set(sent)) and not any(s.borrows for s in self.stages)
+
+    def _forward(self, mode: str, step: int, m: int, batch: Mapping[str, Tensor]) -> None:
+        arrived: dict[tuple[Ref, int], Tensor] = {}
+        for stage, engine in zip(self.stages if mode == "train" else self.eval_stages, self.engines, strict=True):
+            inputs = {Ref(self.placeholders[c]): batch[c] for c in stage.columns}
+            inputs |= {c.value: arrived[c.value, stage.index] for c in stage.receives}
+            out = engine.forward(step, m, inputs) if mode == "train" else engine.evaluate(m, inputs)
+            for c in stage.sends:
+                assert out[c.value].shape == c.spec.shape_at(self.config.micro_batch_size)
+                assert str(out[c.value].dtype) == f"torch.{c.spec.dtype}"
+                arrived[c.value, c.target] = wire(out[c.value])
+
+    def _backward(self, m: int) -> None:
+        back: dict[int, dict[int, dict[Ref, Tensor]]] = {s.index: {} for s in self.stages}
+        for stage, engine in reversed(list(zip(self.stages, self.engines, strict=True))):
+            given = [back[stage.index][target] for target in sorted(back[stage.index], reverse=True)]
+            gradients = engine.backward(m, given)
+            for c in stage.receives:
+                if c.gradient:
+                    back[c.source].setdefault(stage.index, {})[c.value] = wire(gradients[c.value])
+
+    def share(self) -> None:
+        """Give borrowers the values of shared parameters."""
+        for owner, engine in enumerate(self.engines):
+            for user in self.engines:
                 names = [n for n, o in user.train.borrows.items() if o == owner]
                 user.set_shared(engine.shared_values(names))
+
+    def step(self, number: int, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
+        """(loss, gradients by parameter name) of one step; nothing is updated."""
+        self.share()
         for m, batch in enumerate(micro_batches):
-            wire: dict[tuple[Ref, int], Tensor] = {}
-            for stage, engine in zip(self.stages, engines, strict=True):
-                inputs = {Ref(self.columns[c]): batch[c] for c in stage.columns}
-                inputs |= {c.value: wire[c.value, stage.index] for c in stage.receives}
-                out = engine.forward(number, m, inputs)
-                wire |= {(c.value, c.target): out[c.value] for c in stage.sends}
-            back: dict[int, dict[int, dict[Ref, Tensor]]] = {s.index: {} for s in self.stages}
-            for stage, engine in reversed(list(zip(self.stages, engines, strict=True))):
-                given = [back[stage.index][t] for t in sorted(back[stage.index], reverse=True)]
-                gradients = engine.backward(m, given)
-                for crossing in stage.receives:
-                    if crossing.gradient:
-                        back[crossing.source].setdefault(stage.index, {})[crossing.value] = gradients[crossing.value]
-        counted = any(s.count is not None for s in self.stages)
-        total = sum(e.count for e in engines) if counted else None
-        for owner, engine in enumerate(engines):
+            self._forward("train", number, m, batch)
+        for m in range(len(micro_batches)):
+            self._backward(m)
+        counted = self.captured.train.count is not None
+        total = sum(e.count for e in self.engines) if counted else None
+        for owner, engine in enumerate(self.engines):
             shared = [
-                user.take_shared_gradients([n for n, o in user.train.borrows.items() if o == owner]) for user in engines
+                user.take_shared_gradients([n for n, o in user.train.borrows.items() if o == owner])
+                for user in reversed(self.engines)
             ]
-            engine.collect(total, shared)
-        (told,) = [t for e in engines if (t := e.take_loss()) is not None]
-        return told[0] / told[1], {n: g for e in engines for n, g in e.gradients().items()}
+            self.norms |= dict(zip(engine.owned, engine.collect(total, shared), strict=False))
+        ((loss, count),) = [told for e in self.engines if (told := e.take_loss()) is not None]
+        return loss / (count or 1.0), {n: g for e in self.engines for n, g in e.gradients().items()}
+
+    def update(self, number: int) -> None:
+        norms = None
+        if self.config.clip_norm:
+            norms = torch.stack([self.norms[name] for name in self.captured.train.trainable])
+        for engine in self.engines:
+            engine.update(number, norms)
+
+    def evaluate(self, micro_batches: Sequence[Mapping[str, Tensor]]) -> float:
+        self.share()
+        for m, batch in enumerate(micro_batches):
+            self._forward("eval", 0, m, batch)
+        ((loss, count),) = [told for e in self.engines if (told := e.take_evaluation_loss()) is not None]
+        return loss / (count or 1.0)
+
+    def state(self) -> dict[str, Tensor]:
+        return {name: value for e in self.engines for name, value in e.state().items()}
+
+
+def capture_of(build: Callable[[], nn.Module], columns: Mapping[str, object], **options: object) -> Captured:
+    """Captured on columns that have `dtype` and `shape`."""
+    plain = {name: Column(c.dtype, c.shape) for name, c in columns.items()}  # type: ignore[attr-defined]
+    return capture(build, plain, **options)  # type: ignore[arg-type]
+
+
+def weights_of(build: Callable[[], nn.Module], captured: Captured, seed: int = 1) -> dict[str, Tensor]:
+    return initial_weights(build, captured, seed)
+
+
+def module_of(build: Callable[[], nn.Module], seed: int = 1) -> nn.Module:
+    """The eager twin of `weights_of` under the same seed."""
+    torch.manual_seed(seed)
+    return build().train()
+
+
+def random_cut(captured: Captured, generator: random.Random, most: int = 6) -> list[int]:
+    """A legal cut into 2 to `most` stages."""
+    legal = [c.position for c in cuts(Flow(captured.train))]
+    return sorted(generator.sample(legal, min(generator.randint(1, most - 1), len(legal))))
+
+
+def optimizers_of(module: nn.Module, config: EngineConfig) -> Optimizers:
+    return Optimizers(config.optimizers, {n: p for n, p in module.named_parameters() if p.requires_grad})
 
 
 def batches(columns: Mapping[str, object], count: int, size: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Random micro-batches for columns of `ColumnSpec`s with a `limit`."""
+    """Random micro-batches for columns with `dtype`, `shape` and, for ids and classes, `limit`."""
     generator = torch.Generator().manual_seed(seed)
-    out: list[dict[str, Tensor]] = []
-    for _ in range(count):
-        batch: dict[str, Tensor] = {}
-        for name, column in columns.items():
-            shape = (size, *column.shape)  # type: ignore[attr-defined]
-            if column.dtype == "float32":  # type: ignore[attr-defined]
-                batch[name] = torch.randn(shape, generator=generator)
-            else:
-                batch[name] = torch.randint(0, getattr(column, "limit", None) or 2, shape, generator=generator)
-        out.append(batch)
-    return out
+
+    def draw(column: object) -> Tensor:
+        shape = (size, *column.shape)  # type: ignore[attr-defined]
+        if column.dtype == "float32":  # type: ignore[attr-defined]
+            return torch.randn(shape, generator=generator)
+        return torch.randint(0, getattr(column, "limit", None) or 2, shape, generator=generator)
+
+    return [{name: draw(column) for name, column in columns.items()} for _ in range(count)]

@@ -22,7 +22,7 @@ from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
 from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
 from isthmus.runtime.run import run_spec
-from isthmus.simulator import simulate
+from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
 
 app = typer.Typer(
@@ -86,9 +86,14 @@ def simulate_command(
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations."""
     job = _job(job_file, fleet, planner, devices, steps)
-    prepared, chosen = prepare(job), fleet_of(job)
-    found = training.plan_for(prepared, chosen, plan_file)
-    trace = simulate(found, chosen, run_spec(prepared), training.simulation_options(prepared, found))
+    chosen = fleet_of(job)
+    if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
+        found, graph = training.read_plan(job, chosen, plan_file), None
+        trace = simulate(found, chosen, training.plan_spec(job), SimulationOptions(clips=job.training.clip_norm > 0))
+    else:
+        prepared = prepare(job)
+        found, graph = make_plan(job.planner, prepared.problem(chosen)), prepared.captured.train
+        trace = simulate(found, chosen, run_spec(prepared), training.simulation_options(prepared, found))
     if trace_file is not None:
         write_perfetto([trace], trace_file)
     if json:
@@ -108,7 +113,7 @@ def simulate_command(
             ).decode()
         )
     else:
-        _out().print(plan_table(found, chosen, prepared.captured.train))
+        _out().print(plan_table(found, chosen, graph))
         training.print_simulation(_out(), trace, found)
 
 

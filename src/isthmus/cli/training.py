@@ -44,15 +44,26 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     """The given plan document, checked against the job, or a new plan."""
     if document is None:
         return make_plan(prepared.job.planner, prepared.problem(fleet))
-    plan, t = load_plan(document), prepared.job.training
-    if (plan.micro_batches, plan.micro_batch_size) != (t.micro_batches, prepared.job.micro_batch_size):
+    return read_plan(prepared.job, fleet, document)
+
+
+def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
+    """A plan document; UserError when it was made for another batch or names a device that the fleet has not."""
+    plan = load_plan(document)
+    if (plan.micro_batches, plan.micro_batch_size) != (job.training.micro_batches, job.micro_batch_size):
         raise UserError(
             f"plan file {document}: made for {plan.micro_batches} micro-batches of {plan.micro_batch_size}, "
-            f"the job has {t.micro_batches} of {prepared.job.micro_batch_size}"
+            f"the job has {job.training.micro_batches} of {job.micro_batch_size}"
         )
     for stage in plan.stages:
         fleet.device(stage.device)
     return plan
+
+
+def plan_spec(job: Job) -> RunSpec:
+    """The job's training steps alone: what a plan without its model can be simulated for."""
+    t = job.training
+    return RunSpec(steps=t.steps, micro_batches=t.micro_batches, micro_batch_size=job.micro_batch_size)
 
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:

@@ -29,13 +29,13 @@ Lengths of time, bandwidths, speeds and sizes are texts with a unit (see `isthmu
 from __future__ import annotations
 
 import json
-import tomllib
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
 import msgspec
 
+from isthmus.documents import convert, parse_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
 from isthmus.units import (
@@ -105,11 +105,7 @@ def load_fleet(path: str | Path) -> Fleet:
 
 def parse_fleet(text: str, source: str) -> Fleet:
     """The fleet written in `text`; `source` is what messages call it, and its stem the fleet's name if it has none."""
-    try:
-        document = tomllib.loads(text)
-    except (ValueError, RecursionError) as error:  # wider than TOMLDecodeError: integers of 5,000 digits, deep nesting
-        raise UserError(f"{source}: not valid TOML: {error}") from None
-    fleet = _table(document, _FleetTable, f"{source}: top level")
+    fleet = _table(parse_toml(text, source), _FleetTable, f"{source}: top level")
     devices = tuple(_devices(fleet.device, source))
     links = _links(fleet, devices, source)
     try:
@@ -203,25 +199,9 @@ def _link(table: _LinkTable | _RouteTable, where: str) -> Link:
 
 
 def _table(raw: object, form: type[Table], where: str) -> Table:
-    """`raw` as a `form`. Keys are checked first, because msgspec's message would not offer the nearest one."""
     if not isinstance(raw, dict):
         raise UserError(f"{where}: got {raw!r}, expected a table")
-    valid = [field.encode_name for field in msgspec.structs.fields(form)]
-    for key in cast(dict[str, object], raw):
-        if key not in valid:
-            raise UserError(f"{where}: {unknown_name('key', key, valid)}")
-    try:
-        return msgspec.convert(raw, form)
-    except msgspec.ValidationError as error:
-        raise UserError(f"{where}: {_plain(str(error))}") from None
-
-
-def _plain(message: str) -> str:
-    """msgspec's message in TOML's words: "key: expected ..." instead of "... - at `$.key`"."""
-    text, _, path = message.partition(" - at `$.")
-    text = text.replace("Object missing required field", "missing key").replace("`", "'")
-    text = text[:1].lower() + text[1:]
-    return f"{path.rstrip('`')}: {text}" if path else text
+    return convert(cast("dict[str, object]", raw), form, where)
 
 
 def _dump_device(device: Device) -> str:

@@ -17,9 +17,10 @@ from torch.export import Dim, ExportedProgram, export
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.capture_errors import ModulePath, explain
-from isthmus.graph.convert import NotAffine, ViewMutation, convert
+from isthmus.graph.convert import convert
 from isthmus.graph.measure import measure
-from isthmus.graph.opgraph import OpGraph, TensorSpec
+from isthmus.graph.opgraph import OpGraph
+from isthmus.graph.sizes import NotAffine
 
 EXAMPLE_BATCH = 4
 """Any size above 1 will do: torch specialises the sizes 0 and 1."""
@@ -85,12 +86,13 @@ def _capture_mode(
     module: nn.Module, columns: Mapping[str, Column], name: str, batch: int, dtype: torch.dtype
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     mode: Literal["train", "eval"] = "train" if module.training else "eval"
+    names = _own_names(module)
     try:
         program = _export(module, _example(columns, max(batch, 2), dtype), symbolic=True)
-        graph, constants = _convert(program, name, mode, None)
+        graph, constants = convert(program, name=name, mode=mode, batch=None, own_names=names)
     except (NotAffine, _Specialised):
         program = _export(module, _example(columns, batch, dtype), symbolic=False)
-        graph, constants = _convert(program, name, mode, batch)
+        graph, constants = convert(program, name=name, mode=mode, batch=batch, own_names=names)
     return measure(graph), constants
 
 
@@ -117,14 +119,20 @@ def _is_specialisation(error: Exception) -> bool:
     return "ConstraintViolation" in text or "Constraints violated" in text or "specialized" in text
 
 
-def _convert(
-    program: ExportedProgram, name: str, mode: Literal["train", "eval"], batch: int | None
-) -> tuple[OpGraph, dict[str, Tensor]]:
-    try:
-        return convert(program, name=name, mode=mode, batch=batch)
-    except ViewMutation:
-        # Writing into a view changes its base: only torch's own functionalisation gets that right.
-        return convert(program.run_decompositions({}), name=name, mode=mode, batch=batch)
+def _own_names(module: nn.Module) -> dict[str, str]:
+    """Every name of each parameter, buffer and tensor attribute -> the first name of the same tensor."""
+    first: dict[int, str] = {}
+    found: dict[str, str] = {}
+    attributes = (
+        (f"{path}.{key}" if path else key, value)
+        for path, part in module.named_modules(remove_duplicate=False)
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor)
+    )
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in (*named, *attributes):
+        found[name] = first.setdefault(id(tensor), name)
+    return found
 
 
 def _example(columns: Mapping[str, Column], batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
@@ -167,8 +175,3 @@ def _shape(value: object) -> str:
     if isinstance(value, Tensor):
         return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
     return f"{type(value).__name__}"
-
-
-def spec_of(tensor: Tensor) -> TensorSpec:
-    """The spec of a concrete tensor."""
-    return TensorSpec(str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))

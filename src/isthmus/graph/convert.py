@@ -4,112 +4,125 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import Literal, cast
 
-import sympy
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
-from torch.export.graph_signature import InputKind, OutputKind
+from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.utils._pytree import TreeSpec
 
 from isthmus.errors import UserError
 from isthmus.graph.allowlist import is_allowed
-from isthmus.graph.opgraph import Affine, Arg, ArgList, Named, Op, OpGraph, OpKind, Ref, Size, TensorSpec
+from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
+from isthmus.graph.schema import IN_PLACE_VIEWS, aliased_position, base_name, hidden_writes, is_random, written
+from isthmus.graph.sizes import NotAffine, Unknown, affine, affine_or_unknown, spec_of
+from isthmus.graph.tidy import count_beside_loss, reachable
+from isthmus.graph.writes import Writes
 
 DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel")
-WRAPPER = "L__self___module"
-
-
-class NotAffine(Exception):
-    """A size depends on the batch in a way that is not affine."""
-
-
-class ViewMutation(Exception):
-    """A view is written in place, so its base changes too."""
+KINDS: dict[InputKind, OpKind] = {
+    InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer",
+    InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "placeholder",
+}  # fmt: skip
 
 
 def convert(
-    program: ExportedProgram, *, name: str, mode: Literal["train", "eval"], batch: int | None
+    program: ExportedProgram,
+    *,
+    name: str,
+    mode: Literal["train", "eval"],
+    batch: int | None,
+    own_names: Mapping[str, str],
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     """The graph, and the real values of the constants that the forward makes itself.
 
-    Raises NotAffine or ViewMutation when the program must be exported in another way first.
+    `own_names` maps every name of a tensor that the module holds to the first of its names. Raises NotAffine when
+    the program must be exported at a fixed batch size.
     """
-    converter = _Converter(program, mode)
-    graph = _reachable(converter.run(name, batch))
+    converter = _Converter(program, mode, batch, own_names)
+    graph = count_beside_loss(reachable(converter.run(name)))
     held = {op.target for op in graph.ops}
     return graph, {k: v for k, v in converter.constants.items() if k in held}
 
 
 class _Converter:
-    def __init__(self, program: ExportedProgram, mode: Literal["train", "eval"]) -> None:
+    def __init__(
+        self, program: ExportedProgram, mode: Literal["train", "eval"], batch: int | None, own_names: Mapping[str, str]
+    ) -> None:
         self.program = program
         self.mode: Literal["train", "eval"] = mode
+        self.batch = batch
+        self.own_names = own_names
         self.ops: dict[str, Op] = {}
-        self.values: dict[fx.Node, Arg] = {}
-        self.base: dict[Ref, Ref] = {}  # view -> what it looks into
-        self.superseded: set[Ref] = set()  # values that an in-place op has replaced
+        self.values: dict[fx.Node, Arg | Unknown] = {}
+        self.writes = Writes(self.ops, batch)
         self.constants: dict[str, Tensor] = {}
+        self.gradients_on = True
+        self.trainable: set[Ref] = set()
+        """Values that depend on a trainable parameter, as far as autograd sees."""
 
-    def run(self, name: str, batch: int | None) -> OpGraph:
+    def run(self, name: str) -> OpGraph:
         self._inputs()
-        results = self._body(self.program.graph_module)
-        mutations, found = self._outputs(results)
-        for target, value in mutations:
-            self._add(Op(
-                name=f"copy_{target}", kind="operator", target="aten.copy_.default",
-                args=(Ref(target), value), outputs=self.ops[target].outputs, mutates=(target,),
-            ))  # fmt: skip
-        loss, count, outputs = found
+        results = tuple(self._latest(a) for a in self._body(self.program.graph_module))
+        loss, count, outputs = self._outputs(results)
         return OpGraph(
             name=name, mode=self.mode, ops=tuple(self.ops.values()), loss=loss, count=count,
-            outputs=outputs if self.mode == "eval" else {}, batch=batch,
+            outputs=outputs if self.mode == "eval" else {}, batch=self.batch,
         )  # fmt: skip
 
     def _inputs(self) -> None:
-        kinds: dict[InputKind, OpKind] = {
-            InputKind.PARAMETER: "parameter", InputKind.BUFFER: "buffer",
-            InputKind.CONSTANT_TENSOR: "constant", InputKind.USER_INPUT: "placeholder",
-        }  # fmt: skip
-        parameters = dict(self.program.named_parameters())
         nodes = {node.name: node for node in self.program.graph.find_nodes(op="placeholder")}
-        (columns,) = self.program.call_spec.in_spec.children()[0].children()
-        names = iter(cast("list[str]", columns.context))
+        columns = iter(_column_names(self.program))
+        first: dict[str, Ref] = {}
         for spec in self.program.graph_signature.input_specs:
-            node = nodes[cast(str, spec.arg.name)]  # type: ignore[union-attr]
-            kind = kinds[spec.kind]
-            target = next(names) if kind == "placeholder" else cast(str, spec.target).removeprefix("module.")
-            if kind == "constant":
-                value = self.program.constants[cast(str, spec.target)]
-                if isinstance(value, Tensor) and type(value) is Tensor:  # a fake one lives on the module
-                    target = f"{self.mode}.{target}"
-                    self.constants[target] = value
-            trainable = kind == "parameter" and parameters[cast(str, spec.target)].requires_grad
+            node = nodes[spec.arg.name]
+            kind = KINDS.get(spec.kind)
+            if kind is None:
+                raise UserError(f"model: forward uses {spec.target!r}: expected tensors and numbers only")
+            target = next(columns) if kind == "placeholder" else self._own_name(spec)
+            if kind != "placeholder" and target in first:  # tied: one variable, whatever the name it is used by
+                self.values[node] = first[target]
+                continue
+            op_name = f"{self.mode}_{node.name}" if target.startswith(f"{self.mode}.") else node.name
             tensor = cast(Tensor, node.meta["val"])
-            self._add(Op(name=node.name, kind=kind, target=target, outputs=(self._spec(tensor),), requires_grad=(trainable,)))
-            self.values[node] = Ref(node.name)
+            trainable = kind == "parameter" and tensor.requires_grad
+            self.ops[op_name] = Op(
+                name=op_name, kind=kind, target=target, outputs=(spec_of(tensor),), requires_grad=(trainable,)
+            )
+            self.values[node] = first[target] = Ref(op_name)
+            if trainable:
+                self.trainable.add(Ref(op_name))
 
-    def _outputs(self, results: tuple[Arg, ...]) -> tuple[list[tuple[str, Arg]], tuple[Ref, Ref | None, dict[str, Ref]]]:
-        mutations: list[tuple[str, Arg]] = []
-        user: list[Arg] = []
-        for spec, value in zip(self.program.graph_signature.output_specs, results, strict=True):
-            if spec.kind is OutputKind.BUFFER_MUTATION:
-                buffer = next(o.name for o in self.ops.values() if o.target == cast(str, spec.target).removeprefix("module."))
-                mutations.append((buffer, value))
-            else:
-                user.append(value)
-        loss_spec, count_spec, others_spec = self.program.call_spec.out_spec.children()
-        del loss_spec
-        loss = user.pop(0)
-        has_count = count_spec.num_leaves == 1 and user and not _is_none(user[0], count_spec)
-        count = user.pop(0) if count_spec.num_leaves == 1 else None
+    def _own_name(self, spec: InputSpec) -> str:
+        """The module's name of a variable; constants that the forward makes are called after the mode."""
+        target = cast(str, spec.target).removeprefix("module.")
+        if target in self.own_names:
+            return self.own_names[target]
+        if spec.kind is not InputKind.CONSTANT_TENSOR:
+            return target
+        value = cast(Tensor, self.program.constants[cast(str, spec.target)])
+        if isinstance(value, FakeTensor):  # made while the module was built, so it has no value yet
+            raise UserError("model: forward uses a tensor kept in a list or dict: make it a buffer (register_buffer)")
+        self.constants[f"{self.mode}.{target}"] = value
+        return f"{self.mode}.{target}"
+
+    def _outputs(self, results: tuple[Arg, ...]) -> tuple[Ref, Ref | None, dict[str, Ref]]:
+        kinds = [spec.kind for spec in self.program.graph_signature.output_specs]
+        user = [value for value, kind in zip(results, kinds, strict=True) if kind is OutputKind.USER_OUTPUT]
+        _, count_spec, others_spec = cast(TreeSpec, self.program.call_spec.out_spec).children()
+        loss, *user = user
+        count: Arg = None
+        if count_spec.num_leaves == 1:
+            count, *user = user
         names = cast("list[str]", others_spec.context or [])
         outputs = {k: v for k, v in zip(names, user, strict=True) if isinstance(v, Ref)}
-        if not isinstance(loss, Ref):
-            raise UserError("model: the loss does not depend on the inputs")
-        return mutations, (loss, count if has_count and isinstance(count, Ref) else None, outputs)
+        if not isinstance(loss, Ref) or self.ops[loss.op].kind != "operator":
+            raise UserError("model: the loss is not computed from the inputs")
+        return loss, count if isinstance(count, Ref) else None, outputs
 
     def _body(self, module: torch.nn.Module) -> tuple[Arg, ...]:
         """Convert every node of a graph module; returns the arguments of its output."""
@@ -125,163 +138,129 @@ class _Converter:
         raise AssertionError("a graph has an output")
 
     def _call(self, node: fx.Node, module: torch.nn.Module) -> None:
-        target = node.target
-        label = str(target)
+        label = str(node.target)
         value = node.meta.get("val")
         if isinstance(value, (torch.SymInt, int)) and not isinstance(value, bool):
-            self.values[node] = _affine(value)
+            self.values[node] = affine_or_unknown(value)
         elif isinstance(value, (torch.SymFloat, torch.SymBool)):
-            raise NotAffine(label)
-        elif target is operator.getitem:
+            self.values[node] = Unknown(label)
+        elif node.target is operator.getitem:
             source, index = cast("tuple[fx.Node, int]", node.args)
             held = self.values[source]
-            if isinstance(held, ArgList):
-                self.values[node] = held.items[index]
-            else:
-                self.values[node] = Ref(cast(Ref, held).op, index)
+            self.values[node] = held.items[index] if isinstance(held, ArgList) else Ref(cast(Ref, held).op, index)
         elif label.startswith("wrap_with"):
-            self._inline(node, module)
-        elif any(part in label for part in DROPPED):
-            return
-        else:
+            self._inline(node, module, label)
+        elif not any(part in label for part in DROPPED):
             self._operator(node, label)
 
-    def _inline(self, node: fx.Node, module: torch.nn.Module) -> None:
+    def _inline(self, node: fx.Node, module: torch.nn.Module, label: str) -> None:
         """A region under no_grad (or set_grad) is a sub-graph; its ops join ours."""
+        if "autocast" in label and node.args[2]:
+            raise UserError(
+                f"model: in module {_module_path(node) or '(top)'!r}: forward turns autocast on: "
+                "leave it out and set the job's dtype"
+            )
         position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
         body = cast(torch.nn.Module, getattr(module, cast(str, cast(fx.Node, node.args[position]).target)))
         inner = [n for n in cast(fx.GraphModule, body).graph.nodes if n.op == "placeholder"]
         for parameter, given in zip(inner, node.args[position + 1 :], strict=True):
             self.values[parameter] = self._arg(given)
+        before = self.gradients_on
+        if "grad" in label:
+            self.gradients_on = bool(node.args[0])
         self.values[node] = ArgList(self._body(body))
+        self.gradients_on = before
 
     def _operator(self, node: fx.Node, label: str) -> None:
         overload = node.target
         path = _module_path(node)
-        if not isinstance(overload, OpOverload) or not is_allowed(label):
-            raise UserError(
-                f"model: module {path or '(top)'!r} calls operator {label}, which is not on the allow-list: "
-                "use operators of torch itself (see isthmus/graph/allowlist.txt)"
-            )
-        args = tuple(self._arg(a) for a in node.args)
-        kwargs = {k: self._arg(v) for k, v in node.kwargs.items() if not _is_default(overload, k, v)}
-        written, label = self._out_of_place(overload, label, args)
-        written += _hidden_writes(label, args)
-        self._check_superseded(args, kwargs, path)
-        values = node.meta["val"]
-        tensors = tuple(values) if isinstance(values, (tuple, list)) else (values,)
-        op = Op(
-            name=node.name, kind="operator", target=label, args=args, kwargs=kwargs,
-            outputs=tuple(self._spec(t) for t in tensors), module=path,
-            random=_is_random(overload, args, kwargs), mutates=written,
-        )  # fmt: skip
-        self._add(op)
-        self._follow_views(overload, op)
-        result = Ref(op.name)
-        self.values[node] = result
-        if overload._schema.is_mutable and not written and label != str(overload):
-            self._replace(cast(Ref, args[0]), result)
-
-    def _out_of_place(self, overload: OpOverload, label: str, args: tuple[Arg, ...]) -> tuple[tuple[str, ...], str]:
-        """(buffers that stay written in place, operator to call)."""
-        written = [
-            a for a, s in zip(args, overload._schema.arguments, strict=False)
-            if s.alias_info is not None and s.alias_info.is_write and isinstance(a, Ref)
-        ]  # fmt: skip
-        if not written:
-            return (), label
-        (ref,) = written
-        root = self._root(ref)
-        if self.ops[root.op].kind == "buffer" and root == ref:
-            return (ref.op,), label
-        aliases = [v for v in self.base if self._root(v) == root and v != ref]
-        if root != ref or aliases or self.ops[root.op].kind != "operator":
-            raise ViewMutation(label)
         functional = label.replace("_.", ".", 1)
-        if not is_allowed(functional):
-            raise ViewMutation(label)
-        return (), functional
-
-    def _replace(self, old: Ref, new: Ref) -> None:
-        """Every later use of the value `old` means `new`."""
-        self.superseded.add(old)
-        for node, value in self.values.items():
-            if value == old:
-                self.values[node] = new
-
-    def _check_superseded(self, args: tuple[Arg, ...], kwargs: Mapping[str, Arg], path: str) -> None:
-        used = set(Op(name="", kind="operator", target="", args=args, kwargs=dict(kwargs)).refs())
-        if used & self.superseded:
-            raise ViewMutation(path)
-
-    def _follow_views(self, overload: OpOverload, op: Op) -> None:
-        aliased = {
-            frozenset(s.alias_info.before_set): a
-            for a, s in zip(op.args, overload._schema.arguments, strict=False)
-            if s.alias_info is not None and not s.alias_info.is_write and isinstance(a, Ref)
-        }
-        if not aliased or not any(r.alias_info is not None for r in overload._schema.returns):
+        if not isinstance(overload, OpOverload) or not (is_allowed(label) or is_allowed(functional)):
+            raise UserError(
+                f"model: in module {path or '(top)'!r}: operator {label.removesuffix('.default')} is not on the "
+                "allow-list: use operators of torch itself (see isthmus/graph/allowlist.txt)"
+            )
+        names = tuple(self._arg(a) for a in node.args)
+        args = tuple(self._latest(a) for a in names)
+        kwargs = {k: self._latest(self._arg(v)) for k, v in node.kwargs.items() if not _is_default(overload, k, v)}
+        values: Tensor | Sequence[Tensor] = node.meta["val"]
+        tensors = (values,) if isinstance(values, Tensor) else tuple(values)
+        # An empty tuple: whether a gradient is due is measured later.
+        quiet = () if self.gradients_on else (False,) * len(tensors)
+        retaken = base_name(label) in IN_PLACE_VIEWS
+        op = Op(
+            name=node.name, kind="operator", target=functional if retaken else label, args=args, kwargs=kwargs,
+            outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=path,
+            random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
+        )  # fmt: skip
+        by_position, by_keyword = written(overload, names, kwargs)
+        if (by_position or by_keyword) and not retaken:
+            self.values[node] = self._write(op, names, by_position, by_keyword)
             return
-        source = next(iter(aliased.values()))
-        for index in range(len(op.outputs)):
-            self.base[Ref(op.name, index)] = source
+        self.ops[op.name] = op
+        self.writes.record(op, 0 if retaken else aliased_position(overload), names)
+        self.values[node] = Ref(op.name)
+        if self._passes_gradients(op, names):
+            self.trainable |= {Ref(op.name, i) for i, t in enumerate(tensors) if t.dtype.is_floating_point}
 
-    def _root(self, ref: Ref) -> Ref:
-        while ref in self.base:
-            ref = self.base[ref]
+    def _write(self, op: Op, names: Sequence[Arg], by_position: list[Ref], by_keyword: list[str]) -> Ref:
+        """An in-place operator; returns the tensor that it wrote."""
+        where = f"model: in module {op.module or '(top)'!r}: {op.target.removesuffix('.default')}"
+        if by_keyword or len(by_position) != 1:
+            raise UserError(f"{where} writes to an out= argument: use its result instead")
+        (ref,) = by_position
+        root = self.ops[self.writes.root(ref).op]
+        if root.kind in ("parameter", "constant"):
+            what = "only the optimizer may" if root.kind == "parameter" else "make it a buffer (register_buffer)"
+            raise UserError(f"{where} writes {root.kind} {root.target!r} in forward: {what}")
+        unseen = not self.gradients_on or self.writes.passes_detach(ref)
+        if unseen and {ref, self.writes.root(ref)} & self.trainable:
+            raise UserError(
+                f"{where} writes in place, hidden from autograd (no_grad, detach or .data), a tensor that carries "
+                "gradients: compute a new tensor instead"
+            )
+        touched = self.writes.write(ref, op)
+        if self._passes_gradients(op, names):
+            self.trainable |= touched
         return ref
 
-    def _add(self, op: Op) -> None:
-        self.ops[op.name] = op
+    def _passes_gradients(self, op: Op, names: Sequence[Arg]) -> bool:
+        given = Op(name="", kind="operator", target="", args=tuple(names), kwargs=op.kwargs).refs()
+        return self.gradients_on and base_name(op.target) != "detach" and not self.trainable.isdisjoint(given)
 
-    def _spec(self, tensor: Tensor) -> TensorSpec:
-        return TensorSpec(
-            str(tensor.dtype).removeprefix("torch."),
-            tuple(_affine(s) for s in tensor.shape),
-            tuple(_affine(s) for s in tensor.stride()),
-        )
+    def _latest(self, arg: Arg) -> Arg:
+        """The argument with every tensor replaced by the value that it has now."""
+        if isinstance(arg, Ref):
+            return self.writes.latest(arg)
+        if isinstance(arg, ArgList):
+            return ArgList(tuple(self._latest(a) for a in arg.items))
+        return arg
 
     def _arg(self, value: object) -> Arg:
         if isinstance(value, fx.Node):
-            return self.values[value]
+            known = self.values[value]
+            if isinstance(known, Unknown):
+                raise NotAffine(known.what)
+            return known
         if isinstance(value, (list, tuple)):
             return ArgList(tuple(self._arg(v) for v in cast("list[object]", value)))
         if isinstance(value, (torch.SymInt, torch.SymFloat, torch.SymBool)):
-            return _affine(cast(torch.SymInt, value))
-        if isinstance(value, torch.dtype):
-            return Named("dtype", str(value).removeprefix("torch."))
+            return affine(cast(torch.SymInt, value))
         if isinstance(value, torch.device):
             return Named("device", "stage")  # wherever the stage runs
-        if isinstance(value, torch.layout):
-            return Named("layout", str(value).removeprefix("torch."))
-        if isinstance(value, torch.memory_format):
-            return Named("memory_format", str(value).removeprefix("torch."))
+        if isinstance(value, (torch.dtype, torch.layout, torch.memory_format)):
+            kind = cast("Literal['dtype', 'layout', 'memory_format']", type(value).__name__)
+            return Named(kind, str(value).removeprefix("torch."))
         if isinstance(value, float) and not math.isfinite(value):
             return Named("float", str(value))
         if value is None or isinstance(value, (bool, int, float, str)):
             return value
-        raise UserError(f"model: an operator takes an argument of type {type(value).__name__}, expected tensors and numbers")
+        raise UserError(f"model: an operator takes a {type(value).__name__}, expected tensors and numbers")
 
 
-def _is_none(value: Arg, spec: object) -> bool:
-    return value is None and spec is not None
-
-
-def _affine(value: int | torch.SymInt) -> Size:
-    """An int, or the affine function of the batch that a symbolic size is."""
-    if isinstance(value, int):
-        return value
-    expr = sympy.expand(cast(sympy.Expr, value.node.expr))
-    symbols = tuple(expr.free_symbols)
-    if not symbols:
-        return int(expr)
-    if len(symbols) > 1:
-        raise NotAffine(str(expr))
-    slope = expr.coeff(symbols[0], 1)
-    fixed = expr - slope * symbols[0]
-    if not (slope.is_Integer and sympy.expand(fixed).is_Integer):
-        raise NotAffine(str(expr))
-    return Affine(int(slope), int(sympy.expand(fixed)))
+def _column_names(program: ExportedProgram) -> list[str]:
+    (columns,) = cast(TreeSpec, program.call_spec.in_spec).children()[0].children()
+    return cast("list[str]", columns.context)
 
 
 def _module_path(node: fx.Node) -> str:
@@ -293,34 +272,3 @@ def _module_path(node: fx.Node) -> str:
 def _is_default(overload: OpOverload, name: str, value: object) -> bool:
     """`pin_memory=False` and the like say nothing, and CUDA refuses some of them."""
     return name == "pin_memory" or (name == "layout" and value is torch.strided and "to" not in overload.name())
-
-
-def _is_random(overload: OpOverload, args: tuple[Arg, ...], kwargs: Mapping[str, Arg]) -> bool:
-    """Whether the operator draws random numbers under these arguments."""
-    base = overload.name().split("::")[1].split(".")[0]
-    if base in ("dropout", "feature_dropout", "alpha_dropout", "native_dropout"):
-        return bool(args[1]) and bool(args[2])
-    if base == "scaled_dot_product_attention":
-        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
-    return torch.Tag.nondeterministic_seeded in overload.tags
-
-
-def _hidden_writes(label: str, args: tuple[Arg, ...]) -> tuple[str, ...]:
-    """Batch and instance norm update their running statistics, which their schema does not say."""
-    if label in ("aten.batch_norm.default", "aten.instance_norm.default") and args[5] is True:
-        return tuple(a.op for a in args[3:5] if isinstance(a, Ref))
-    return ()
-
-
-def _reachable(graph: OpGraph) -> OpGraph:
-    """Only the ops that the loss, the count, the outputs or a written buffer need."""
-    wanted = {r.op for r in (graph.loss, graph.count, *graph.outputs.values()) if r is not None}
-    kept: list[Op] = []
-    for op in reversed(graph.ops):
-        if op.name in wanted or op.mutates:
-            kept.append(op)
-            wanted.update(ref.op for ref in op.refs())
-    return OpGraph(
-        name=graph.name, mode=graph.mode, ops=tuple(reversed(kept)), loss=graph.loss, count=graph.count,
-        outputs=graph.outputs, batch=graph.batch,
-    )  # fmt: skip

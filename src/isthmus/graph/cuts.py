@@ -72,9 +72,12 @@ def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:
         if op.kind not in ("placeholder", "operator") or op.name in flow.free:
             continue
         for index in range(len(op.outputs)):
-            uses = [position[c] for c in flow.consumers.get(Ref(op.name, index), ())]
+            ref = Ref(op.name, index)
+            uses = [position[c] for c in flow.consumers.get(ref, ())]
+            if ref == flow.graph.count:
+                uses.append(position[flow.graph.loss.op])
             if uses:
-                spans[Ref(op.name, index)] = (position.get(op.name, min(uses)), max(uses))
+                spans[ref] = (position.get(op.name, min(uses)), max(uses))
     return spans
 
 

@@ -18,8 +18,10 @@ from torch._subclasses import FakeTensorMode
 from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
+from isthmus.errors import InternalError
 from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, TensorSpec
-from isthmus.graph.resolve import bind, differs, no_gradient, operator_of
+from isthmus.graph.resolve import bind, no_gradient, operator_of
+from isthmus.graph.schema import storage_of
 
 PROBE_BATCHES = (2, 3)
 
@@ -33,6 +35,8 @@ class _Cost(NamedTuple):
     """Saved for backward and taken as inputs: positions among the op's distinct refs."""
     requires_grad: tuple[bool, ...]
     view: bool
+    outputs: tuple[TensorSpec, ...]
+    """At the ledger's batch size."""
 
 
 def measure(graph: OpGraph) -> OpGraph:
@@ -50,10 +54,25 @@ def _annotate(op: Op, ledgers: list[_Ledger], batches: tuple[int, ...]) -> Op:
         return op
     rows = [ledger.charge(op) for ledger in ledgers]
     forward, backward, saved = (_fit([row[i] for row in rows], batches) for i in range(3))
+    made = [[ledger.specs[Ref(op.name, i)] for ledger in ledgers] for i in range(len(op.outputs))]
     return msgspec.structs.replace(
         op, flops_forward=forward, flops_backward=backward, saved_bytes=saved,
         requires_grad=ledgers[0].flags[op.name],
+        outputs=tuple(_with_layout(op, s, m, batches) for s, m in zip(op.outputs, made, strict=True)),
     )  # fmt: skip
+
+
+def _with_layout(op: Op, spec: TensorSpec, made: list[TensorSpec], batches: tuple[int, ...]) -> TensorSpec:
+    """`spec` with the strides that the operator really gives: out of place they may differ from in place."""
+    for at_batch, batch in zip(made, batches, strict=True):
+        if (at_batch.dtype, at_batch.shape) != (spec.dtype, spec.shape_at(batch)):
+            raise InternalError(
+                f"op {op.name} ({op.target}) in module {op.module!r} gives {at_batch.dtype} {at_batch.shape} at batch "
+                f"{batch}, its graph says {spec.dtype} {spec.shape_at(batch)}"
+            )
+    strides = zip(*(s.stride_at(b) for s, b in zip(made, batches, strict=True)), strict=True)
+    fits = [_fit(list(values), batches) for values in strides]
+    return TensorSpec(spec.dtype, spec.shape, tuple(f if f.per_sample else f.fixed for f in fits))
 
 
 def _fit(values: list[int], batches: tuple[int, ...]) -> Affine:
@@ -81,20 +100,20 @@ class _Ledger:
 
     def hold(self, op: Op) -> None:
         self.flags[op.name] = op.requires_grad
-        self.specs[Ref(op.name)] = op.outputs[0]
+        spec = op.outputs[0]
+        self.specs[Ref(op.name)] = TensorSpec(spec.dtype, spec.shape_at(self.batch), spec.stride_at(self.batch))
         if op.kind != "placeholder":
             self.variables.add(op.name)
 
     def charge(self, op: Op) -> tuple[int, int, int]:
         """(forward FLOPs, backward FLOPs, saved bytes) of an operator."""
         refs = list(dict.fromkeys(op.refs()))
-        for index, spec in enumerate(op.outputs):
-            self.specs[Ref(op.name, index)] = spec
         signature = self._signature(op, refs)
         if signature not in self.known:
             self.known[signature] = self._run(op, refs)
         cost = self.known[signature]
         self.flags[op.name] = cost.requires_grad
+        self.specs |= {Ref(op.name, i): spec for i, spec in enumerate(cost.outputs)}
         saved = cost.fresh_bytes
         for position in cost.saved_inputs:
             root = self._root(refs[position])
@@ -118,7 +137,8 @@ class _Ledger:
         def plain(arg: Arg) -> object:
             return number[arg] if isinstance(arg, Ref) else (type(arg).__name__, repr(arg))
 
-        return op.target, kinds, repr([plain(a) for a in op.args]), repr(op.kwargs), tuple(op.refs()) == tuple(refs)
+        # Before its measurement, flags tell whether the op ran under no_grad.
+        return op.target, kinds, repr([plain(a) for a in op.args]), repr(op.kwargs), op.requires_grad
 
     def _run(self, op: Op, refs: list[Ref]) -> _Cost:
         inputs = {ref: self._leaf(ref) for ref in refs}
@@ -141,7 +161,8 @@ class _Ledger:
             if roots and leaves:
                 torch.autograd.grad(roots, leaves, [torch.empty_like(t) for t in roots], allow_unused=True)
             backward = counter.get_total_flops() - forward
-        view = any(differs(t) for t in outputs) or any(t is o for t in inputs.values() for o in outputs)
+        taken_in = {storage_of(t) for t in inputs.values()}
+        view = any(storage_of(t) in taken_in for t in outputs)
         if not view and not forward:
             forward = sum(t.numel() for t in outputs)
             backward = sum(t.numel() for t in leaves) if roots else 0
@@ -149,7 +170,9 @@ class _Ledger:
         if attention is not None:
             forward, backward = attention
         fresh, taken = _split_saved(saved, list(inputs.values()))
-        return _Cost(int(forward), int(backward), fresh, taken, tuple(t.requires_grad for t in outputs), view)
+        flags = tuple(t.requires_grad for t in outputs)
+        specs = tuple(TensorSpec(_name(t.dtype), tuple(t.shape), tuple(t.stride())) for t in outputs)
+        return _Cost(int(forward), int(backward), fresh, taken, flags, view, specs)
 
     def _leaf(self, ref: Ref) -> Tensor:
         spec = self.specs[ref]
@@ -169,13 +192,17 @@ def _attention_flops(op: Op, inputs: list[Tensor], differentiable: bool) -> tupl
 
 def _split_saved(saved: list[Tensor], inputs: list[Tensor]) -> tuple[int, tuple[int, ...]]:
     """Bytes that the operator made and keeps, and positions of the inputs that it keeps."""
-    owners = {t.untyped_storage()._cdata: i for i, t in enumerate(inputs)}
+    owners = {storage_of(t): i for i, t in enumerate(inputs)}
     taken: set[int] = set()
     fresh: dict[int, int] = {}
     for tensor in saved:
-        storage = tensor.untyped_storage()._cdata
+        storage = storage_of(tensor)
         if storage in owners:
             taken.add(owners[storage])
         else:
-            fresh[storage] = tensor.numel() * DTYPE_BYTES[str(tensor.dtype).removeprefix("torch.")]
+            fresh[storage] = tensor.numel() * DTYPE_BYTES[_name(tensor.dtype)]
     return sum(fresh.values()), tuple(sorted(taken))
+
+
+def _name(dtype: torch.dtype) -> str:
+    return str(dtype).removeprefix("torch.")

@@ -65,6 +65,12 @@ def size_at(size: Size, batch: int) -> int:
     return size.at(batch) if isinstance(size, Affine) else size
 
 
+def add_sizes(a: Size, b: Size) -> Size:
+    if isinstance(a, int) and isinstance(b, int):
+        return a + b
+    return (a if isinstance(a, Affine) else Affine(0, a)) + (b if isinstance(b, Affine) else Affine(0, b))
+
+
 class TensorSpec(msgspec.Struct, frozen=True):
     """Type, shape and memory layout of one tensor. Strides count elements, as in torch."""
 
@@ -144,6 +150,11 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True):
             if op.name == name:
                 return op
         raise KeyError(name)
+
+    @property
+    def trainable(self) -> tuple[str, ...]:
+        """Names of the trainable parameters in the module's own order: the order of a sum over all of them."""
+        return tuple(o.target for o in self.ops if o.kind == "parameter" and any(o.requires_grad))
 
     @property
     def parameter_bytes(self) -> int:

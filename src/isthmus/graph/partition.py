@@ -52,7 +52,9 @@ def assign(flow: Flow, boundaries: Sequence[int]) -> dict[str, int]:
     """Stage of each operator when stage k ends before operator number `boundaries[k]` of `flow.operators`."""
     bounds = [0, *boundaries, len(flow.operators)]
     if any(a >= b for a, b in itertools.pairwise(bounds)):
-        raise UserError(f"cut positions: got {list(boundaries)}, expected strictly increasing within 1..{bounds[-1] - 1}")
+        raise UserError(
+            f"cut positions: got {list(boundaries)}, expected strictly increasing within 1..{bounds[-1] - 1}"
+        )
     return {
         op.name: stage
         for stage, (a, b) in enumerate(itertools.pairwise(bounds))
@@ -76,6 +78,8 @@ def partition(flow: Flow, stage_of: Mapping[str, int]) -> tuple[StageGraph, ...]
 def _users(flow: Flow, stage_of: Mapping[str, int]) -> dict[str, list[int]]:
     """Stages that need each op, ascending: an assigned operator is needed where it runs, all else where it is used."""
     users: dict[str, set[int]] = {op.name: set() for op in flow.graph.ops}
+    if flow.graph.count is not None:  # the stage of the loss tells both
+        users[flow.graph.count.op].add(stage_of[flow.graph.loss.op])
     for op in reversed(flow.graph.ops):
         stages = {stage_of[op.name]} if op.name in stage_of else users[op.name]
         for ref in op.refs():
@@ -106,6 +110,8 @@ def _crossings(flow: Flow, users: Mapping[str, list[int]], home: Mapping[str, in
         for index, spec in enumerate(op.outputs):
             ref = Ref(op.name, index)
             targets = {home[c] for c in flow.consumers.get(ref, ())} - {home[op.name]}
+            if ref == flow.graph.count and home[flow.graph.loss.op] != home[op.name]:
+                targets.add(home[flow.graph.loss.op])
             if any(t < home[op.name] for t in targets):
                 raise InternalError(f"op {op.name} of stage {home[op.name]} feeds an earlier stage: {sorted(targets)}")
             found += [
@@ -119,10 +125,13 @@ def _stage(
 ) -> StageGraph:
     graph = flow.graph
     held: list[Op] = []
+    columns: list[str] = []
     borrows: dict[str, int] = {}
     lends: dict[str, tuple[int, ...]] = {}
     for op in graph.ops:
         if op.kind == "placeholder":
+            if users[op.name] and home[op.name] == index:
+                columns.append(op.target)
             continue
         shared = op.kind in ("parameter", "buffer", "constant") or op.name in flow.free
         if index != home[op.name] and not (shared and index in users[op.name]):
@@ -136,12 +145,12 @@ def _stage(
     return StageGraph(
         index=index,
         ops=tuple(held),
-        columns=tuple(o.target for o in graph.ops if o.kind == "placeholder" and users[o.name] and home[o.name] == index),
+        columns=tuple(columns),
         receives=tuple(c for c in crossings if c.target == index),
         sends=tuple(c for c in crossings if c.source == index),
         borrows=borrows,
         lends=lends,
         loss=graph.loss if home[graph.loss.op] == index else None,
-        count=graph.count if graph.count is not None and home[graph.count.op] == index else None,
+        count=graph.count if home[graph.loss.op] == index else None,
         outputs={k: r for k, r in graph.outputs.items() if home[r.op] == index},
     )

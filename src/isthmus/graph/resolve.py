@@ -26,6 +26,12 @@ def operator_of(target: str) -> Callable[..., object]:
         raise UserError(f"operator graph: this torch ({torch.__version__}) has no operator {target!r}") from None
 
 
+def exists(target: str) -> bool:
+    """Whether this torch has the operator."""
+    _, name, overload = target.split(".")
+    return hasattr(getattr(torch.ops.aten, name, None), overload)
+
+
 def bind(
     op: Op, tensor: Callable[[Ref], Tensor], batch: int, device: torch.device
 ) -> tuple[list[Argument], dict[str, Argument]]:
@@ -63,8 +69,3 @@ def no_gradient(op: Op, inputs: Sequence[bool], mode: Literal["train", "eval"]) 
     if mode == "eval":
         return True
     return bool(op.requires_grad) and any(inputs) and not any(op.requires_grad)
-
-
-def differs(tensor: Tensor) -> bool:
-    """Whether the tensor is a view of another."""
-    return tensor._is_view()

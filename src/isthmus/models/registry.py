@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import importlib
 import inspect
 from collections.abc import Callable, Mapping
 
 import msgspec
 from torch import nn
 
-from isthmus.errors import UserError, unknown_name
-from isthmus.extensions import load_third_party, read_options, third_party
+from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.extensions import import_object, load_third_party, read_options, third_party
 from isthmus.models import hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
@@ -77,33 +76,23 @@ def build_model(spec: ModelSpec) -> nn.Module:
     if name.startswith("hf:"):
         return hugging_face.build_from_class(name, name.removeprefix("hf:"), spec.options)
     if ":" in name:
-        return _call(name, _import_callable(name), spec.options)
+        return _call(name, import_object("model", name), spec.options)
     others = third_party(ENTRY_POINTS)
     if name in others:
         return _call(name, load_third_party(others[name]), spec.options)
     raise unknown_name("model", name, model_names())
 
 
-def _import_callable(name: str) -> object:
-    module_name, _, attribute = name.partition(":")
-    if not module_name or not attribute:
-        raise UserError(f"model {name!r}: expected 'package.module:callable'")
-    try:
-        found: object = importlib.import_module(module_name)
-    except Exception as error:  # the user's module may raise anything while it is imported
-        raise UserError(f"model {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
-    for part in attribute.split("."):
-        if not hasattr(found, part):
-            raise UserError(f"model {name!r}: {module_name} has no {attribute!r}")
-        found = getattr(found, part)
-    return found
-
-
 def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
     if not callable(build):
         raise UserError(f"model {name!r}: expected a callable that returns an nn.Module, got {build!r}")
     _check_arguments(name, build, options)
-    module: object = build(**options)
+    try:
+        module: object = build(**options)
+    except IsthmusError:
+        raise
+    except Exception as error:  # somebody else's code
+        raise UserError(f"model {name!r}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"model {name!r}: expected it to return an nn.Module, got {type(module).__name__}")
     return module

@@ -4,14 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import sys
-from collections.abc import Collection, Iterator
+from collections.abc import Collection, Generator
 from unittest import mock
 
 MASKS = "transformers.masking_utils"
 
 
 @contextlib.contextmanager
-def as_eager(columns: Collection[str]) -> Iterator[None]:
+def as_eager(columns: Collection[str]) -> Generator[None]:
     """While active, attention masks are decided as in an eager forward.
 
     Under export the library builds a mask that eager leaves to the attention kernel (`is_causal`), since an export

@@ -8,6 +8,7 @@ relaxation bounds what is still to be paid.
 
 from __future__ import annotations
 
+import itertools
 from typing import NamedTuple
 
 import numpy as np
@@ -24,6 +25,8 @@ class Cost(NamedTuple):
     sum_s: float
     """fill + shared."""
     bottleneck_s: float
+    shared_s: float = 0.0
+    """The part of the sum that is paid once per step."""
 
 
 class SearchTooLarge(Exception):
@@ -38,14 +41,15 @@ class Best(NamedTuple):
 def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: int, device: int) -> Cost:
     """What the stage [start, end) on `device` adds to the sum, and the longest it keeps itself or a link busy."""
     messages: dict[int, list[int]] = {}
+    shared = 0.0
     total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
     for (number, use), holder in zip(blocks.live[start], label, strict=True):
         if use >= end:
             continue
         item = blocks.items[number]
         if item.per_step:
-            total += network.message_s(holder, device, item.forward_bytes)
-            total += network.message_s(device, holder, item.backward_bytes)
+            shared += network.message_s(holder, device, item.forward_bytes)
+            shared += network.message_s(device, holder, item.backward_bytes)
         else:
             message = messages.setdefault(holder, [0, 0])
             message[0] += item.forward_bytes
@@ -54,7 +58,7 @@ def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: 
         total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
         wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
         bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
-    return Cost(total, bottleneck)
+    return Cost(total + shared, bottleneck, shared)
 
 
 def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) -> Label:
@@ -63,15 +67,39 @@ def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) 
 
 
 def path_cost(blocks: Blocks, network: Network, path: Path) -> Cost:
-    """The closed form of a whole pipeline: (fill + shared, period)."""
+    """The closed form of a whole pipeline: (fill + shared, period, shared)."""
+    stages = stage_costs(blocks, network, path)
+    return Cost(
+        sum(c.sum_s for c in stages), max(c.bottleneck_s for c in stages), sum(c.shared_s for c in stages)
+    )
+
+
+def stage_costs(blocks: Blocks, network: Network, path: Path) -> list[Cost]:
     label: Label = ()
-    total = bottleneck = 0.0
-    bounds = (0, *path.cut, blocks.count)
-    for device, start, end in zip(path.devices, bounds, bounds[1:], strict=True):
-        cost = stage_cost(blocks, network, label, start, end, device)
-        total, bottleneck = total + cost.sum_s, max(bottleneck, cost.bottleneck_s)
+    found: list[Cost] = []
+    for device, (start, end) in _stages(blocks, path):
+        found.append(stage_cost(blocks, network, label, start, end, device))
         label = next_label(blocks, label, start, end, device)
-    return Cost(total, bottleneck)
+    return found
+
+
+def _stages(blocks: Blocks, path: Path) -> list[tuple[int, tuple[int, int]]]:
+    return list(zip(path.devices, itertools.pairwise((0, *path.cut, blocks.count)), strict=True))
+
+
+def objective(relaxation: Relaxation, path: Path) -> Cost:
+    """What the relaxation bounds: the closed form, or the throttled one, whose sum leaves shared parameters out."""
+    if not relaxation.throttled:
+        return path_cost(relaxation.tables.blocks, relaxation.network, path)
+    blocks, network = relaxation.tables.blocks, relaxation.network
+    cost = path_cost(blocks, network, path)
+    bottleneck, round_trip_s = cost.bottleneck_s, 0.0
+    pairs = zip(_stages(blocks, path), stage_costs(blocks, network, path), strict=True)
+    for (device, (start, end)), stage in reversed(list(pairs)):
+        compute_s = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
+        bottleneck = max(bottleneck, relaxation.throttle_s(device, start, end, round_trip_s + compute_s))
+        round_trip_s += stage.sum_s - stage.shared_s
+    return Cost(cost.sum_s - cost.shared_s, bottleneck, cost.shared_s)
 
 
 class _Reached(NamedTuple):
@@ -81,10 +109,13 @@ class _Reached(NamedTuple):
     boundary: int
 
 
-def least_sum(relaxation: Relaxation, cutoff_s: float, most_states: int) -> tuple[Best | None, int]:
-    """The least sum below `cutoff_s` under the relaxation's last threshold, and how many states were expanded.
+def least_sum(
+    relaxation: Relaxation, threshold_s: float, cutoff_s: float, most_states: int
+) -> tuple[Best | None, int]:
+    """The least sum below `cutoff_s` with a bottleneck up to `threshold_s`, and how many states were expanded.
 
-    None where no pipeline is below. Raises SearchTooLarge beyond `most_states`.
+    None where no pipeline is below. The relaxation must hold the bounds of this threshold or of a larger one.
+    Raises SearchTooLarge beyond `most_states`.
     """
     blocks, network, routes = relaxation.tables.blocks, relaxation.network, relaxation.routes
     reached: list[dict[tuple[int, Label], _Reached]] = [{} for _ in routes.states]
@@ -108,7 +139,7 @@ def least_sum(relaxation: Relaxation, cutoff_s: float, most_states: int) -> tupl
                     step = stage_cost(blocks, network, label, start, end, device)
                     cost = Cost(entry.cost.sum_s + step.sum_s, max(entry.cost.bottleneck_s, step.bottleneck_s))
                     to_go = float(relaxation.values[after][end])
-                    if step.bottleneck_s > relaxation.threshold or cost.sum_s + to_go >= cutoff_s:
+                    if step.bottleneck_s > threshold_s or cost.sum_s + to_go >= cutoff_s:
                         continue
                     key = (end, next_label(blocks, label, start, end, device))
                     known = reached[after].get(key)

@@ -8,6 +8,7 @@ below, and `exact_cut` needs to look only where it is not tight.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Hashable
 from typing import NamedTuple
 
 import numpy as np
@@ -19,7 +20,9 @@ from isthmus.planners.network import Floats, Network
 from isthmus.planners.routes import ANY, Routes, State
 from isthmus.planners.stage_tables import Received, StageTables
 
-SMALL_TABLE = 60_000
+TINY = 1e-9
+"""Relative slack for rounding wherever a range is narrowed before the exact comparison."""
+SMALL_TABLE = 100_000
 """Cells of a table up to which costs per pair of devices are kept between thresholds."""
 
 
@@ -36,31 +39,41 @@ class Relaxed(NamedTuple):
     path: Path
 
 
-class _Cells(NamedTuple):
-    """Seconds of every stage [a, b) on one device after another: cost in the sum, and in the bottleneck."""
-
-    cost: Floats
-    bottleneck: Floats
-
-
 class Relaxation:
-    def __init__(self, problem: Problem, network: Network, tables: StageTables, routes: Routes) -> None:
+    """One problem on one set of routes.
+
+    A stage must have memory for the micro-batches of the classic schedule; or, with `throttled`, for as many as
+    hide its round trip behind the threshold, be they more or fewer. The round trip from a stage to the end and back
+    is what this programme minimises from the end on, so that stays one pass. Then it leaves shared parameters
+    out, which are no part of a round trip, and takes messages to different stages one after another: `throttled`
+    is a heuristic for graphs that have either.
+    """
+
+    def __init__(
+        self, problem: Problem, network: Network, tables: StageTables, routes: Routes, *, throttled: bool = False
+    ) -> None:
         self.problem = problem
+        self.throttled = throttled
         self.network = network
         self.tables = tables
         self.routes = routes
         self._small = tables.count * tables.width <= SMALL_TABLE
-        self._kept: dict[tuple[int, int, bool], _Cells] = {}
-        self._early: dict[tuple[int, int], Floats] = {}
-        self._fits: dict[tuple[int, int], NDArray[np.bool_]] = {}
+        self._kept: dict[Hashable, Floats] = {}
+        self._cheapest: dict[tuple[int, int], tuple[float, ...]] = {}
         self._member_speed = float(sum(network.speed[d] for d in routes.members))
         self.threshold = 0.0
-        self.values: list[Floats] = []
-        """Per state: least cost from each boundary to the end under the last threshold solved."""
+        self._reach: list[int] = []
+        # Infinities behind the last boundary let a window of stage ends run past it.
+        padded = np.full((len(routes.states), tables.count + 1 + tables.width), np.inf)
+        self.values = padded[:, : tables.count + 1]
+        """[state, boundary]: least cost from there to the end under the last threshold solved."""
+        self._windows = sliding_window_view(padded, tables.width, axis=1)
         self._allowed: dict[tuple[int, int, bool, int], Floats] = {}
 
     def in_flight(self, remaining: int) -> int:
-        """Micro-batches that the next stage holds when `remaining` stages are to come, itself included."""
+        """Micro-batches that the next stage must hold when `remaining` stages are to come, itself included."""
+        if self.throttled:
+            return 1
         if self.problem.schedule == "gpipe":
             return self.problem.micro_batches
         most = len(self.routes.members) if remaining == ANY else remaining
@@ -70,8 +83,9 @@ class Relaxation:
         """The least sum under `threshold`, and a pipeline that attains it; None where no pipeline keeps to it."""
         self.threshold = threshold
         self._allowed = {}
+        self._reach = [self._widest(float(speed)) for speed in self.network.speed]
         count = self.tables.count
-        self.values = [np.full(count + 1, np.inf) for _ in self.routes.states]
+        self.values[:] = np.inf
         for number in reversed(range(len(self.routes.states))):
             best = self.values[number]
             if self.routes.may_end(number):
@@ -90,6 +104,14 @@ class Relaxation:
         """Lower bounds of the cost from boundary `start` on, by where the stage on `device` ends: start + 1, ..."""
         return self._totals(self.routes.states[number], device, after, start, start + 1)[0]
 
+    def _widest(self, speed: float) -> int:
+        """Most blocks that a device of this speed computes within the threshold."""
+        if not np.isfinite(self.threshold):
+            return self.tables.width
+        work = self.tables.blocks.work
+        ends = np.searchsorted(work, work * (1 + TINY) + self.threshold * speed * (1 + TINY), "right")
+        return min(self.tables.width, max(1, int((ends - np.arange(len(work))).max())))
+
     def _follow(self, number: int) -> Relaxed:
         total = float(self.values[number][0])
         start, devices, cut, bottleneck = 0, list[int](), list[int](), 0.0
@@ -98,9 +120,11 @@ class Relaxation:
             choice = min(range(len(rows)), key=lambda i: float(rows[i].min()))
             device, after = self.routes.steps[number][choice]
             state, offset = self.routes.states[number], int(rows[choice].argmin())
-            cells = self._cells(state.last, device, _only(state), start, start + 1)
-            bottleneck = max(bottleneck, float(cells.bottleneck[0, offset]))
-            start, number = start + offset + 1, after
+            busy = self._bottleneck(state.last, device, _only(state), start, start + 1)
+            end = start + offset + 1
+            round_trip_s = float(self.values[after, end] + self.tables.work[start, offset] / self.network.speed[device])
+            bottleneck = max(bottleneck, float(busy[0, offset]), self.throttle_s(device, start, end, round_trip_s))
+            start, number = end, after
             devices.append(device)
             cut.append(start)
         return Relaxed(total, bottleneck, Path(tuple(devices), tuple(cut[:-1])))
@@ -113,102 +137,136 @@ class Relaxation:
         if not np.isfinite(self.threshold):
             return 1, count
         used = sum(float(self.network.speed[d]) for d in self.routes.members if state.used >> d & 1)
-        slack = 1e-9 * work[-1]
+        slack = TINY * work[-1]
         low = int(np.searchsorted(work, work[-1] - self.threshold * (self._member_speed - used) - slack, "left"))
         high = int(np.searchsorted(work, self.threshold * used + slack, "right"))
         return max(1, low), min(high, count)
 
     def _totals(self, state: State, device: int, after: int, low: int, high: int) -> Floats:
-        width = self.tables.width
-        padded = np.concatenate([self.values[after], np.full(width, np.inf)])
-        total = sliding_window_view(padded, width)[low + 1 : high + 1] + self._base(state, device, low, high)
+        ends = slice(self._reach[device])
+        total = self._windows[after, low + 1 : high + 1, ends] + self._base(state, device, low, high)[:, ends]
+        if self.throttled:
+            total[~self._round_trip_fits(device, after, low, high)] = np.inf
         if state.last < 0 or _only(state):
             return total
         if not self.tables.early.empty:
-            total += self._early_cost(state.first, device)[low:high]
+            total += self._early_cost(state.first, device, low, high)[:, ends]
         if not self.tables.other.empty:
-            total += self._other_cost(state.used, device, low, high)
+            total += self._other_cost(state.used, device, low, high)[:, ends]
         return total
+
+    def _round_trip_fits(self, device: int, after: int, low: int, high: int) -> NDArray[np.bool_]:
+        """Whether the device holds the micro-batches that hide the round trip behind the threshold."""
+        tables, ends = self.tables, slice(self._reach[device])
+        compute = tables.work[low:high, ends] / self.network.speed[device]
+        round_trip_s = self._windows[after, low + 1 : high + 1, ends] + compute
+        most = self.threshold * self.problem.micro_batches  # all of them in flight: nothing left to throttle
+        held = np.ceil(np.minimum(round_trip_s, most) / self.threshold * (1 - TINY)) if np.isfinite(most) else 1.0
+        held = np.maximum(held, 1.0)
+        need = tables.fixed_bytes[low:high, ends] + held * tables.micro_batch_bytes[low:high, ends]
+        return need <= self.network.memory[device]
+
+    def throttle_s(self, device: int, start: int, end: int, round_trip_s: float) -> float:
+        """The period that the memory of a stage forces: a round trip per micro-batch that it can hold."""
+        if not self.throttled:
+            return 0.0
+        cell = start, end - start - 1
+        free = float(self.network.memory[device] - self.tables.fixed_bytes[cell])
+        each = float(self.tables.micro_batch_bytes[cell])
+        count = self.problem.micro_batches
+        held = min(count, int(free // each)) if each else count
+        return round_trip_s / max(1, held) if held < count else 0.0
+
+    def _table(self, key: Hashable, make: Callable[[slice], Floats], low: int, high: int) -> Floats:
+        """Rows of a table that depends on `key` only: made once and kept where tables are small."""
+        if not self._small:
+            return make(slice(low, high))
+        if key not in self._kept:
+            self._kept[key] = make(slice(None))
+        return self._kept[key][low:high]
 
     def _base(self, state: State, device: int, low: int, high: int) -> Floats:
         """Cost of the stage and of what the stage before sends it; infinite where threshold or memory forbid it."""
         held, only = self.in_flight(state.remaining), _only(state)
+
+        def make(low: int, high: int) -> Floats:
+            allowed = self._bottleneck(state.last, device, only, low, high) <= self.threshold
+            allowed &= self.fits(device, held, low, high)
+            return np.where(allowed, self._cost(state.last, device, only, low, high), np.inf)
+
         if not self._small:
-            cells = self._cells(state.last, device, only, low, high)
-            return self._forbid(cells, device, held, low, high)
+            return make(low, high)
         key = (state.last, device, only, held)
         if key not in self._allowed:
-            cells = self._cells(state.last, device, only, 0, self.tables.count)
-            self._allowed[key] = self._forbid(cells, device, held, 0, self.tables.count)
+            self._allowed[key] = make(0, self.tables.count)
         return self._allowed[key][low:high]
-
-    def _forbid(self, cells: _Cells, device: int, held: int, low: int, high: int) -> Floats:
-        allowed = (cells.bottleneck <= self.threshold) & self.fits(device, held, low, high)
-        return np.where(allowed, cells.cost, np.inf)
 
     def fits(self, device: int, held: int, low: int, high: int) -> NDArray[np.bool_]:
         """Which stages that start in low..high-1 fit the device with `held` micro-batches in flight."""
-        if self._small and (device, held) in self._fits:
-            return self._fits[device, held][low:high]
-        tables = self.tables
-        rows = slice(None) if self._small else slice(low, high)
-        need = tables.fixed_bytes[rows] + held * tables.micro_batch_bytes[rows]
-        fit = need <= self.network.memory[device]
-        if not self._small:
-            return fit
-        self._fits[device, held] = fit
-        return fit[low:high]
 
-    def _cells(self, last: int, device: int, only: bool, low: int, high: int) -> _Cells:
-        if not self._small:
-            return self._cost(last, device, only, slice(low, high))
-        key = (last, device, only)
-        if key not in self._kept:
-            self._kept[key] = self._cost(last, device, only, slice(None))
-        kept = self._kept[key]
-        return _Cells(kept.cost[low:high], kept.bottleneck[low:high])
+        def need(rows: slice) -> Floats:
+            return self.tables.fixed_bytes[rows] + held * self.tables.micro_batch_bytes[rows]
 
-    def _cost(self, last: int, device: int, only: bool, rows: slice) -> _Cells:
-        compute = self.tables.work[rows] / self.network.speed[device]
-        if last < 0:
-            return _Cells(compute, compute)
+        return self._table(("memory", held), need, low, high) <= self.network.memory[device]
+
+    def _bottleneck(self, last: int, device: int, only: bool, low: int, high: int) -> Floats:
+        """The longest that the stage, or a link from the stage before, is busy."""
+        received, net = self.tables.total if only else self.tables.near, self.network
+
+        def make(rows: slice) -> Floats:
+            compute = self.tables.work[rows] / net.speed[device]
+            if last < 0:
+                return compute
+            there = received.forward[rows] * net.byte_s[last, device]
+            return np.maximum(compute, np.maximum(there, received.backward[rows] * net.byte_s[device, last]))
+
+        return self._table(("bottleneck", last, device, only), make, low, high)
+
+    def _cost(self, last: int, device: int, only: bool, low: int, high: int) -> Floats:
+        """What the stage adds to the sum: compute, and the messages of the stage before."""
         received = self.tables.total if only else self.tables.near
-        there = received.forward[rows] * self.network.byte_s[last, device]
-        back = received.backward[rows] * self.network.byte_s[device, last]
-        cost = compute + there + back
-        cost += (there > 0) * self.network.latency[last, device] + (back > 0) * self.network.latency[device, last]
-        if only:
-            cost += self._shared_cost(received, last, device, rows)
-        return _Cells(cost, np.maximum(compute, np.maximum(there, back)))
 
-    def _shared_cost(self, received: Received, owner: int, device: int, rows: slice) -> Floats:
+        def make(rows: slice) -> Floats:
+            compute = self.tables.work[rows] / self.network.speed[device]
+            return compute if last < 0 else compute + self._messages(received, last, device, rows)
+
+        return self._table(("cost", last, device, only), make, low, high)
+
+    def _messages(self, received: Received, source: int, device: int, rows: slice) -> Floats:
+        """Both transfers of an edge, and those of the shared parameters that its source owns."""
         net = self.network
-        latency = net.latency[owner, device] + net.latency[device, owner]
-        return received.shared_count[rows] * latency + received.shared[rows] * (
-            net.byte_s[owner, device] + net.byte_s[device, owner]
-        )
+        there = received.forward[rows] * net.byte_s[source, device]
+        back = received.backward[rows] * net.byte_s[device, source]
+        cost = there + back
+        cost += (there > 0) * net.latency[source, device] + (back > 0) * net.latency[device, source]
+        if received.has_shared and not self.throttled:
+            cost += received.shared_count[rows] * (net.latency[source, device] + net.latency[device, source])
+            cost += received.shared[rows] * (net.byte_s[source, device] + net.byte_s[device, source])
+        return cost
 
-    def _early_cost(self, first: int, device: int) -> Floats:
+    def _early_cost(self, first: int, device: int, low: int, high: int) -> Floats:
         """What the first stage sends, at its true price."""
-        if (first, device) not in self._early:
-            net, early = self.network, self.tables.early
-            there = early.forward * net.byte_s[first, device]
-            back = early.backward * net.byte_s[device, first]
-            cost = there + back + (there > 0) * net.latency[first, device] + (back > 0) * net.latency[device, first]
-            self._early[first, device] = cost + self._shared_cost(early, first, device, slice(None))
-        return self._early[first, device]
+        return self._table(
+            ("early", first, device), lambda rows: self._messages(self.tables.early, first, device, rows), low, high
+        )
 
     def _other_cost(self, used: int, device: int, low: int, high: int) -> Floats:
         """Everything else, from whichever earlier device is cheapest; latency may already have been paid."""
-        net, rows = self.network, slice(low, high)
-        before = [d for d in self.routes.members if used >> d & 1]
-        there, back = net.byte_s[before, device], net.byte_s[device, before]
-        latency = float((net.latency[before, device] + net.latency[device, before]).min())
-        other = self.tables.other
-        return (
-            other.forward[rows] * float(there.min()) + other.backward[rows] * float(back.min())
-            + other.shared[rows] * float((there + back).min()) + other.shared_count[rows] * latency
-        )  # fmt: skip
+        if (used, device) not in self._cheapest:
+            net = self.network
+            before = [d for d in self.routes.members if used >> d & 1]
+            there, back = net.byte_s[before, device], net.byte_s[device, before]
+            latency = net.latency[before, device] + net.latency[device, before]
+            self._cheapest[used, device] = tuple(float(x.min()) for x in (there, back, there + back, latency))
+        rates, other = self._cheapest[used, device], self.tables.other
+
+        def make(rows: slice) -> Floats:
+            cost = other.forward[rows] * rates[0] + other.backward[rows] * rates[1]
+            if other.has_shared and not self.throttled:
+                cost += other.shared[rows] * rates[2] + other.shared_count[rows] * rates[3]
+            return cost
+
+        return self._table(("other", rates), make, low, high)
 
 
 def _only(state: State) -> bool:

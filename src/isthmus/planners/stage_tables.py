@@ -30,8 +30,12 @@ class Received:
     shared_count: Floats
 
     @cached_property
+    def has_shared(self) -> bool:
+        return bool(self.shared.any())
+
+    @cached_property
     def empty(self) -> bool:
-        return not (self.forward.any() or self.shared.any())
+        return not (self.has_shared or self.forward.any())
 
     def __add__(self, other: Received) -> Received:
         return Received(

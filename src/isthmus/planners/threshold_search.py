@@ -13,19 +13,27 @@ import heapq
 from dataclasses import dataclass, field
 from typing import NamedTuple
 
-from isthmus.planners.exact_cut import Best, Cost, SearchTooLarge, least_sum, path_cost
+from isthmus.planners.exact_cut import Best, Cost, SearchTooLarge, least_sum, objective
 from isthmus.planners.relaxation import Relaxation
 
 TOLERANCE = 1e-9
 """Relative; below it two step times are the same."""
-NARROW = 0.01
+NARROW = 0.1
 """Relative width below which an open interval is probed at its top, not at its middle."""
-MOST_PROBES = 400
-MOST_STATES = 60_000
+
+
+class Budget(NamedTuple):
+    """Where a search stops; what is left open then shows in its lower bound. Counts, so that results repeat."""
+
+    probes: int = 300
+    states: int = 20_000
+
+
+AMPLE = Budget()
 
 
 class Interval(NamedTuple):
-    """Pipelines with a bottleneck above `low` and at most `high` have at least this sum, and take at least `bound_s`."""
+    """Pipelines with a bottleneck in low..high have at least this sum, and take at least `bound_s`."""
 
     bound_s: float
     low: float
@@ -43,6 +51,7 @@ class Search:
     relaxation: Relaxation
     micro_batches: int
     upper_s: float = float("inf")
+    budget: Budget = AMPLE
     best: Best | None = None
     probes: int = 0
     states: int = 0
@@ -55,12 +64,19 @@ class Search:
         low = self._least_bottleneck()
         high = (self.upper_s - self._least_sum()) / gain if gain else float("inf")
         self._push(low, high, self._least_sum())
-        while self._open and self._open[0].bound_s < self._goal() and self.probes < MOST_PROBES:
+        while self._open and self._open[0].bound_s < self._goal() and self.probes < self.budget.probes:
             self._probe(heapq.heappop(self._open))
         self.unresolved = [i for i in self.unresolved if i.bound_s < self._goal()]
-        self._resolve()
+        if not self.relaxation.throttled:
+            self._resolve()
         left = [i.bound_s for i in (*self._open, *self.unresolved)]
         return min([self.upper_s, *left])
+
+    @property
+    def step_s(self) -> float:
+        """Of the best pipeline, shared parameters included."""
+        apart = self.best.cost.shared_s if self.best and self.relaxation.throttled else 0.0
+        return self.upper_s + apart
 
     def _goal(self) -> float:
         return self.upper_s * (1 - TOLERANCE)
@@ -101,8 +117,7 @@ class Search:
             self._push(threshold, high, interval.sum_s)
         if found is None:
             return
-        blocks, network = self.relaxation.tables.blocks, self.relaxation.network
-        cost = path_cost(blocks, network, found.path)
+        cost = objective(self.relaxation, found.path)
         self._offer(cost, Best(cost, found.path))
         bound = found.sum_s + gain * found.bottleneck_s
         self.unresolved.append(Interval(bound, found.bottleneck_s, threshold, found.sum_s))
@@ -112,18 +127,19 @@ class Search:
         """Exact search in the intervals that the relaxation closed below the best plan. Stops at its budget."""
         gain = self.micro_batches - 1
         heapq.heapify(self.unresolved)
+        solved = 0.0
         while self.unresolved and self.unresolved[0].bound_s < self._goal():
             interval = self.unresolved[0]
-            if self.relaxation.solve(interval.high) is not None:
-                try:
-                    found, states = least_sum(
-                        self.relaxation, self._goal() - gain * interval.low, MOST_STATES - self.states
-                    )
-                except SearchTooLarge:
-                    return
-                self.states += states
-            else:
-                found = None
+            # Bounds of a slightly larger threshold serve as well, and are at hand.
+            if not interval.high <= solved <= 1.05 * interval.high:
+                solved = min(1.02 * interval.high, max(i.high for i in self.unresolved))
+                self.relaxation.solve(solved)
+            cutoff_s = self._goal() - gain * interval.low
+            try:
+                found, states = least_sum(self.relaxation, interval.high, cutoff_s, self.budget.states - self.states)
+            except SearchTooLarge:
+                return
+            self.states += states
             heapq.heappop(self.unresolved)
             if found is not None:
                 self._offer(found.cost, found)

@@ -1,0 +1,1 @@
+"""The real driver: processes, sockets and clocks under the machines of `isthmus.protocol`."""

@@ -6,8 +6,9 @@ A frame is a 20-byte prefix, a msgpack header and raw tensor bytes:
 
 Payloads are sent from the tensors' memory and received into fresh tensors; nothing is pickled. Sizes are checked
 against caps and against the header before anything is allocated. Within a frame every wait for progress has a
-deadline, reading or sending; waiting for the next frame ends when either side closes. (Rejected: asyncio streams, gRPC and
-ZeroMQ cost more CPU per byte here; Gloo notices a silent party only at its timeout and cannot cancel a receive.)
+deadline, reading or sending; waiting for the next frame ends when either side closes. (Rejected: asyncio streams,
+gRPC and ZeroMQ cost more CPU per byte here; Gloo notices a silent party only at its timeout and cannot cancel a
+receive.)
 """
 
 from __future__ import annotations
@@ -17,7 +18,7 @@ import socket
 import struct
 import threading
 import time
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
@@ -104,6 +105,7 @@ class SocketChannel:
         # receiving thread would lift the deadline of a send. Both have one always, as blocking mode is shared.
         self._incoming = connection.dup()
         self._sent = self._received = 0
+        self._missing = 0  # bytes of the frame in work that are still to come, as far as is known
         self._closed = threading.Event()
         self._decoder = msgspec.msgpack.Decoder(AnyMessage)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
@@ -151,6 +153,7 @@ class SocketChannel:
                 f"{self.other}: frame of {header_bytes} + {payload_bytes} bytes, "
                 f"expected at most {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
             )
+        self._missing = header_bytes + payload_bytes
         header = memoryview(bytearray(header_bytes))
         self._fill(header)
         message = self._decode(header)
@@ -166,7 +169,7 @@ class SocketChannel:
             return unpack(flat, header)
 
     @contextlib.contextmanager
-    def _named(self) -> Iterator[None]:
+    def _named(self) -> Generator[None, None, None]:
         """Checks do not know whose frame they refuse."""
         try:
             yield
@@ -197,6 +200,7 @@ class SocketChannel:
             return False
         self.began_s = time.monotonic()
         self._received += got
+        self._missing = PREFIX.size - got
         self._fill(prefix[got:])
         return True
 
@@ -209,14 +213,15 @@ class SocketChannel:
             except TimeoutError:
                 raise PeerError(
                     f"{self.other}: stalled for {self._patience_s:g} s in the middle of a frame, "
-                    f"{buffer.nbytes - at} bytes short"
+                    f"{self._missing} bytes short"
                 ) from None
             except OSError as e:
                 raise PeerError(f"{self.other}: connection lost in the middle of a frame: {e.strerror or e}") from None
             if got == 0:
-                raise PeerError(f"{self.other}: closed in the middle of a frame, {buffer.nbytes - at} bytes short")
+                raise PeerError(f"{self.other}: closed in the middle of a frame, {self._missing} bytes short")
             at += got
             self._received += got
+            self._missing -= got
 
     def close(self) -> None:
         self._closed.set()

@@ -25,10 +25,14 @@ class Overheads(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Added to each forward, backward and evaluation."""
     message_s: float = 0.0
     """Added to the time that each message occupies its link."""
+    handover_s: float = 0.0
+    """From the end of a tasklet to the first byte on a free link, and again from the last byte to the tasklet that
+    waited for it: a sleeping lane wakes up. It occupies neither the lane nor the link."""
 
     def __post_init__(self) -> None:
         _check("overheads.tasklet_s", self.tasklet_s)
         _check("overheads.message_s", self.message_s)
+        _check("overheads.handover_s", self.handover_s)
 
 
 class Fault(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

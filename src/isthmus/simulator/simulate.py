@@ -182,11 +182,13 @@ class _Simulation:
 
     def _send(self, stage: int, send: Send) -> None:
         size_bytes = self._costs.parcel_bytes(send.parcel, stage, send.target, self._items[send.item].kind)
+        handover_s = self._options.overheads.handover_s
         times = self._network.send(
-            self._clock.now_s, self._devices[stage], self._devices[send.target], size_bytes + self._options.header_bytes
-        )
+            self._clock.now_s + handover_s, self._devices[stage], self._devices[send.target],
+            size_bytes + self._options.header_bytes,
+        )  # fmt: skip
         arrive = partial(self._arrive, stage, send, size_bytes, times)
-        self._clock.at(times.arrived_s, ("link", stage, send.target), arrive)
+        self._clock.at(times.arrived_s + handover_s, ("link", stage, send.target), arrive)
 
     def _arrive(self, source: int, send: Send, size_bytes: int, times: Transmission) -> None:
         if self._gone.get(source, times.sent_s) < times.sent_s:

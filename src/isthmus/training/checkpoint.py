@@ -2,13 +2,14 @@
 
     checkpoints/
       step-000040/
-        manifest.json        step, plan's stages, what each file holds
+        manifest.json        step, what a resumed run must agree with, what each file holds
         stage-0.safetensors  weights under the module's own names, `optimizer.<parameter>.<key>` beside them
         stage-1.safetensors
         rest.safetensors     what no stage uses or changes, so that the plain module loads completely
-      latest                 name of the newest complete directory
+      latest                 name of the newest complete directory, for people and scripts
 
-Parts are written into a hidden directory, which is renamed when all are there; a crash leaves the last one whole.
+Parts are written into a hidden directory, which is renamed when all are there and on disk; a crash at any point
+leaves the checkpoints before it whole. Readers take the newest complete directory and do not depend on `latest`.
 """
 
 from __future__ import annotations
@@ -17,9 +18,11 @@ import os
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
+from typing import Annotated, Literal
 
 import msgspec
 import torch
+from msgspec import Meta
 from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
@@ -33,25 +36,31 @@ OPTIMIZER = "optimizer."
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds and what a resumed run must agree with."""
 
-    version: int = 1
-    step: int
+    version: Literal[1] = 1
+    step: Annotated[int, Meta(ge=0)]
     """Optimizer steps done."""
     seed: int
     batch: int
-    files: dict[str, tuple[str, ...]]
-    """File -> names of its tensors."""
+    shuffle: bool = True
     data: dict[str, str] = {}
     """Fingerprints of the data, by split."""
+    files: dict[str, tuple[str, ...]] = {}
+    """File -> names of its tensors."""
 
 
 class CheckpointWriter:
-    """Gathers the parts of one checkpoint after another under a directory."""
+    """Gathers the parts of checkpoints under a directory; several steps may be in the making at once."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        """`keep`: how many complete checkpoints to leave; older ones are removed after a newer one is complete."""
+        """`keep`: how many complete checkpoints to leave; older ones are removed after a newer one is complete.
+
+        What an earlier writer left unfinished is removed: a directory has one writer.
+        """
         self._directory = directory
         self._keep = keep
-        self._files: dict[str, tuple[str, ...]] = {}
+        self._files: dict[int, dict[str, tuple[str, ...]]] = {}
+        for unfinished in directory.glob(".step-*"):
+            shutil.rmtree(unfinished)
 
     def _partial(self, step: int) -> Path:
         return self._directory / f".step-{step:06d}"
@@ -63,24 +72,26 @@ class CheckpointWriter:
         name = f"{part}.safetensors"
         save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / name)
         _flush(folder / name)
-        self._files[name] = tuple(tensors)
+        self._files.setdefault(step, {})[name] = tuple(tensors)
 
-    def commit(self, step: int, *, seed: int, batch: int, data: Mapping[str, str]) -> Path:
-        """All parts are written: make them the latest checkpoint, atomically."""
-        manifest = Manifest(step=step, seed=seed, batch=batch, files=self._files, data=dict(data))
+    def commit(self, manifest: Manifest) -> Path:
+        """All parts of the manifest's step are written: make them a checkpoint, atomically. Its `files` are filled in."""
+        step = manifest.step
         folder, final = self._partial(step), self._directory / f"step-{step:06d}"
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        folder.mkdir(parents=True, exist_ok=True)
+        complete = msgspec.structs.replace(manifest, files=self._files.pop(step, {}))
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(complete), indent=1))
         _flush(folder / MANIFEST)
-        if final.exists():
+        _flush(folder)
+        if final.exists():  # not from this run, or it would have gone on from there
             shutil.rmtree(final)
         folder.rename(final)
+        _flush(self._directory)
         pointer = self._directory / ".latest"
         pointer.write_text(final.name)
         _flush(pointer)
         pointer.rename(self._directory / "latest")
-        _flush(self._directory)
-        self._files = {}
-        for old in sorted(self._directory.glob("step-*"))[: -self._keep]:
+        for _, old in _complete(self._directory)[: -self._keep]:
             if old != final:
                 shutil.rmtree(old)
         return final
@@ -94,15 +105,24 @@ def _flush(path: Path) -> None:
         os.close(handle)
 
 
+def _complete(directory: Path) -> list[tuple[int, Path]]:
+    """Complete checkpoints by step, oldest first."""
+    found = ((p.name.removeprefix("step-"), p) for p in directory.glob("step-*") if (p / MANIFEST).is_file())
+    return sorted((int(number), path) for number, path in found if number.isdecimal())
+
+
+def newest_checkpoint(directory: Path) -> Path | None:
+    """The newest complete checkpoint under `directory`, if there is one."""
+    complete = _complete(directory)
+    return complete[-1][1] if complete else None
+
+
 def latest_checkpoint(directory: Path) -> Path:
     """The newest complete checkpoint under `directory`; UserError when there is none."""
-    pointer = directory / "latest"
-    if pointer.is_file():
-        return directory / pointer.read_text().strip()
-    complete = sorted(p for p in directory.glob("step-*") if (p / MANIFEST).is_file())
-    if not complete:
+    found = newest_checkpoint(directory)
+    if found is None:
         raise UserError(f"checkpoint: {directory}: nothing saved there yet")
-    return complete[-1]
+    return found
 
 
 def read_manifest(checkpoint: Path) -> Manifest:

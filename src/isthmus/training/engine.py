@@ -39,7 +39,7 @@ class Engine(Protocol):
         ...
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
-        """Gradients of the received values, from those of the sent values: one mapping per consumer stage, last first."""
+        """Gradients of the received values, from those of the sent: one mapping per consumer stage, last first."""
         ...
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
@@ -51,7 +51,7 @@ class Engine(Protocol):
         ...
 
     def update(self, step: int, norms: Tensor | None) -> None:
-        """Apply the optimizers; `norms` are those of the whole model (`OpGraph.trainable`) when gradients are clipped."""
+        """Apply the optimizers; to clip, `norms` are those of the whole model in the order of `OpGraph.trainable`."""
         ...
 
     def take_loss(self) -> tuple[float, float] | None:
@@ -188,7 +188,8 @@ class TorchEngine:
                 self._gradients[name] = gradient.clone()
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        values = {Ref(name): t.detach() for name, t in self._variables.items()}
+        # Not detached: some kernels are chosen by requires_grad, even where no gradient is taken.
+        values = {Ref(name): t for name, t in self._variables.items()}
         values |= {Ref(name): values[Ref(name)].clone() for op in self.evaluation.ops for name in op.mutates}
         values |= inputs
         with torch.no_grad():

@@ -5,13 +5,17 @@ from __future__ import annotations
 import fnmatch
 import math
 from collections.abc import Mapping, Sequence
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 import torch
+from msgspec import Meta
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
+
+NotNegative = Annotated[float, Meta(ge=0)]
+Share = Annotated[float, Meta(ge=0, lt=1)]
 
 
 class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -20,20 +24,20 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     name: Literal["sgd", "adamw"] = "adamw"
     pattern: str = "*"
     """Shell pattern over the module's own parameter names. The first entry that matches wins."""
-    lr: float = 1e-3
-    momentum: float = 0.0
+    lr: NotNegative = 1e-3
+    momentum: Share = 0.0
     nesterov: bool = False
-    betas: tuple[float, float] = (0.9, 0.999)
-    eps: float = 1e-8
-    weight_decay: float = 0.0
+    betas: tuple[Share, Share] = (0.9, 0.999)
+    eps: NotNegative = 1e-8
+    weight_decay: NotNegative = 0.0
 
 
 class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """A factor on every optimizer's rate: linear warm-up from 1/warmup, then constant or cosine to `final`."""
 
     schedule: Literal["constant", "cosine"] = "constant"
-    warmup_steps: int = 0
-    final: float = 0.1
+    warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    final: NotNegative = 0.1
 
     def factor(self, step: int, steps: int) -> float:
         """The factor of step number `step` (from 0) in a run of `steps`."""

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
 import torch
@@ -11,6 +11,10 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.graph.capture import Captured
 from isthmus.training.checkpoint import OPTIMIZER, read_tensors
+from isthmus.training.optim import OptimizerConfig, choose
+
+STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
+"""What each optimizer keeps for a parameter, if anything."""
 
 
 def initial_weights(build: Callable[[], nn.Module], captured: Captured, seed: int) -> dict[str, Tensor]:
@@ -36,16 +40,34 @@ def _attribute(module: nn.Module, path: str) -> Tensor:
     return value
 
 
-def resume(weights: dict[str, Tensor], checkpoint: Path) -> dict[str, Tensor]:
-    """The same weights with a checkpoint's values, and its optimizer state."""
+def resume(
+    weights: dict[str, Tensor], expected: Collection[str], optimizers: Sequence[OptimizerConfig], checkpoint: Path
+) -> dict[str, Tensor]:
+    """The same weights with a checkpoint's values, and its optimizer state.
+
+    `expected` are the names that a checkpoint of this model holds. UserError when the checkpoint is of another model
+    or its optimizer state of another optimizer.
+    """
     saved = read_tensors(checkpoint)
+    for name in expected:
+        if name not in saved:
+            raise UserError(f"checkpoint {checkpoint}: has no weight {name!r}: it is of another model")
+    kept: dict[str, set[str]] = {}
     for name, value in saved.items():
         if name.startswith(OPTIMIZER):
-            continue
-        if name not in weights or weights[name].shape != value.shape:
+            parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
+            kept.setdefault(parameter, set()).add(key)
+        elif name not in weights or weights[name].shape != value.shape:
             got = list(weights[name].shape) if name in weights else "no such weight"
             raise UserError(
                 f"checkpoint {checkpoint}: weight {name!r} of shape {list(value.shape)}: the model has {got}"
+            )
+    for parameter, keys in kept.items():
+        config = optimizers[choose(optimizers, parameter)]
+        if keys != STATE_KEYS[config.name]:
+            raise UserError(
+                f"checkpoint {checkpoint}: optimizer state of {parameter!r} is {sorted(keys)}, "
+                f"{config.name} keeps {sorted(STATE_KEYS[config.name])}: resume with the optimizer it was trained with"
             )
     return weights | saved
 

@@ -1,0 +1,198 @@
+"""The same GPT, cut alike, under torch.distributed.pipelining (1F1B on Gloo) and under Isthmus, side by side.
+
+`python benchmarks/pipeline_vs_torch/run.py [--quick] [--json PATH]`. See README.md for what it shows.
+"""
+
+from __future__ import annotations
+
+import argparse
+import itertools
+import statistics
+import sys
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from sides import Start, paired_ratio, run_alone, run_by_turns, start_ours, start_peer, steps_within
+from workload import LINKS, Figures, Workload
+
+from isthmus.runtime.lab import Lab, LabStatistics, lab_unavailable
+
+SKIPPED_STEPS = 2
+TURN_S = 4.0
+LOSS_TOLERANCE = 1e-4
+TARGET_RATIO = {"loopback": 1.0, "wan": 0.4}
+TARGET_BOUND = 1.15
+DEFAULT_JSON = Path(__file__).parent / "results" / "latest.json"
+SIDES: tuple[tuple[str, Start], ...] = (("peer", start_peer), ("isthmus", start_ours))
+
+
+class SideFigures(msgspec.Struct, frozen=True, kw_only=True):
+    """One side of a case: all rounds together."""
+
+    step_s: float
+    """Median of the steady steps."""
+    steps_s: list[float]
+    payload_bytes: float
+    """Tensor bytes of a step."""
+    wire_bytes: float | None
+    """Bytes of a step with every header, first step and connecting included, between the stages."""
+    losses: list[float]
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    """One workload under both sides."""
+
+    workload: Workload
+    rounds: int
+    """Runs of each side; on loopback, turns."""
+    peer: SideFigures
+    isthmus: SideFigures
+    ratio: float
+    """Ours over theirs: of the medians; on loopback, the median over neighbouring turns."""
+    compute_s: list[float]
+    """Per stage, forward and backward of one micro-batch."""
+    wire_s: float
+    """One micro-batch's tensor bytes on one link."""
+    bound_s: float | None
+    """max(slowest stage, wire) x micro-batches + one micro-batch through all stages and back."""
+    dropped_packets: int = 0
+
+    @property
+    def payload_equal(self) -> bool:
+        return self.peer.payload_bytes == self.isthmus.payload_bytes == self.workload.step_bytes
+
+    @property
+    def loss_difference(self) -> float:
+        pairs = zip(self.peer.losses, self.isthmus.losses, strict=True)
+        return max(abs(theirs - mine) for theirs, mine in pairs)
+
+
+def bound_of(workload: Workload, compute_s: Sequence[float], wire_s: float) -> float:
+    hops = 2 * (workload.stages - 1)
+    fill_s = sum(compute_s) + hops * (LINKS[workload.network].latency_s + wire_s)
+    return max(*compute_s, wire_s) * workload.micro_batches + fill_s
+
+
+def steady(figures: Figures) -> list[float]:
+    return [end_s - start_s for start_s, end_s in itertools.pairwise(figures.marks_s)][SKIPPED_STEPS:]
+
+
+def on_loopback(workload: Workload) -> Case:
+    """Both at once, by turns: the machine's other work slows the one as much as the other."""
+    found, slices = run_by_turns([start for _, start in SIDES], workload, TURN_S)
+    turns = [steps_within(f, slices, side, SKIPPED_STEPS) for side, f in enumerate(found)]
+    sides = [
+        _side([step for turn in turns[side] for step in turn], f, None) for side, f in enumerate(found)
+    ]  # fmt: skip
+    return Case(
+        workload=workload, rounds=sum(s.side == 1 for s in slices), peer=sides[0], isthmus=sides[1],
+        ratio=paired_ratio(*turns), compute_s=found[1].compute_s, wire_s=0.0, bound_s=None,
+    )  # fmt: skip
+
+
+def on_wan(workload: Workload, rounds: int) -> Case:
+    """Whole runs in turn, in namespaces that are joined by the workload's links."""
+    runs: dict[str, list[Figures]] = {name: [] for name, _ in SIDES}
+    wire_bytes: dict[str, list[float]] = {name: [] for name, _ in SIDES}
+    with Lab(workload.fleet) as lab:
+        for _ in range(rounds):
+            for name, start in SIDES:
+                before = _carried(lab.statistics(), workload)
+                runs[name].append(run_alone(start, workload, lab))
+                wire_bytes[name].append((_carried(lab.statistics(), workload) - before) / workload.steps)
+        dropped = sum(pair.drops for pair in lab.statistics().pairs.values())
+        first, second, *_ = workload.fleet.names
+        wire_s = workload.hop_bytes / lab.payload_bandwidth_bytes_per_s(first, second)
+    peer, ours = (
+        _side([s for f in runs[n] for s in steady(f)], runs[n][-1], statistics.median(wire_bytes[n])) for n in runs
+    )
+    compute_s = [statistics.median(stage) for stage in zip(*(f.compute_s for f in runs["isthmus"]), strict=True)]
+    return Case(
+        workload=workload, rounds=rounds, peer=peer, isthmus=ours, ratio=ours.step_s / peer.step_s,
+        compute_s=compute_s, wire_s=wire_s, bound_s=bound_of(workload, compute_s, wire_s), dropped_packets=dropped,
+    )  # fmt: skip
+
+
+def _side(steps_s: list[float], last: Figures, wire_bytes: float | None) -> SideFigures:
+    return SideFigures(
+        step_s=statistics.median(steps_s), steps_s=steps_s, payload_bytes=last.step_payload_bytes,
+        wire_bytes=wire_bytes, losses=last.losses,
+    )  # fmt: skip
+
+
+def _carried(count: LabStatistics, workload: Workload) -> int:
+    """Wire bytes so far between the stages; what goes to and from the coordinator is left out."""
+    names = set(workload.fleet.names)
+    return sum(pair.wire_bytes for ends, pair in count.pairs.items() if names.issuperset(ends))
+
+
+def cases(quick: bool) -> list[tuple[Workload, int]]:
+    """Workloads, and the rounds of those that run whole. Enough steps for several steady ones in each run."""
+
+    def case(network: Literal["loopback", "wan"], stages: int, micro_batches: int, steps: int) -> tuple[Workload, int]:
+        workload = Workload(network=network, stages=stages, micro_batches=micro_batches, steps=steps)
+        return workload, 1 if quick else 3
+
+    if quick:
+        return [case("loopback", 2, 8, 24), case("wan", 2, 8, 6)]
+    return [
+        case("loopback", 2, 8, 80), case("loopback", 4, 8, 80), case("loopback", 2, 32, 30),
+        case("wan", 2, 8, 8), case("wan", 4, 8, 8), case("wan", 2, 32, 6), case("wan", 4, 32, 6),
+    ]  # fmt: skip
+
+
+def measure(workload: Workload, rounds: int) -> Case:
+    return on_loopback(workload) if workload.network == "loopback" else on_wan(workload, rounds)
+
+
+def table_of(found: Sequence[Case]) -> Table:
+    table = Table(title="Steady step, torch.distributed.pipelining against Isthmus", title_justify="left")
+    for heading in ("links", "stages", "micro-batches", "peer", "isthmus", "ratio", "bound", "isthmus / bound",
+                    "payload a step", "wire, peer", "wire, isthmus", "loss apart"):  # fmt: skip
+        table.add_column(heading, justify="left" if heading == "links" else "right")
+    for case in found:
+        w = case.workload
+        over = case.isthmus.step_s / case.bound_s if case.bound_s else None
+        wires = [f"{s.wire_bytes / 1e6:.2f} MB" if s.wire_bytes else "-" for s in (case.peer, case.isthmus)]
+        payload = f"{case.isthmus.payload_bytes / 1e6:.2f} MB {'=' if case.payload_equal else 'DIFFER'}"
+        table.add_row(
+            w.network, str(w.stages), str(w.micro_batches), f"{1e3 * case.peer.step_s:.0f} ms",
+            f"{1e3 * case.isthmus.step_s:.0f} ms", _judged(case.ratio, TARGET_RATIO[w.network]),
+            f"{1e3 * case.bound_s:.0f} ms" if case.bound_s else "-", _judged(over, TARGET_BOUND) if over else "-",
+            payload, *wires, _judged(case.loss_difference, LOSS_TOLERANCE, "{:.0e}"),
+        )  # fmt: skip
+    return table
+
+
+def _judged(value: float, target: float, form: str = "{:.3f}") -> str:
+    return f"[{'green' if value <= target else 'red'}]{form.format(value)}[/]"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="two cases, one round: does it work?")
+    parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where the figures go")
+    options = parser.parse_args()
+    console = Console(width=None if sys.stdout.isatty() else 160)
+    wanted = cases(options.quick)
+    if (reason := lab_unavailable()) is not None:
+        console.print(f"without the wan cases: {reason}", markup=False)
+        wanted = [(workload, rounds) for workload, rounds in wanted if workload.network != "wan"]
+    found: list[Case] = []
+    for workload, rounds in wanted:
+        console.print(f"{workload.network}, {workload.stages} stages, {workload.micro_batches} micro-batches ...")
+        found.append(measure(workload, rounds))
+    console.print(table_of(found))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
+    console.print(f"figures: {options.json}", markup=False)
+    agree = all(case.payload_equal and case.loss_difference <= LOSS_TOLERANCE for case in found)
+    return 0 if agree else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,130 @@
+"""Prediction: the simulator's steady step against the measured one, on pairs of (topology, model).
+
+`python benchmarks/prediction/run.py [--quick] [--json PATH]`
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from measure import Emulation, Result, Settings, network_result
+from pairs import PAIRS, QUICK, Pair
+from rich.console import Console
+from rich.table import Table
+
+from isthmus.runtime.lab import lab_unavailable
+
+LATEST = Path(__file__).parent / "results" / "latest.json"
+MEDIAN_LIMIT, WORST_LIMIT = 0.05, 0.10
+HOST_WARMUP = (1, 2)
+"""Shares of the emulated run that tells of this host: the first pair with another cut."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    when: str
+    host: str
+    quick: bool
+    median_error: float
+    worst_error: float
+    closed_form_median_error: float
+    closed_form_worst_error: float
+    eq3_median_error: float
+    eq3_worst_error: float
+    results: tuple[Result, ...]
+    skipped: tuple[str, ...]
+
+    @property
+    def good(self) -> bool:
+        return self.median_error <= MEDIAN_LIMIT and self.worst_error <= WORST_LIMIT
+
+
+def report(results: Sequence[Result], quick: bool, skipped: Sequence[str]) -> Report:
+    simulated = [abs(r.error) for r in results]
+    closed = [abs(r.closed_form_error) for r in results]
+    eq3 = [abs(r.eq3_error) for r in results]
+    return Report(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", quick=quick,
+        median_error=statistics.median(simulated), worst_error=max(simulated),
+        closed_form_median_error=statistics.median(closed), closed_form_worst_error=max(closed),
+        eq3_median_error=statistics.median(eq3), eq3_worst_error=max(eq3),
+        results=tuple(results), skipped=tuple(skipped),
+    )  # fmt: skip
+
+
+def run_all(pairs: Sequence[Pair], settings: Settings, notes: Console) -> tuple[list[Result], list[str]]:
+    results: list[Result] = []
+    skipped: list[str] = []
+    no_lab = lab_unavailable()
+    notes.print("emulated run that tells of this host ...")
+    emulation = Emulation(PAIRS[0], HOST_WARMUP, settings)
+    for pair in pairs:
+        notes.print(f"{pair.kind}: {pair.name} ...", highlight=False)
+        if pair.kind == "network" and no_lab is not None:
+            skipped.append(f"{pair.name}: {no_lab}")
+            continue
+        result = emulation.result(pair) if pair.kind == "emulated" else network_result(pair, settings)
+        notes.print(f"  measured {result.measured_s:.3f} s, simulated {result.error:+.1%}", highlight=False)
+        results.append(result)
+    return results, skipped
+
+
+def table(found: Report) -> Table:
+    drawn = Table("kind", "topology x devices, model", "slowed by", title="Steady step: predicted against measured")
+    for heading in ("measured", "simulator", "closed form", "Eq. 3", "late", "others"):
+        drawn.add_column(heading, justify="right")
+    for r in found.results:
+        drawn.add_row(
+            r.kind, r.pair, f"{r.slow:,.0f}" if r.slow > 1 else "-", f"{r.measured_s * 1e3:.0f} ms",
+            f"{r.error:+.1%}", f"{r.closed_form_error:+.1%}", f"{r.eq3_error:+.1%}",
+            f"{r.late_share:.1%}" if r.kind == "emulated" else "-", f"{r.others_cores:.2f}",
+        )  # fmt: skip
+    drawn.add_section()
+    drawn.add_row(
+        "", "median of |error|", "", "", f"{found.median_error:.1%}", f"{found.closed_form_median_error:.1%}",
+        f"{found.eq3_median_error:.1%}",
+    )  # fmt: skip
+    drawn.add_row(
+        "", "worst", "", "", f"{found.worst_error:.1%}", f"{found.closed_form_worst_error:.1%}",
+        f"{found.eq3_worst_error:.1%}",
+    )  # fmt: skip
+    drawn.caption = "others: cores that other processes used meanwhile; late: by how much emulated tasklets overran"
+    return drawn
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="two pairs of each kind, fewer steps")
+    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser.add_argument("--patience", type=float, default=60.0, metavar="SECONDS", help="wait for a quiet host so long")
+    parser.add_argument("--tries", type=int, default=3, help="runs of a plan until one was undisturbed")
+    parser.add_argument("--only", type=int, nargs="*", metavar="N", help="pairs by their number, from 0")
+    options = parser.parse_args()
+    chosen = options.only if options.only is not None else QUICK if options.quick else range(len(PAIRS))
+    with tempfile.TemporaryDirectory() as folder:
+        settings = Settings(
+            steps=5 if options.quick else 10, warmup_steps=4 if options.quick else 7,
+            tries=1 if options.quick else options.tries, patience_s=options.patience, folder=Path(folder),
+        )  # fmt: skip
+        results, skipped = run_all([PAIRS[i] for i in chosen], settings, Console(stderr=True))
+    for why in skipped:
+        print(f"skipped {why}", file=sys.stderr)
+    if not results:
+        return 1
+    found = report(results, options.quick, skipped)
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    Console(width=130).print(table(found))
+    return 0 if found.good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,0 +1,78 @@
+"""What an operator's schema says: which arguments it writes, which its results may look into, whether it draws."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+from torch._ops import OpOverload
+
+from isthmus.graph.opgraph import Arg, Ref
+
+SILENT_ALIASES = {
+    "dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "type_as", "sum_to_size",
+    "atleast_1d", "atleast_2d", "atleast_3d",
+}  # fmt: skip
+"""Operators that may return their input itself, which their schema does not say."""
+
+IN_PLACE_VIEWS = {"squeeze_", "unsqueeze_", "transpose_", "swapaxes_", "swapdims_", "t_", "detach_"}
+"""They change how a tensor looks into its storage, and no element of it."""
+
+DROPOUTS = {"dropout", "feature_dropout", "alpha_dropout", "feature_alpha_dropout", "native_dropout"}
+
+RECURRENT = {"aten.lstm.input", "aten.gru.input", "aten.rnn_tanh.input", "aten.rnn_relu.input"}
+
+
+def base_name(target: str) -> str:
+    """`linear` of `aten.linear.default`."""
+    return target.split(".")[1]
+
+
+def aliased_position(overload: OpOverload) -> int | None:
+    """Position of the argument that the results may look into."""
+    if base_name(str(overload)) in SILENT_ALIASES:
+        return 0
+    schema = overload._schema  # pyright: ignore[reportPrivateUsage]  # torch has no public way to it
+    if not any(r.alias_info is not None for r in schema.returns):
+        return None
+    for position, argument in enumerate(schema.arguments):
+        if argument.alias_info is not None and not argument.alias_info.is_write:
+            return position
+    return None
+
+
+def written(overload: OpOverload, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> tuple[list[Ref], list[str]]:
+    """Tensors that a call writes: those given by position, and the names of those given by keyword."""
+    arguments = overload._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
+    by_position = [a for a, w in zip(args, writes, strict=False) if w and isinstance(a, Ref)]
+    return by_position, [a.name for a, w in zip(arguments, writes, strict=True) if w and a.name in kwargs]
+
+
+def hidden_writes(target: str, args: Sequence[Arg]) -> tuple[str, ...]:
+    """Batch and instance norm update their running statistics, which their schema does not say."""
+    if target in ("aten.batch_norm.default", "aten.instance_norm.default") and args[5] is True:
+        return tuple(a.op for a in args[3:5] if isinstance(a, Ref))
+    return ()
+
+
+def is_random(overload: OpOverload, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> bool:
+    """Whether the operator draws random numbers under these arguments."""
+    base = base_name(str(overload)).removesuffix("_")
+    if base in DROPOUTS:
+        return bool(args[1]) and bool(args[2])
+    if base == "scaled_dot_product_attention":
+        return bool(args[4] if len(args) > 4 else kwargs.get("dropout_p", 0.0))
+    if str(overload) in RECURRENT:
+        return bool(args[5]) and bool(args[6])
+    return torch.Tag.nondeterministic_seeded in overload.tags
+
+
+def shares_storage(a: Tensor, b: Tensor) -> bool:
+    return storage_of(a) == storage_of(b)
+
+
+def storage_of(tensor: Tensor) -> int:
+    """Identity of the tensor's storage; works for fake and meta tensors, whose data pointers are all 0."""
+    return tensor.untyped_storage()._cdata  # pyright: ignore[reportPrivateUsage]

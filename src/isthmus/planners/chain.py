@@ -1,0 +1,80 @@
+"""A chain of stages, cut exactly: the planner for synchronous pipelines.
+
+Minimises the closed form of `cost.steptime` over the order and choice of devices and over the cuts. Up to six
+devices it is exact; beyond, orders come from local search, cuts stay exact, and the certificate says how far a
+lower bound is. FusionLLM's OP-Fence and Sky Computing's allocation solve the same problem by heuristics.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.cost import Problem, build_plan
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Certificate, Plan
+from isthmus.planners.blocks import Blocks
+from isthmus.planners.bounds import pooled_bound_s
+from isthmus.planners.even import even
+from isthmus.planners.greedy_fill import greedy_fill
+from isthmus.planners.network import network_of
+from isthmus.planners.order_search import Found, OrderSearch
+from isthmus.planners.threshold_search import TOLERANCE
+
+EXACT_SCOPE = (
+    "all orders and subsets of the devices, all cuts of the operator order, memory of the classic schedule, closed form"
+)
+POOLED_SCOPE = (
+    "all orders and subsets of the devices, all cuts; the bound pools speeds and takes the cheapest links, and not "
+    "every order was searched, so the gap is what is not proven"
+)
+
+
+def chain(problem: Problem) -> Plan:
+    """The fastest choice, order and cuts of the devices: exact up to six, by local search over orders beyond.
+
+    Raises FleetTooSmall with the device that is short, and by how much.
+    """
+    network, blocks = network_of(problem), Blocks(problem)
+    classic = OrderSearch(problem, network, blocks)
+    best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
+    plans = _plans(problem, [best])
+    closed_form_s = best.step_s if best else 0.0
+    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind.
+    if problem.schedule != "gpipe" and not any(p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans):
+        plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
+    plans += _baseline(problem)
+    if not plans:  # raises unless a placement was missed
+        fallback = greedy_fill(problem, network, blocks)
+        plans = _plans(problem, [Found(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
+    chosen = min(plans, key=lambda p: p.predicted.step_s)
+    if best and classic.exhaustive:
+        return _certified(problem, chosen, best.bound_s, EXACT_SCOPE)
+    return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+
+
+def _plans(problem: Problem, found: Sequence[Found | None]) -> list[Plan]:
+    names = problem.fleet.names
+    return [build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain") for f in found if f]
+
+
+def _baseline(problem: Problem) -> list[Plan]:
+    try:
+        return [even(problem)]
+    except FleetTooSmall:
+        return []
+
+
+def _certified(problem: Problem, plan: Plan, bound_s: float, scope: str) -> Plan:
+    """The same layout with its certificate, and with the reason why devices are left out."""
+    step_s = plan.predicted.step_s
+    gap = step_s / bound_s - 1 if bound_s > 0 else 0.0
+    certificate = Certificate(
+        lower_bound_s=min(bound_s, step_s), gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope
+    )
+    order = [stage.device for stage in plan.stages]
+    reason = "no plan is faster with it" if not certificate.gap else "no plan that was found is faster with it"
+    return build_plan(
+        problem, order, plan.boundaries(), planner="chain",
+        certificate=certificate if bound_s > 0 else None,
+        notes={name: reason for name in problem.fleet.names if name not in order},
+    )  # fmt: skip

@@ -1,0 +1,81 @@
+from __future__ import annotations
+
+from importlib.metadata import EntryPoint
+
+import pytest
+from plan_cases import fleet_of, problem_of, random_graph
+
+from isthmus.cost import Problem
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.plan import Plan
+from isthmus.planners import describe, plan, planner_names, registry
+from isthmus.planners.even import even
+
+
+def backwards(problem: Problem) -> Plan:
+    """The fleet's order, whatever it costs."""
+    return even(problem)
+
+
+def broken(problem: Problem) -> Plan:
+    raise ZeroDivisionError("no devices")
+
+
+def refusing(problem: Problem) -> Plan:
+    raise FleetTooSmall("not here")
+
+
+def wordy(problem: Problem) -> str:
+    return "a plan"
+
+
+@pytest.fixture
+def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = {name: f"{__name__}:{name}" for name in ("backwards", "broken", "refusing", "wordy")}
+    targets = {**here, "missing": "no_such_module:plan", "number": "math:pi"}
+    entries = [EntryPoint(name, target, "isthmus.planners") for name, target in targets.items()]
+    monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == "isthmus.planners" else [])
+
+
+def some_problem() -> Problem:
+    return problem_of(random_graph(2, 4), fleet_of([1.0, 2.0]))
+
+
+def test_ours_are_listed_and_described() -> None:
+    assert {"chain", "even"} <= set(planner_names())
+    assert describe("even") == "Stages of equal operator count, each cut moved to the nearest place where one is legal."
+
+
+def test_an_unknown_planner_gets_the_nearest_name() -> None:
+    with pytest.raises(UserError, match="unknown planner 'chian': did you mean 'chain'"):
+        plan("chian", some_problem())
+    with pytest.raises(UserError, match="unknown planner"):
+        describe("chian")
+
+
+@pytest.mark.usefixtures("third_party")
+def test_another_package_may_register_a_planner() -> None:
+    assert "backwards" in planner_names()
+    assert describe("backwards") == "The fleet's order, whatever it costs."
+    assert plan("backwards", some_problem()).planner == "even"
+
+
+@pytest.mark.usefixtures("third_party")
+@pytest.mark.parametrize(
+    ("name", "message"),
+    [
+        ("broken", "planner 'broken' failed: ZeroDivisionError"),
+        ("wordy", "planner 'wordy': got a str, expected a Plan"),
+        ("missing", "cannot be loaded: No module named 'no_such_module'"),
+        ("number", "got a float, expected a function"),
+    ],
+)
+def test_a_faulty_planner_is_the_users_error(name: str, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        plan(name, some_problem())
+
+
+@pytest.mark.usefixtures("third_party")
+def test_a_planners_own_refusal_is_kept() -> None:
+    with pytest.raises(FleetTooSmall, match="not here"):
+        plan("refusing", some_problem())
