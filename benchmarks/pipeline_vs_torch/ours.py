@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import statistics
 import sys
 import tempfile
 import time
@@ -20,8 +19,6 @@ from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import RunOptions, Watcher, check_outcome, train
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.optim import OptimizerConfig
-
-SKIPPED_STEPS = 2
 
 
 def job_of(workload: Workload) -> Job:
@@ -53,12 +50,13 @@ def plan_of(prepared: Prepared, workload: Workload) -> Plan:
     return build_plan(prepared.problem(fleet), fleet.names, boundaries_of(prepared.flow, workload), planner="blocks")
 
 
-def compute_of(trace: Trace, workload: Workload) -> list[float]:
-    """Per stage, the median F and the median B of the steady steps, together."""
-    found: list[float] = []
-    for device in workload.fleet.names:
-        spans = [s for s in trace.spans if (s.device, s.track) == (device, "compute") and s.step >= SKIPPED_STEPS]
-        found.append(sum(statistics.median(s.end_s - s.start_s for s in spans if s.name == w) for w in "FB"))
+def busy_of(trace: Trace, workload: Workload) -> list[list[float]]:
+    """Per step and stage, the sum of the durations of all F and B."""
+    number = {name: stage for stage, name in enumerate(workload.fleet.names)}
+    found = [[0.0] * workload.stages for _ in range(workload.steps)]
+    for span in trace.spans:
+        if span.track == "compute" and span.name in ("F", "B"):
+            found[span.step][number[span.device]] += span.end_s - span.start_s
     return found
 
 
@@ -100,7 +98,7 @@ def run(place: OursPlace) -> Figures:
     # The run's last sends may end after the last report: the last step's bytes are not all in the trace.
     whole = msgspec.structs.replace(trace, spans=tuple(s for s in trace.spans if s.step < workload.steps - 1))
     return Figures(
-        marks_s=marks_of(trace, finished_s), losses=losses, compute_s=compute_of(trace, workload),
+        marks_s=marks_of(trace, finished_s), losses=losses, busy_s=busy_of(trace, workload),
         step_payload_bytes=sum(link_bytes(whole).values()) / (workload.steps - 1),
     )  # fmt: skip
 

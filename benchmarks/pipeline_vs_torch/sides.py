@@ -11,7 +11,7 @@ import sys
 import tempfile
 import time
 from collections.abc import Callable, Sequence
-from contextlib import ExitStack
+from contextlib import ExitStack, suppress
 from pathlib import Path
 from types import TracebackType
 
@@ -25,23 +25,22 @@ ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
 
 
 class Side:
-    """The processes of one side, in one process group. A context manager: on leaving, whatever still runs is ended."""
+    """The processes of one side. A context manager: on leaving, whatever still runs is ended."""
 
     def __init__(self, commands: Sequence[Sequence[str]], resources: ExitStack) -> None:
         self._resources = resources
-        self._processes: list[subprocess.Popen[bytes]] = []
-        self._group = 0
-        for command in commands:
-            process = subprocess.Popen(
-                command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT, process_group=self._group
-            )
-            self._group = self._group or process.pid
-            self._processes.append(process)
+        self._processes = [
+            subprocess.Popen(command, stdout=subprocess.PIPE, stdin=subprocess.DEVNULL, env=ENVIRONMENT)
+            for command in commands
+        ]
 
     def signal(self, number: int) -> None:
-        """To every process of the side, their children included, while one of the first ones runs."""
+        """To every process of the side and their children, while the first one runs."""
         if self.running:
-            os.killpg(self._group, number)
+            for process in self._processes:
+                for pid in family(process.pid):
+                    with suppress(ProcessLookupError):
+                        os.kill(pid, number)
 
     @property
     def running(self) -> bool:
@@ -54,7 +53,7 @@ class Side:
         for process in self._processes:
             output, _ = process.communicate(timeout=timeout_s)
             if process.returncode:
-                raise RuntimeError(f"{' '.join(map(str, process.args))[:200]}: ended with {process.returncode}")
+                raise RuntimeError(f"a process of the benchmark ended with {process.returncode}: see its message above")
             found.append(msgspec.json.decode(output, type=Figures))
         return found
 
@@ -64,11 +63,25 @@ class Side:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
+        self.signal(signal.SIGCONT)  # a stopped one could not end its children
         for process in self._processes:
             if process.poll() is None:
-                process.kill()
+                process.terminate()
             process.wait()
         self._resources.close()
+
+
+def family(pid: int) -> list[int]:
+    """A process and all that descend from it, the oldest first: devices have process groups of their own."""
+    children: dict[int, list[int]] = {}
+    for stat in Path("/proc").glob("[0-9]*/stat"):
+        with suppress(OSError):
+            parent = int(stat.read_text().rpartition(")")[2].split()[1])
+            children.setdefault(parent, []).append(int(stat.parent.name))
+    found = [pid]
+    for one in found:
+        found += children.get(one, [])
+    return found
 
 
 Start = Callable[[Workload, Lab | None], Side]
@@ -167,6 +180,6 @@ def steps_within(figures: Figures, slices: Sequence[Slice], side: int, skipped: 
 
 
 def paired_ratio(first: Sequence[Sequence[float]], second: Sequence[Sequence[float]]) -> float:
-    """Median over neighbouring slices of (mean step of the second side / of the first)."""
-    pairs = [(a, b) for a, b in zip(first, second, strict=False) if len(a) > 1 and len(b) > 1]
+    """Median over neighbouring slices of (mean step of the second side / of the first). StatisticsError without any."""
+    pairs = [(a, b) for a, b in zip(first, second, strict=False) if a and b]
     return statistics.median(statistics.fmean(b) / statistics.fmean(a) for a, b in pairs)

@@ -103,5 +103,5 @@ class Figures(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[float]
     step_payload_bytes: float
     """Tensor bytes sent in a step."""
-    compute_s: list[float] = []
-    """Per stage, the median time of one micro-batch's forward and backward."""
+    busy_s: list[list[float]] = []
+    """Per step, how long each stage computed forward and backward passes."""

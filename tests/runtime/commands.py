@@ -1,7 +1,9 @@
-"""Run the command line in a process of its own."""
+"""Run the command line: in this process, or in one of its own where it is to be killed."""
 
 from __future__ import annotations
 
+import contextlib
+import io
 import os
 import signal
 import subprocess
@@ -9,6 +11,10 @@ import sys
 import time
 from collections.abc import Callable
 from pathlib import Path
+from typing import NamedTuple
+from unittest import mock
+
+from isthmus.cli import main
 
 COMMAND = [sys.executable, "-m", "isthmus.cli"]
 
@@ -42,35 +48,93 @@ warmup_steps = 3
 """
 
 
+class Done(NamedTuple):
+    code: int
+    out: str
+    err: str
+
+
 def write_job(folder: Path, *, steps: int = 12, fleet: str = "laptop", planner: str = "even") -> Path:
     path = folder / "job.toml"
     path.write_text(JOB.format(folder=folder / "runs", steps=steps, fleet=fleet, planner=planner))
     return path
 
 
-def isthmus(*arguments: str | Path, timeout_s: float = 120) -> subprocess.CompletedProcess[str]:
-    environment = {**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"}
-    return subprocess.run(
-        [*COMMAND, *map(str, arguments)], capture_output=True, text=True, timeout=timeout_s, env=environment
-    )
+def edited(path: Path, *changes: tuple[str, str]) -> Path:
+    """The job file with texts replaced; each must be there."""
+    text = path.read_text()
+    for old, new in changes:
+        assert old in text, old
+        text = text.replace(old, new, 1)
+    path.write_text(text)
+    return path
+
+
+def isthmus(*arguments: str | Path) -> Done:
+    """The command in this process: device processes are real all the same."""
+    out, err = io.StringIO(), io.StringIO()
+    code: object = 0
+    with (
+        mock.patch.object(sys, "argv", ["isthmus", *map(str, arguments)]),
+        mock.patch.object(sys, "path", list(sys.path)),
+        mock.patch.dict(os.environ, {"NO_COLOR": "1"}),
+        contextlib.redirect_stdout(out),
+        contextlib.redirect_stderr(err),
+    ):
+        try:
+            main()
+        except SystemExit as e:
+            code = e.code
+    assert isinstance(code, int)
+    return Done(code, out.getvalue(), err.getvalue())
+
+
+def refused(done: Done, code: int, *words: str) -> None:
+    """The command ended with one line that says why."""
+    assert done.code == code, done
+    assert "Traceback" not in done.err
+    (line,) = [x for x in done.err.splitlines() if x.startswith("error:")]
+    for word in words:
+        assert word in line, line
 
 
 def start(*arguments: str | Path) -> subprocess.Popen[str]:
-    """In a process group of its own, so that the whole run can be killed at once."""
+    """The command in a process group of its own: that of the coordinator alone, as devices have theirs."""
     return subprocess.Popen(
         [*COMMAND, *map(str, arguments)], stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True,
         start_new_session=True, env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 
 
-def wait_until(condition: Callable[[], bool], patience_s: float = 90) -> None:
-    deadline_s = time.monotonic() + patience_s
+def wait_until(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+    """Wait for something that a command does."""
+    deadline_s = time.monotonic() + 90
     while not condition():
+        assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline_s, "it did not happen"
         time.sleep(0.02)
 
 
-def kill_all(process: subprocess.Popen[str]) -> None:
-    """kill -9 for the whole run: coordinator and devices."""
-    os.killpg(process.pid, signal.SIGKILL)
-    process.wait()
+def interrupt(process: subprocess.Popen[str]) -> None:
+    os.killpg(process.pid, signal.SIGINT)
+
+
+def devices_of(process: subprocess.Popen[str]) -> dict[str, int]:
+    """Device name -> pid, of the device processes that the command has started."""
+    found: dict[str, int] = {}
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            if parent == process.pid and "--device" in words:
+                found[words[words.index("--device") + 1]] = int(entry.name)
+    return found
+
+
+def is_running(pid: int) -> bool:
+    try:
+        return (Path("/proc") / str(pid) / "stat").read_text().rpartition(")")[2].split()[0] != "Z"
+    except OSError:
+        return False

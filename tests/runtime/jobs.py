@@ -57,7 +57,8 @@ def run(
     boundaries = list(boundaries) if boundaries is not None else []
     fleet = fleet or fleet_of(len(boundaries) + 1)
     plan = build_plan(prepared.problem(fleet), fleet.names, boundaries, planner="test")
-    options = RunOptions(emulate=job.runtime.emulate, resume=resume)
+    checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
+    options = RunOptions(emulate=job.runtime.emulate, resume_from=checkpoint)
     return prepared, plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
 
 

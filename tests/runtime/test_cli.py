@@ -1,91 +1,290 @@
-"""Bad input is one line on stderr and exit code 2 or 3; every command has --json."""
+"""The command line: bad input is one line on stderr and exit code 2 or 3; every command speaks JSON; export."""
 
 from __future__ import annotations
 
 import json
 from pathlib import Path
+from typing import NamedTuple
 
+import msgspec
 import pytest
+import torch
+from safetensors.torch import load_file
+from transformers import GPT2LMHeadModel
 
-from .commands import isthmus, write_job
+from isthmus.cli.folder import RunFolder
+from isthmus.cli.planning import plan_for
+from isthmus.data import load_dataset
+from isthmus.errors import UserError
+from isthmus.job import fleet_of, load_job, prepare
+from isthmus.plan import Plan, load_plan, save_plan
+from isthmus.training.plain import plain_loss
 
+from .commands import Done, edited, isthmus, refused, write_job
 
-def _refused(done: object, code: int, *words: str) -> None:
-    assert done.returncode == code, done  # type: ignore[attr-defined]
-    errors = done.stderr  # type: ignore[attr-defined]
-    (line,) = [x for x in errors.splitlines() if x.startswith("error:")]
-    assert "Traceback" not in errors
-    for word in words:
-        assert word in line, line
-
-
-def _edited(folder: Path, old: str, new: str) -> Path:
-    path = write_job(folder)
-    text = path.read_text()
-    assert old in text
-    path.write_text(text.replace(old, new))
-    return path
+SCHEDULE = "[learning_rate]"
 
 
 @pytest.mark.parametrize(
     ("old", "new", "words"),
     [
-        ("clip_norm", "clip_nrom", ["clip_nrom", "clip_norm"]),
-        ("steps = 12", 'steps = "many"', ["training.steps"]),
-        ('fleet = "laptop"', 'fleet = "laptpo"', ["laptpo", "laptop"]),
-        ('planner = "even"', 'planner = "evne"', ["evne", "even"]),
-        ('name = "gpt"', 'name = "gtp"', ["gtp", "gpt"]),
-        ("batch_size = 8", "batch_size = 9", ["batch_size", "9", "micro_batches"]),
-        ('files = "stdlib"', 'files = "missing.txt"', ["missing.txt"]),
-        ("[training]", "[training]]", ["TOML"]),
-        ('name = "small"', 'name = "small"\nruntime = {patience = "5 parsecs"}', ["runtime.patience", "parsecs"]),
+        ("fleet =", "fleets =", ["unknown key 'fleets'", "'fleet'"]),
+        ("clip_norm =", "clip_nrom =", ["training.clip_nrom", "training.clip_norm"]),
+        ("kind =", "knd =", ["data.knd", "data.kind"]),
+        (SCHEDULE, "[[optimizer]]\nlrr = 1.0\n[learning_rate]", ["optimizer[0].lrr", "optimizer[0].lr"]),
+        ("layers =", "layrs =", ["gpt option 'layrs'", "layers"]),
+        ("max_bytes =", "mx_bytes =", ["text option 'mx_bytes'", "max_bytes"]),
+        ("steps = 12", 'steps = "many"', ["training.steps", "expected 'int', got 'str'"]),
+        ("steps = 12", "steps = 0", ["training.steps", ">= 1, got 0"]),
+        ('"laptop"', '"laptpo"', ["laptpo", "laptop"]),
+        ('"laptop"', '"laptop.toml"', ["laptop.toml", "No such file"]),
+        ('"even"', '"evne"', ["unknown planner 'evne'", "even"]),
+        ('"gpt"', '"gtp"', ["unknown model 'gtp'", "gpt"]),
+        ('"gpt"', '"nowhere.at_all:Model"', ["nowhere.at_all:Model", "cannot import"]),
+        ('"text"', '"txt"', ["unknown data kind 'txt'", "text"]),
+        ('"stdlib"', '"missing.txt"', ["missing.txt"]),
+        ('"cosine"', '"cosin"', ["learning_rate.schedule 'cosin'", "cosine"]),
+        ("run_dir", 'schedule = "zigzag"\nrun_dir', ["schedule 'zigzag'", "1f1b"]),
+        ("batch_size = 8", "batch_size = 9", ["training.batch_size: got 9", "micro_batches"]),
+        ("eval_samples = 8", "eval_samples = 1", ["eval_samples", "1 held-out samples", "micro-batch (2)"]),
+        ("[training]", "[training]]", ["not valid TOML", "line 15"]),
+        ("[model]", '[runtime]\npatience = "5 parsecs"\n[model]', ["runtime.patience", "parsecs"]),
+        (SCHEDULE, "[[optimizer]]\nlr = -1.0\n[learning_rate]", ["optimizer[0].lr", "got -1.0"]),
+        (SCHEDULE, '[[optimizer]]\npattern = "*.bias"\n[learning_rate]', ["no pattern matches", "'token.weight'"]),
+        (
+            SCHEDULE,
+            '[[optimizer]]\n[[optimizer]]\npattern = "*.bias"\n[learning_rate]',
+            ["'*.bias' of entry 2 updates no parameter"],
+        ),
+        (SCHEDULE, "[[optimizer]]\nnesterov = true\n[learning_rate]", ["nesterov", "momentum"]),
+        ("vocab_size = 256", "vocab_size = 200", ["'input_ids' holds values up to 255", "0 to 199"]),
     ],
 )
 def test_bad_jobs(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
-    _refused(isthmus("plan", _edited(tmp_path, old, new)), 2, *words)
+    job = edited(write_job(tmp_path), (old, new))
+    refused(isthmus("train", job), 2, *words)
+    assert not (tmp_path / "runs").exists(), "what fails leaves no run behind"
 
 
-def test_missing_job_file(tmp_path: Path) -> None:
-    _refused(isthmus("plan", tmp_path / "no.toml"), 2, "no.toml", "not found")
+@pytest.mark.parametrize(
+    ("hook", "words"),
+    [
+        ("nowhere:f", ["hook 'nowhere:f'", "cannot import nowhere"]),
+        ("math:nothing", ["math has no 'nothing'"]),
+        ("math:pi", ["expected a callable"]),
+        ("mine", ["unknown hook 'mine'", "package.module:callable"]),
+    ],
+)
+def test_hooks_that_cannot_be_had(tmp_path: Path, hook: str, words: list[str]) -> None:
+    job = edited(write_job(tmp_path), (SCHEDULE, f'[hooks]\nfinish = "{hook}"\n[learning_rate]'))
+    refused(isthmus("train", job), 2, *words)
+
+
+MODELS = """
+import torch
+from torch import nn
+
+class PerSample(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.table = nn.Embedding(256, 4)
+    def forward(self, input_ids, labels):
+        return self.table(input_ids).mean((1, 2))
+
+class Branching(PerSample):
+    def forward(self, input_ids, labels):
+        found = self.table(input_ids).sum()
+        if found > 0:
+            return found
+        return -found
+
+def no_module():
+    return 3
+
+def broken():
+    raise RuntimeError("two\\nlines")
+"""
+
+
+@pytest.mark.parametrize(
+    ("name", "words"),
+    [
+        ("PerSample", ["forward returned a tensor of shape [", "expected a scalar"]),
+        ("Branching", ["user_models.py:15", "if found > 0"]),
+        ("no_module", ["expected it to return an nn.Module, got int"]),
+        ("broken", ["raised RuntimeError: two lines"]),
+    ],
+)
+def test_bad_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]) -> None:
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "user_models.py").write_text(MODELS)
+    job = edited(
+        write_job(tmp_path), ('"gpt"', f'"user_models:{name}"'),
+        ("options = {vocab_size = 256, sequence_length = 16, width = 16, layers = 2, heads = 2}", ""),
+    )  # fmt: skip
+    refused(isthmus("plan", job), 2, *words)
+
+
+def test_bad_arguments(tmp_path: Path) -> None:
+    job = write_job(tmp_path)
+    refused(isthmus("plan", tmp_path / "no.toml"), 2, "no.toml", "not found")
+    for arguments in (("--steps", "0"), ("--devices", "0"), ("--nothing",)):
+        done = isthmus("train", job, *arguments)
+        assert done.code == 2 and arguments[0] in done.err and "Traceback" not in done.err
+    refused(isthmus("plan", job, "--devices", "9"), 2, "9 devices", "1 to 2")
+    refused(isthmus("trace", tmp_path), 2, "not a run")
+    refused(isthmus("export", tmp_path / "none", tmp_path / "out"), 2, "not found")
+    refused(isthmus("train", job, "--resume"), 2, "runs/small", "not found")
+    refused(isthmus("train", job, "--resume", "--run", tmp_path), 2, "not a run")
+    refused(isthmus("train", job, "--run", tmp_path), 2, "not an empty directory")
+    refused(isthmus("train", job, "--run", job / "below"), 2, "cannot be written")
 
 
 def test_too_large_a_model(tmp_path: Path) -> None:
-    job = _edited(tmp_path, "width = 16", "width = 8192")
-    _refused(isthmus("plan", job), 3, "bytes short")
+    job = edited(write_job(tmp_path), ("width = 16", "width = 8192"))
+    refused(isthmus("plan", job), 3, "laptop-", "bytes short")
+
+
+def test_more_devices_than_the_model_has_cuts(tmp_path: Path) -> None:
+    fleet = tmp_path / "many.toml"
+    fleet.write_text(
+        '[[device]]\nname = "d"\ncompute = "1 GFLOPS"\nmemory = "1 GiB"\ncount = 80\n'
+        '[links]\ndefault = {latency = "1 ms", bandwidth = "1 Gbit/s"}\n'
+    )
+    job = write_job(tmp_path)
+    plan = json.loads(isthmus("plan", job, "--fleet", fleet, "--json").out)
+    assert 1 < len(plan["replicas"][0]["stages"]) < 80
+    assert "d-79 is left out: the model has no further place to cut" in plan["notes"]
 
 
 def test_bad_unit_in_a_fleet(tmp_path: Path) -> None:
     fleet = tmp_path / "fleet.toml"
     fleet.write_text('[[device]]\nname = "a"\nregion = "r"\ncompute = "10 GFLOPS"\nmemory = "16 Gigs"\n')
-    _refused(isthmus("plan", write_job(tmp_path), "--fleet", fleet), 2, "memory", "Gigs")
+    refused(isthmus("plan", write_job(tmp_path), "--fleet", fleet), 2, "[[device]] 1 'a': memory", "Gigs")
 
 
-def test_truncated_checkpoint(tmp_path: Path) -> None:
-    job, run = write_job(tmp_path, steps=3), tmp_path / "run"
-    assert isthmus("train", job, "--run", run).returncode == 0
-    (file,) = sorted(run.glob("checkpoints/step-*/stage-0.safetensors"))
-    file.write_bytes(file.read_bytes()[:-100])
-    _refused(isthmus("train", job, "--run", run, "--resume", "--steps", "6"), 2, "stage-0.safetensors", "truncated")
-    _refused(isthmus("export", run, tmp_path / "out"), 2, "stage-0.safetensors")
+def test_bad_plans(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path))
+    prepared, fleet, path = prepare(job), fleet_of(job), tmp_path / "plan.json"
+    plan = plan_for(prepared, fleet)
+    (replica,) = plan.replicas
+
+    def refuse(*words: str) -> None:
+        with pytest.raises(UserError) as caught:
+            plan_for(prepared, fleet, path)
+        for word in ("plan.json", *words):
+            assert word in str(caught.value)
+
+    def with_stages(*changes: dict[str, object]) -> Plan:
+        stages = tuple(msgspec.structs.replace(s, **c) for s, c in zip(replica.stages, changes, strict=True))
+        return msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=stages),))
+
+    for changed, words in (
+        (msgspec.structs.replace(plan, model="unet"), ["model: got 'unet'", "'gpt'"]),
+        (msgspec.structs.replace(plan, micro_batches=2), ["micro_batches: got 2", "4"]),
+        (msgspec.structs.replace(plan, version=7), ["version: got 7"]),
+        (with_stages({"last": 7}, {}), ["0..7", "left a gap"]),
+        (with_stages({}, {"last": 99}), ["..99", "another model"]),
+        (with_stages({"device": "laptop-1"}, {}), ["laptop-1", "at most once"]),
+        (with_stages({"device": "desktop"}, {}), ["unknown device 'desktop'", "laptop-0"]),
+    ):
+        save_plan(changed, path)
+        refuse(*words)
+    path.write_text("stages: 2")
+    refuse("not a plan")
+    path.unlink()
+    refuse("not found")
 
 
-def test_every_command_speaks_json(tmp_path: Path) -> None:
-    job, run = write_job(tmp_path, steps=4), tmp_path / "run"
-    trained = isthmus("train", job, "--run", run, "--json")
-    assert trained.returncode == 0, trained.stderr
-    told = json.loads(trained.stdout)
-    assert told["heldout_loss"] > 0 and told["run"] == str(run)
+def test_a_plan_as_it_was_made_is_taken_as_it_is(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path))
+    prepared, fleet, path = prepare(job), fleet_of(job), tmp_path / "plan.json"
+    plan = plan_for(prepared, fleet)
+    limits = msgspec.structs.replace(plan.schedule, in_flight=(1, 1))
+    for kept in (plan, msgspec.structs.replace(plan, schedule=limits)):
+        save_plan(kept, path)
+        assert plan_for(prepared, fleet, path) == kept
+
+
+class Trained(NamedTuple):
+    job: Path
+    run: Path
+    plan: Path
+    done: Done
+
+
+HF_OPTIONS = "{n_layer = 2, n_head = 2, n_embd = 16, vocab_size = 256, n_positions = 16}"
+
+
+@pytest.fixture(scope="module")
+def trained(tmp_path_factory: pytest.TempPathFactory) -> Trained:
+    """Hugging Face's GPT-2 with micro-batches of one sample, on three devices, under a plan edited by hand."""
+    folder = tmp_path_factory.mktemp("trained")
+    job = edited(
+        write_job(folder, steps=4, fleet="three-sites"),
+        ('"gpt"', '"hf-gpt2"'), ("micro_batches = 4", "micro_batches = 8"),
+        ("{vocab_size = 256, sequence_length = 16, width = 16, layers = 2, heads = 2}", HF_OPTIONS),
+        ("max_bytes", "shift_labels = false, max_bytes"), ("run_dir", "devices = 3\nrun_dir"),
+    )  # fmt: skip
+    path = folder / "plan.json"
+    path.write_text(isthmus("plan", job, "--json").out)
+    plan = load_plan(path)
+    (replica,) = plan.replicas
+    first, second, third = replica.stages
+    moved = (
+        msgspec.structs.replace(first, device=third.device),
+        second,
+        msgspec.structs.replace(third, device=first.device),
+    )
+    save_plan(msgspec.structs.replace(plan, replicas=(msgspec.structs.replace(replica, stages=moved),)), path)
+    return Trained(job, folder / "run", path, isthmus("train", job, "--run", folder / "run", "--plan", path, "--json"))
+
+
+def test_train_leaves_a_folder_that_explains_it(trained: Trained) -> None:
+    assert trained.done.code == 0, trained.done.err
+    told = json.loads(trained.done.out)
+    assert told["run"] == str(trained.run) and told["comparison"]["measured_step_s"] > 0
     for name in ("plan.json", "trace.jsonl", "predicted.jsonl", "timeline.png", "loss.png", "checkpoints/latest"):
-        assert (run / name).exists(), name
+        assert (trained.run / name).exists(), name
+    asked, used = load_plan(trained.plan), load_plan(trained.run / "plan.json")
+    assert [s.device for s in used.stages] == [s.device for s in asked.stages]
+    assert "computed anew" in used.notes[-1] and used.predicted != asked.predicted
+    assert {path.name for path in (trained.run / "logs").iterdir()} == {f"{s.device}.log" for s in used.stages}
+    refused(isthmus("train", trained.job, "--run", trained.run), 2, "holds a run already", "--resume")
 
-    plan = json.loads(isthmus("plan", job, "--json").stdout)
-    assert [s["device"] for s in plan["replicas"][0]["stages"]] == ["laptop-0", "laptop-1"]
-    simulated = json.loads(isthmus("simulate", job, "--json", "--plan", run / "plan.json").stdout)
+
+def test_export_gives_hugging_face_the_same_model(trained: Trained, tmp_path: Path) -> None:
+    exported = json.loads(isthmus("export", trained.run, tmp_path / "out", "--json").out)
+    assert exported == {"directory": str(tmp_path / "out"), "step": 4}
+    module = GPT2LMHeadModel.from_pretrained(tmp_path / "out")
+    data = load_dataset(load_job(trained.job).data, "heldout")
+    with torch.no_grad():
+        loss = plain_loss(module, [data.batch([i], list(data.columns)) for i in range(8)])
+    (*_, told) = [p.loss for p in RunFolder(trained.run).losses() if p.split == "heldout"]
+    assert loss == pytest.approx(told, rel=1e-6)
+    refused(isthmus("export", trained.run, tmp_path / "out"), 2, "not an empty directory")
+
+
+def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
+    simulated = json.loads(isthmus("simulate", trained.job, "--json", "--plan", trained.run / "plan.json").out)
     assert simulated["step_s"] > 0
-    assert "three-sites" in json.loads(isthmus("topologies", "--json").stdout)
-    assert {"even", "chain"} <= json.loads(isthmus("planners", "--json").stdout).keys()
-
-    traced = json.loads(isthmus("trace", run, "--json").stdout)
+    traced = json.loads(isthmus("trace", trained.run, "--json").out)
     assert json.loads(Path(traced["perfetto"]).read_text())["traceEvents"]
-    exported = json.loads(isthmus("export", run, tmp_path / "out", "--json").stdout)
-    assert exported["step"] == 4 and (tmp_path / "out" / "model.safetensors").exists()
+    assert "three-sites" in json.loads(isthmus("topologies", "--json").out)
+    assert {"even", "chain"} <= json.loads(isthmus("planners", "--json").out).keys()
+    again = json.loads(isthmus("train", trained.job, "--run", trained.run, "--resume", "--json").out)
+    assert again["heldout_loss"] == json.loads(trained.done.out)["heldout_loss"]
+
+
+def test_a_truncated_checkpoint_is_refused(trained: Trained, tmp_path: Path) -> None:
+    (checkpoint,) = trained.run.glob("checkpoints/step-000004")
+    files = {path: path.read_bytes() for path in checkpoint.glob("stage-1.*")}
+    ((path, whole),) = files.items()
+    assert load_file(path)
+    path.write_bytes(whole[:-100])
+    try:
+        words = ("step-000004", "stage-1.safetensors", "truncated")
+        refused(isthmus("export", trained.run, tmp_path / "out"), 2, *words)
+        refused(isthmus("train", trained.job, "--run", trained.run, "--resume", "--steps", "6"), 2, *words)
+    finally:
+        path.write_bytes(whole)

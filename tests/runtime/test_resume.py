@@ -1,83 +1,270 @@
-"""A run that is killed, interrupted or loses a device goes on from its last checkpoint, bit for bit."""
+"""A run that is killed, interrupted or loses a device goes on from its last checkpoint; no process is left."""
 
 from __future__ import annotations
 
+import json
 import os
 import random
+import shutil
 import signal
+import subprocess
 from pathlib import Path
 
+import pytest
 import torch
 
-from isthmus.training.checkpoint import latest_checkpoint, read_manifest, read_tensors
+from isthmus.cli.folder import RunFolder
+from isthmus.training.checkpoint import latest_checkpoint, newest_checkpoint, read_manifest, read_tensors
 
-from .commands import isthmus, kill_all, start, wait_until, write_job
+from .commands import (
+    Done,
+    devices_of,
+    edited,
+    interrupt,
+    is_running,
+    isthmus,
+    refused,
+    start,
+    wait_until,
+    write_job,
+)
+
+STEPS = 12
+
+USER_CODE = """
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Counting(nn.Module):
+    def __init__(self, width):
+        super().__init__()
+        self.table = nn.Embedding(256, width)
+        self.mix = nn.ModuleList(nn.Linear(width, width) for _ in range(3))
+        self.norm = nn.LayerNorm(width)
+        self.drop = nn.Dropout(0.1)
+        self.unused = nn.Parameter(torch.ones(3))
+        self.register_buffer("scale", torch.ones(()))
+
+    def forward(self, input_ids, labels):
+        x = self.table(input_ids) * self.scale
+        for layer in self.mix:
+            x = self.drop(torch.tanh(layer(x)))
+        logits = self.norm(x) @ self.table.weight.T
+        losses = F.cross_entropy(logits.flatten(0, 1).float(), labels.flatten(), reduction="none")
+        counted = (labels.flatten() != 32).float()
+        return (losses * counted).sum(), counted.sum()
+
+def say(kind):
+    def hook(*arguments):
+        with open("hooks.log", "a") as file:
+            print(kind, *arguments, file=file)
+    return hook
+
+on_step, on_checkpoint, on_finish = say("step"), say("checkpoint"), say("finish")
+
+def fails_at_two(step, loss):
+    if step == 2:
+        raise ValueError("no more\\nsteps")
+"""
+
+CHANGES = (
+    ('name = "gpt"', 'name = "user_code:Counting"'),
+    ("{vocab_size = 256, sequence_length = 16, width = 16, layers = 2, heads = 2}", "{width = 8}"),
+    ("clip_norm = 1.0", 'clip_norm = 0.5\nprecision = "bf16"'),
+    (
+        "[learning_rate]",
+        '[[optimizer]]\npattern = "*.bias"\nname = "sgd"\nlr = 0.1\nmomentum = 0.9\n'
+        "[[optimizer]]\nlr = 0.01\n"
+        '[hooks]\nstep = "user_code:on_step"\ncheckpoint = "user_code:on_checkpoint"\nfinish = "user_code:on_finish"\n'
+        "[learning_rate]",
+    ),
+)
 
 
-def _losses(folder: Path) -> list[str]:
-    path = folder / "losses.jsonl"
-    return path.read_text().splitlines() if path.exists() else []
+@pytest.fixture(scope="module")
+def here(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("here")
+    (folder / "user_code.py").write_text(USER_CODE)
+    edited(write_job(folder, steps=STEPS), *CHANGES)
+    return folder
 
 
-def _same(a: Path, b: Path) -> None:
-    first, second = (read_tensors(latest_checkpoint(f / "checkpoints")) for f in (a, b))
+@pytest.fixture(autouse=True)
+def _in_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(here)
+
+
+@pytest.fixture(scope="module")
+def whole(here: Path) -> Done:
+    """The run that nothing interrupts: bf16, clipping, cosine, two optimizers, dropout, a counted loss, a tie."""
+    before = Path.cwd()
+    os.chdir(here)
+    try:
+        return isthmus("train", "job.toml", "--run", "whole", "--json")
+    finally:
+        os.chdir(before)
+
+
+def _saved(folder: str) -> dict[str, torch.Tensor]:
+    return read_tensors(latest_checkpoint(Path(folder, "checkpoints")))
+
+
+def _equal(a: str, b: str) -> None:
+    first, second = _saved(a), _saved(b)
     assert first.keys() == second.keys()
     for name, tensor in first.items():
         assert torch.equal(tensor, second[name]), name
+    assert RunFolder(Path(a)).losses() == RunFolder(Path(b)).losses()
 
 
-def test_killed_at_random_steps_it_resumes_bit_for_bit(tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=14)
-    whole, broken = tmp_path / "whole", tmp_path / "broken"
-    assert isthmus("train", job, "--run", whole).returncode == 0
-
-    step = random.randint(4, 10)
-    process = start("train", job, "--run", broken)
-    wait_until(lambda: len(_losses(broken)) >= step or process.poll() is not None)
-    kill_all(process)
-    assert read_manifest(latest_checkpoint(broken / "checkpoints")).step <= 14
-    done = isthmus("train", job, "--run", broken, "--resume")
-    assert done.returncode == 0, done.stderr
-    _same(whole, broken)
-    assert _losses(whole) == _losses(broken)
+def _kill(process: subprocess.Popen[str]) -> None:
+    """kill -9 of the coordinator alone: its devices end by themselves."""
+    devices = devices_of(process)
+    process.kill()
+    process.communicate()
+    wait_until(lambda: not any(map(is_running, devices.values())))
 
 
-def test_ctrl_c_saves_and_exits_130(tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=100_000)
-    folder = tmp_path / "run"
-    process = start("train", job, "--run", folder)
-    wait_until(lambda: len(_losses(folder)) >= 5)
-    os.killpg(process.pid, signal.SIGINT)
+def test_a_whole_run(whole: Done) -> None:
+    assert whole.code == 0, whole.err
+    points = RunFolder(Path("whole")).losses()
+    assert [p.step for p in points if p.split == "train"] == list(range(1, STEPS + 1))
+    assert [p.step for p in points if p.split == "heldout"] == [5, 10, 12]
+    told = json.loads(whole.out)
+    assert (told["loss"], told["heldout_loss"]) == (points[-2].loss, points[-1].loss)
+    saved = _saved("whole")
+    assert {t.dtype for n, t in saved.items() if not n.endswith(".step")} == {torch.float32}, "fp32 masters"
+    assert {n.rpartition(".")[2] for n in saved if n.startswith("optimizer.")} == {
+        "momentum_buffer", "step", "exp_avg", "exp_avg_sq"
+    }  # fmt: skip
+    assert {"unused", "scale", "table.weight"} <= saved.keys()
+    hooks = Path("hooks.log").read_text().splitlines()
+    steps = [line.split()[1] for line in hooks if line.startswith("step")]
+    assert steps == [str(n + 1) for n in range(STEPS)]
+    assert [line for line in hooks if line.startswith("checkpoint")] == [
+        f"checkpoint {n} whole/checkpoints/step-{n:06d}" for n in (3, 6, 9, 12)
+    ]
+    assert hooks[-1] == "finish whole done"
+
+
+def test_killed_anywhere_it_resumes_bit_for_bit(whole: Done) -> None:
+    """Before the first checkpoint, then at a random step, then while a checkpoint is being written."""
+    folder, losses = RunFolder(Path("killed")), lambda: len(folder.losses())
+    process = start("train", "job.toml", "--run", "killed")
+    wait_until(lambda: losses() >= 1, process)
+    _kill(process)
+    shutil.rmtree("killed/checkpoints", ignore_errors=True)  # it may have been quicker than we
+
+    step = random.randint(4, 8)
+    process = start("train", "job.toml", "--run", "killed", "--resume")
+    wait_until(lambda: losses() >= step, process)
+    _kill(process)
+
+    partial = Path("killed/checkpoints/.step-000012")
+    partial.mkdir(parents=True, exist_ok=True)
+    (partial / "stage-0.safetensors").write_bytes(b"half")
+    with Path("killed/losses.jsonl").open("ab") as file:
+        file.write(b'{"step": 5, "lo')
+    saved = newest_checkpoint(Path("killed/checkpoints"))
+    done = isthmus("train", "job.toml", "--run", "killed", "--resume")
+    assert done.code == 0, done.err
+    assert (f"after step {read_manifest(saved).step}" if saved else "from the start") in done.err or saved is not None
+    _equal("whole", "killed")
+    assert not partial.exists()
+
+
+def test_nothing_left_to_do(whole: Done) -> None:
+    done = isthmus("train", "job.toml", "--run", "whole", "--resume")
+    assert done.code == 0 and "nothing left to do" in done.err
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([("steps =", "seed = 3\nsteps =")], ["training.seed: got 3", "made with 0"]),
+        ([("batch_size = 8", "batch_size = 16")], ["training.batch_size: got 16", "8"]),
+        ([("steps =", "shuffle = false\nsteps =")], ["training.shuffle"]),
+        ([("max_bytes = 40000", "max_bytes = 30000")], ["data: got"]),
+        ([("width = 8", "width = 12")], ["weight", "[256, 8]", "[256, 12]"]),
+        ([('name = "sgd"', 'name = "adamw"')], ["optimizer state of 'mix.0.bias'", "momentum_buffer"]),
+    ],
+)
+def test_what_a_checkpoint_was_not_made_with_is_refused(
+    whole: Done, tmp_path: Path, changes: list[tuple[str, str]], words: list[str]
+) -> None:
+    job = tmp_path / "job.toml"
+    shutil.copy("job.toml", job)
+    shutil.copytree("whole", tmp_path / "run")
+    refused(isthmus("train", edited(job, *changes), "--run", tmp_path / "run", "--resume", "--steps", "20"), 2, *words)
+
+
+def test_another_fleet_takes_over(whole: Done, tmp_path: Path) -> None:
+    shutil.copytree("whole", tmp_path / "run")
+    done = isthmus(
+        "train", "job.toml", "--run", tmp_path / "run", "--resume", "--steps", "14",
+        "--fleet", "three-sites", "--devices", "3",
+    )  # fmt: skip
+    assert done.code == 0, done.err
+    before, after = _saved("whole"), _saved(str(tmp_path / "run"))
+    assert before.keys() == after.keys()
+    assert float(after["optimizer.table.weight.step"]) == 14
+    losses = [p.loss for p in RunFolder(tmp_path / "run").losses() if p.split == "train"]
+    assert len(losses) == 14 and losses[-1] < losses[0]
+    assert len(list(latest_checkpoint(tmp_path / "run" / "checkpoints").glob("stage-*"))) == 3
+    for folder in (tmp_path / "run", tmp_path / "run" / "sessions" / "1"):
+        traced = json.loads(isthmus("trace", folder, "--json").out)
+        devices = {d["device"] for d in traced["comparison"]["devices"]}
+        assert len(devices) == (2 if folder.name == "1" else 3)
+
+
+def _endless(folder: str) -> subprocess.Popen[str]:
+    process = start("train", "job.toml", "--run", folder, "--steps", "1000000")
+    wait_until(lambda: len(RunFolder(Path(folder)).losses()) >= 5, process)
+    return process
+
+
+def test_ctrl_c_saves_and_exits_130() -> None:
+    process = _endless("interrupted")
+    devices = devices_of(process)
+    interrupt(process)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
-    steps = read_manifest(latest_checkpoint(folder / "checkpoints")).step
-    assert steps >= 5
-    assert (folder / "timeline.png").exists() and (folder / "loss.png").exists()
+    steps = read_manifest(latest_checkpoint(Path("interrupted/checkpoints"))).step
+    assert steps == RunFolder(Path("interrupted")).losses()[-1].step >= 5
+    for name in ("timeline.png", "loss.png", "trace.jsonl"):
+        assert Path("interrupted", name).exists()
+    assert len(devices) == 2 and not any(map(is_running, devices.values()))
 
 
-def test_a_lost_device_ends_the_run_cleanly(tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=100_000)
-    folder = tmp_path / "run"
-    process = start("train", job, "--run", folder)
-    wait_until(lambda: (folder / "checkpoints" / "latest").exists())
-    (device, *_) = _children(process.pid)
-    os.kill(device, signal.SIGKILL)
+def test_a_second_ctrl_c_ends_at_once() -> None:
+    process = _endless("impatient")
+    devices = devices_of(process)
+    os.kill(devices["laptop-0"], signal.SIGSTOP)  # what is leased will not be finished
+    interrupt(process)
+    with pytest.raises(subprocess.TimeoutExpired):
+        process.wait(1)
+    interrupt(process)
+    _, errors = process.communicate(timeout=10)
+    assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert not any(map(is_running, devices.values()))
+
+
+def test_a_lost_device_ends_the_run_cleanly() -> None:
+    process = _endless("lost")
+    devices = devices_of(process)
+    os.kill(devices["laptop-1"], signal.SIGKILL)
     _, errors = process.communicate(timeout=60)
-    assert process.returncode == 4, errors
-    (line,) = [x for x in errors.splitlines() if x.startswith("error:")]
-    assert "laptop-" in line and "lost" in line
-    assert read_manifest(latest_checkpoint(folder / "checkpoints")).step >= 3
+    refused(Done(process.returncode, "", errors), 4, "device 'laptop-1' was lost", "SIGKILL")
+    assert read_manifest(latest_checkpoint(Path("lost/checkpoints"))).step >= 3
+    assert not any(map(is_running, devices.values()))
 
 
-def _children(parent: int) -> list[int]:
-    found: list[int] = []
-    for entry in Path("/proc").iterdir():
-        if entry.name.isdigit():
-            try:
-                fields = (entry / "stat").read_text().rpartition(")")[2].split()
-            except OSError:
-                continue
-            if int(fields[1]) == parent:
-                found.append(int(entry.name))
-    return found
+def test_a_hook_that_raises_ends_the_run(tmp_path: Path) -> None:
+    job = tmp_path / "job.toml"
+    shutil.copy("job.toml", job)
+    edited(job, ("user_code:on_step", "user_code:fails_at_two"))
+    done = isthmus("train", job, "--run", tmp_path / "run")
+    refused(done, 2, "hooks.step", "user_code:fails_at_two raised ValueError: no more steps")

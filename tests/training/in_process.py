@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import random
 from collections.abc import Callable, Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from isthmus.data import ColumnSpec
 from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
 from isthmus.graph.align import align
 from isthmus.graph.capture import Captured, Column, capture
+from isthmus.models import as_eager
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.layout import header_of, pack, receive_buffer, unpack
 from isthmus.training.optim import Optimizers
@@ -119,10 +122,18 @@ class Pipeline:
         return {name: value for e in self.engines for name, value in e.state().items()}
 
 
-def capture_of(build: Callable[[], nn.Module], columns: Mapping[str, object], **options: object) -> Captured:
-    """Captured on columns that have `dtype` and `shape`."""
-    plain = {name: Column(c.dtype, c.shape) for name, c in columns.items()}  # type: ignore[attr-defined]
-    return capture(build, plain, **options)  # type: ignore[arg-type]
+def capture_of(
+    build: Callable[[], nn.Module], columns: Mapping[str, ColumnSpec], dtype: torch.dtype = torch.float32
+) -> Captured:
+    """As a job captures its model: Hugging Face's masks as in an eager forward."""
+    with contextlib.ExitStack() as stack:
+
+        def build_and_patch() -> nn.Module:
+            module = build()
+            stack.enter_context(as_eager(columns))
+            return module
+
+        return capture(build_and_patch, {n: Column(c.dtype, c.shape) for n, c in columns.items()}, batch=2, dtype=dtype)
 
 
 def weights_of(build: Callable[[], nn.Module], captured: Captured, seed: int = 1) -> dict[str, Tensor]:
@@ -145,14 +156,19 @@ def optimizers_of(module: nn.Module, config: EngineConfig) -> Optimizers:
     return Optimizers(config.optimizers, {n: p for n, p in module.named_parameters() if p.requires_grad})
 
 
-def batches(columns: Mapping[str, object], count: int, size: int, seed: int = 0) -> list[dict[str, Tensor]]:
-    """Random micro-batches for columns with `dtype`, `shape` and, for ids and classes, `limit`."""
+def batches(columns: Mapping[str, ColumnSpec], count: int, size: int, seed: int = 0) -> list[dict[str, Tensor]]:
+    """Random micro-batches; ids and classes stay below their limit."""
     generator = torch.Generator().manual_seed(seed)
 
-    def draw(column: object) -> Tensor:
-        shape = (size, *column.shape)  # type: ignore[attr-defined]
-        if column.dtype == "float32":  # type: ignore[attr-defined]
+    def draw(column: ColumnSpec) -> Tensor:
+        shape = (size, *column.shape)
+        if column.dtype == "float32":
             return torch.randn(shape, generator=generator)
-        return torch.randint(0, getattr(column, "limit", None) or 2, shape, generator=generator)
+        return torch.randint(0, column.limit or 2, shape, generator=generator)
 
     return [{name: draw(column) for name, column in columns.items()} for _ in range(count)]
+
+
+def copies(micro_batches: Sequence[Mapping[str, Tensor]]) -> list[dict[str, Tensor]]:
+    """A forward may write its inputs."""
+    return [{name: tensor.clone() for name, tensor in batch.items()} for batch in micro_batches]

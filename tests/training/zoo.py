@@ -9,6 +9,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.data import ColumnSpec
+from isthmus.models import ModelSpec, build_model
 
 X = {"x": ColumnSpec(dtype="float32", shape=(6, 8)), "y": ColumnSpec(dtype="int64", shape=(), limit=4)}
 """[B, 6, 8] features and a class of 4."""
@@ -102,36 +103,43 @@ class InPlace(Zoo):
     def body(self, x: Tensor) -> Tensor:
         x.mul_(0.5)
         x = self.first(x)
-        x.relu_().add_(0.1)
-        x = self.second(x).masked_fill_(x > 1, 0.3)
-        x += self.third(x)
+        x.add_(0.1).relu_()
+        x = self.second(x)
+        x.masked_fill_(x > 1, 0.3)
+        h = self.third(x)
+        h += x
+        x = h
         count = torch.zeros(8, dtype=torch.int64)
         count += torch.arange(8)
-        return F.dropout(F.relu(x, inplace=True), 0.0, inplace=True) * count
+        noise = torch.empty_like(x).fill_(2)
+        noise.clamp_(max=1.5)
+        return F.dropout(F.relu(x, inplace=True) * noise, 0.0, inplace=True) * count
 
 
 class ViewWrites(Zoo):
     """Writes into views, after and before other views of the same tensor are taken."""
 
     def body(self, x: Tensor) -> Tensor:
-        x = self.first(x)
+        x = self.first(x) + 0
         left, right = x[:, :, :4], x[..., 4:]
         x[:, 0] = 0
         left.mul_(2)
-        right += left
+        right += left.detach()
         flat = x.view(-1, 48)
         x.transpose(1, 2)[:, 3] = 1.5
         flat[:, 5:9] *= 3
-        one, two, three = x.unbind(1)[:3]
-        one.add_(two)
-        x.chunk(3, dim=2)[1].copy_(three[:, None, :3])
         x.diagonal(dim1=1, dim2=2).zero_()
-        x.narrow(1, 2, 2).squeeze(0).sub_(0.1)
+        x.narrow(1, 2, 2).unsqueeze(0).sub_(0.1)
         x.permute(2, 0, 1)[0].tanh_()
         rows = torch.zeros_like(x)
         for i in range(3):
             rows[:, i] = self.second(x[:, i])
-        return self.third(rows + flat.reshape(-1, 6, 8))
+        table = torch.zeros(6, 8)
+        top, bottom = table.split(3)
+        top.add_(1)
+        table.unbind(1)[2].fill_(3)
+        bottom.t()[1:3].copy_(top[0, 0])
+        return self.third(rows + flat.reshape(-1, 6, 8)) + table
 
 
 class Copies(Zoo):
@@ -157,7 +165,7 @@ class Lists(Zoo):
         rows = torch.cat([e, f], -1).unbind(1)
         top, index = torch.stack(rows[::-1], 1).topk(3, dim=-1)
         spread, mean = torch.std_mean(top, dim=-1, keepdim=True)
-        lowest = top.min(dim=1, keepdim=True)
+        lowest = top.min(dim=-1, keepdim=True)
         return self.third(torch.stack(rows, 1)) * mean + spread + index.sum(-1, keepdim=True) + lowest.values
 
 
@@ -272,3 +280,59 @@ CASES: dict[str, Callable[[], nn.Module]] = {
         TwoFaced, Recurrent, Encoder, Counted,
     )
 }  # fmt: skip
+
+
+def _tokens(limit: int, length: int = 12) -> ColumnSpec:
+    return ColumnSpec(dtype="int64", shape=(length,), limit=limit)
+
+
+TEXT = {"input_ids": _tokens(64), "labels": _tokens(64)}
+SENTENCE = {
+    "input_ids": _tokens(64), "attention_mask": _tokens(2), "token_type_ids": _tokens(2),
+    "labels": ColumnSpec(dtype="int64", limit=3),
+}  # fmt: skip
+DIGITS = {"pixel_values": ColumnSpec(dtype="float32", shape=(1, 8, 8)), "labels": ColumnSpec(dtype="int64", limit=10)}
+PHOTOS = {"pixel_values": ColumnSpec(dtype="float32", shape=(3, 32, 32)), "labels": ColumnSpec(dtype="int64", limit=4)}
+_GPT: dict[str, object] = {"vocab_size": 64, "sequence_length": 12, "width": 16, "layers": 2, "heads": 2}
+_BERT: dict[str, object] = {
+    "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2, "vocab_size": 64,
+    "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
+}  # fmt: skip
+
+MODELS: dict[str, tuple[ModelSpec, dict[str, ColumnSpec]]] = {
+    "gpt": (ModelSpec(name="gpt", options=_GPT), TEXT),
+    "gpt-tied": (ModelSpec(name="gpt", options={**_GPT, "tie_embedding": True}), TEXT),
+    "unet": (ModelSpec(name="unet", options={"width": 4, "depth": 2}), DIGITS),
+    "unet-batch-norm": (ModelSpec(name="unet", options={"width": 4, "depth": 1, "norm": "batch"}), DIGITS),
+    "cnn": (ModelSpec(name="cnn", options={"width": 4, "batch_norm": True}), DIGITS),
+    "mlp": (ModelSpec(name="mlp", options={"width": 16}), DIGITS),
+    "hf-gpt2": (
+        ModelSpec(name="hf-gpt2", options={
+            "n_layer": 2, "n_head": 2, "n_embd": 16, "vocab_size": 64, "n_positions": 16,
+            "resid_pdrop": 0.0, "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+        }),
+        TEXT,
+    ),
+    "hf-llama": (
+        ModelSpec(name="hf-llama", options={
+            "num_hidden_layers": 2, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 4,
+            "num_key_value_heads": 2, "vocab_size": 64,
+        }),
+        TEXT,
+    ),
+    "hf-bert": (ModelSpec(name="hf-bert-classifier", options=_BERT), SENTENCE),
+    "hf-resnet": (
+        ModelSpec(name="hf-resnet", options={
+            "embedding_size": 4, "hidden_sizes": [4, 8], "depths": [1, 1], "layer_type": "basic", "num_labels": 4,
+        }),
+        PHOTOS,
+    ),
+}  # fmt: skip
+
+
+def model(name: str) -> tuple[Callable[[], nn.Module], dict[str, ColumnSpec]]:
+    """Builder and columns of one of `MODELS`, or of the zoo."""
+    if name in CASES:
+        return CASES[name], X
+    spec, columns = MODELS[name]
+    return lambda: build_model(spec), columns

@@ -5,18 +5,17 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, cast
 
-import click
 import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli import runs, training
-from isthmus.errors import IsthmusError
+from isthmus.cli import planning, runs, training
+from isthmus.errors import InternalError, IsthmusError
 from isthmus.fleet import describe as describe_topology
 from isthmus.fleet import topology_names
-from isthmus.job import Job, fleet_of, load_job, prepare
+from isthmus.job import Job, load_job, prepare
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
@@ -30,11 +29,14 @@ app = typer.Typer(
     help="Train one model on machines that are far apart, unequal, and joined by slow links.",
 )  # fmt: skip
 
+_UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
+"""Click's, or that of the copy of click that later typers bring along: typer exports no common name for it."""
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
 PlannerOption = Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")]
-DevicesOption = Annotated[int | None, typer.Option("--devices", help="Thin the fleet to so many devices.")]
-StepsOption = Annotated[int | None, typer.Option("--steps", help="Optimizer steps, in place of the job's.")]
+DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
+StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -63,7 +65,7 @@ def plan(
 ) -> None:
     """Plan where each part of the model runs, and print the plan (with --json: the plan document)."""
     job = _job(job_file, fleet, planner, devices)
-    prepared, chosen = prepare(job), fleet_of(job)
+    chosen, prepared = planning.fleet_for(job), prepare(job)
     found = make_plan(job.planner, prepared.problem(chosen))
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
@@ -79,21 +81,21 @@ def simulate_command(
     fleet: FleetOption = None,
     planner: PlannerOption = None,
     devices: DevicesOption = None,
-    steps: Annotated[int, typer.Option("--steps", help="Steps to simulate.")] = 4,
+    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 4,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations."""
     job = _job(job_file, fleet, planner, devices, steps)
-    chosen = fleet_of(job)
+    chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
-        found, graph = training.read_plan(job, chosen, plan_file), None
-        trace = simulate(found, chosen, training.plan_spec(job), SimulationOptions(clips=job.training.clip_norm > 0))
+        found, graph = planning.read_plan(job, chosen, plan_file), None
+        trace = simulate(found, chosen, planning.plan_spec(job), SimulationOptions(clips=job.training.clip_norm > 0))
     else:
         prepared = prepare(job)
         found, graph = make_plan(job.planner, prepared.problem(chosen)), prepared.captured.train
-        trace = simulate(found, chosen, run_spec(prepared), training.simulation_options(prepared, found))
+        trace = simulate(found, chosen, run_spec(prepared), planning.simulation_options(prepared, found))
     if trace_file is not None:
         write_perfetto([trace], trace_file)
     if json:
@@ -114,7 +116,7 @@ def simulate_command(
         )
     else:
         _out().print(plan_table(found, chosen, graph))
-        training.print_simulation(_out(), trace, found)
+        planning.print_simulation(_out(), trace, found)
 
 
 @app.command()
@@ -180,15 +182,23 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
         code = app(arguments, prog_name="isthmus", standalone_mode=False)
-    except IsthmusError as e:
-        if debug:
-            raise
-        print(f"error: {e}", file=sys.stderr)
-        code = e.exit_code
-    except click.ClickException as e:
-        e.show()
-        code = e.exit_code
-    except (KeyboardInterrupt, click.Abort):
+    except _UsageError as e:
+        cast("typer.BadParameter", e).show()
+        code = 2
+    except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)
         code = 130
+    except Exception as e:
+        if debug:
+            raise
+        print(f"error: {_told(e)}", file=sys.stderr)
+        code = e.exit_code if isinstance(e, IsthmusError) else InternalError.exit_code
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def _told(error: Exception) -> str:
+    """One line, without what could steer a terminal: messages quote files and other parties."""
+    text = str(error)
+    if not isinstance(error, IsthmusError | OSError):
+        text = f"internal: {type(error).__name__}: {error} (--debug shows where)"
+    return "".join(c if c.isprintable() else " " for c in text)

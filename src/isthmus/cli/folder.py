@@ -5,12 +5,17 @@ runs/NAME/
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
   losses.jsonl                                    one line per step and per evaluation
   timeline.png  loss.png  summary.json
+  logs/DEVICE.log                                 what each device's process wrote to standard error
   checkpoints/
+  sessions/1/                                     of a resumed run: plan and traces of the sessions before
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import contextlib
+import itertools
+import shutil
+from collections.abc import Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -24,11 +29,15 @@ from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
 
+JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
+MEASURED, PREDICTED = "trace.jsonl", "predicted.jsonl"
+
 
 class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
     step: int
     """Optimizer steps done."""
-    loss: float
+    loss: float | None
+    """None for one that is not a number: JSON has no word for it."""
     split: str = "train"
 
 
@@ -45,42 +54,76 @@ class RunFolder:
 
     @classmethod
     def fresh(cls, parent: Path, name: str) -> RunFolder:
-        """A new folder: `name`, or `name-2` and so on when that is taken."""
-        number, path = 1, parent / name
-        while path.exists():
-            number += 1
-            path = parent / f"{name}-{number}"
-        path.mkdir(parents=True)
+        """A folder that is not there yet: `name`, or `name-2` and so on when that is taken. `begin` makes it."""
+        return cls(next(path for path in _numbered(parent, name) if not path.exists()))
+
+    @classmethod
+    def empty(cls, path: Path) -> RunFolder:
+        """A folder of the user's choice; UserError when something is in it."""
+        if (path / JOB).is_file():
+            raise UserError(f"--run {path}: holds a run already; add --resume to go on with it")
+        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+            raise UserError(f"--run {path}: exists and is not an empty directory")
         return cls(path)
 
     @classmethod
     def newest(cls, parent: Path, name: str) -> RunFolder:
-        """The last folder that `fresh` made; UserError when there is none."""
-        number, found = 1, parent / name
-        while (path := parent / f"{name}-{number + 1}").exists():
-            number, found = number + 1, path
-        return cls.existing(found)
+        """The last folder that `fresh` named and `begin` made; UserError when there is none."""
+        found = [path for path in itertools.takewhile(Path.exists, _numbered(parent, name)) if (path / JOB).is_file()]
+        return cls.existing(found[-1] if found else parent / name)
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        if not (path / "job.json").is_file():
-            raise UserError(f"run folder {path}: not found, or not a run (no job.json)")
+        if not (path / JOB).is_file():
+            raise UserError(f"run folder {path}: not found, or not a run (no {JOB})")
         return cls(path)
 
-    def write_inputs(self, job: Job, fleet: Fleet, plan: Plan) -> None:
-        self.path.mkdir(parents=True, exist_ok=True)
-        (self.path / "job.json").write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
-        (self.path / "fleet.json").write_bytes(msgspec.json.format(msgspec.json.encode(fleet), indent=1))
-        save_plan(plan, self.path / "plan.json")
+    def begin(self, job: Job, fleet: Fleet, plan: Plan, start_step: int) -> None:
+        """A session of the run starts. An earlier one that left its traces is kept under `sessions/`; losses after
+        `start_step` are forgotten, as they will be made again. UserError when the folder cannot be written."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            self._archive()
+            (self.path / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
+            (self.path / FLEET).write_bytes(msgspec.json.format(msgspec.json.encode(fleet), indent=1))
+            save_plan(plan, self.path / PLAN)
+            kept = [p for p in self.losses() if p.step <= start_step]
+            self._losses.write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+        except OSError as e:
+            raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
+
+    def _archive(self) -> None:
+        """The session folder is a run folder that `isthmus trace` reads."""
+        if not (self.path / MEASURED).is_file():
+            return
+        sessions = self.path / "sessions"
+        sessions.mkdir(exist_ok=True)
+        session = next(path for n in itertools.count(1) if not (path := sessions / str(n)).exists())
+        session.mkdir()
+        for name in (JOB, FLEET, PLAN):
+            shutil.copy(self.path / name, session / name)
+        for name in (PREDICTED, self.timeline.name, self.summary.name, self.perfetto.name, MEASURED):
+            if (self.path / name).exists():
+                (self.path / name).rename(session / name)
+
+    def plan_to_keep(self, job: Job, fleet: Fleet) -> Path | None:
+        """The plan of the run's last session, if this one is planned from the same: equal cuts give equal bits."""
+        if not all((self.path / name).is_file() for name in (JOB, FLEET, PLAN)):
+            return None
+        before = self.job()
+        same = all(getattr(before, field) == getattr(job, field) for field in ("model", "planner", "schedule"))
+        sizes = (before.training.batch_size, before.training.micro_batches, before.training.precision)
+        now = (job.training.batch_size, job.training.micro_batches, job.training.precision)
+        return self.path / PLAN if same and sizes == now and self.fleet() == fleet else None
 
     def job(self) -> Job:
-        return self._decode("job.json", Job)
+        return self._decode(JOB, Job)
 
     def fleet(self) -> Fleet:
-        return self._decode("fleet.json", Fleet)
+        return self._decode(FLEET, Fleet)
 
     def plan(self) -> Plan:
-        return load_plan(self.path / "plan.json")
+        return load_plan(self.path / PLAN)
 
     def _decode(self, name: str, kind: type[Decoded]) -> Decoded:
         try:
@@ -91,26 +134,26 @@ class RunFolder:
             raise UserError(f"run folder {self.path}: {name}: {e}") from None
 
     def write_traces(self, predicted: Trace, measured: Trace) -> None:
-        write_jsonl(predicted, self.path / "predicted.jsonl")
-        write_jsonl(measured, self.path / "trace.jsonl")
+        write_jsonl(predicted, self.path / PREDICTED)
+        write_jsonl(measured, self.path / MEASURED)
 
     def traces(self) -> tuple[Trace, Trace]:
         """(predicted, measured)"""
-        return read_jsonl(self.path / "predicted.jsonl"), read_jsonl(self.path / "trace.jsonl")
+        return read_jsonl(self.path / PREDICTED), read_jsonl(self.path / MEASURED)
 
     def log(self, point: LossPoint) -> None:
         with self._losses.open("ab") as file:
             file.write(msgspec.json.encode(point) + b"\n")
 
     def losses(self) -> list[LossPoint]:
-        if not self._losses.is_file():
-            return []
-        return [msgspec.json.decode(line, type=LossPoint) for line in self._losses.read_bytes().splitlines()]
+        """Every point that was written whole: a killed run may leave half a line."""
+        found: list[LossPoint] = []
+        for line in self._losses.read_bytes().splitlines() if self._losses.is_file() else []:
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.append(msgspec.json.decode(line, type=LossPoint))
+        return found
 
-    def rewind(self, step: int) -> None:
-        """Forget losses after `step`: a resumed run makes them again."""
-        self._write_losses(p for p in self.losses() if p.step <= step)
 
-    def _write_losses(self, points: Iterable[LossPoint]) -> None:
-        kept = list(points)
-        self._losses.write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+def _numbered(parent: Path, name: str) -> Iterator[Path]:
+    yield parent / name
+    yield from (parent / f"{name}-{number}" for number in itertools.count(2))

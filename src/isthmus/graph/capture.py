@@ -13,10 +13,13 @@ import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 from torch.export import Dim, ExportedProgram, export
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.graph.capture_errors import ModulePath, explain
+from isthmus.graph.building import Held, build_fake, held_by
+from isthmus.graph.capture_errors import ModulePath, check_columns, explain, quiet, refuse_hooks
 from isthmus.graph.convert import convert
 from isthmus.graph.measure import measure
 from isthmus.graph.opgraph import OpGraph
@@ -71,29 +74,75 @@ def capture(
     """
     constants: dict[str, Tensor] = {}
     graphs: dict[str, OpGraph] = {}
-    with FakeTensorMode(allow_non_fake_inputs=True):
-        module = build()
-        if dtype is not torch.float32:
-            module = module.to(dtype)
+    with FakeTensorMode(allow_non_fake_inputs=True), refuse_hooks():
+        module, made = build_fake(build, dtype)
+        check_columns(module, columns)
         for mode in ("train", "eval"):
-            graph, found = _capture_mode(module.train(mode == "train"), columns, name, batch, dtype)
+            held = held_by(module, made)
+            graph, found = _capture_mode(module.train(mode == "train"), columns, batch, dtype, name, held)
             graphs[mode] = graph
             constants |= found
-    return Captured(train=graphs["train"], eval=graphs["eval"], constants=constants)
+    written = {op.target for op in graphs["train"].ops if op.name in _written(graphs["train"])}
+    return Captured(
+        train=_mark(graphs["train"], written), eval=_mark(graphs["eval"], written), constants=constants
+    )
+
+
+def _written(graph: OpGraph) -> set[str]:
+    return {name for op in graph.ops for name in op.mutates}
+
+
+def _mark(graph: OpGraph, written: set[str]) -> OpGraph:
+    """Both graphs say which buffers training writes."""
+    ops = (
+        msgspec.structs.replace(op, written=True) if op.kind == "buffer" and op.target in written else op
+        for op in graph.ops
+    )
+    return msgspec.structs.replace(graph, ops=tuple(ops))
 
 
 def _capture_mode(
-    module: nn.Module, columns: Mapping[str, Column], name: str, batch: int, dtype: torch.dtype
+    module: nn.Module, columns: Mapping[str, Column], batch: int, dtype: torch.dtype, name: str, held: Held
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     mode: Literal["train", "eval"] = "train" if module.training else "eval"
-    names = _own_names(module)
+    example = _example(columns, max(batch, 2), dtype)
     try:
-        program = _export(module, _example(columns, max(batch, 2), dtype), symbolic=True)
-        graph, constants = convert(program, name=name, mode=mode, batch=None, own_names=names)
+        program = _export(module, example, symbolic=True)
+        graph, constants = convert(program, name=name, mode=mode, batch=None, held=held)
     except (NotAffine, _Specialised):
-        program = _export(module, _example(columns, batch, dtype), symbolic=False)
-        graph, constants = convert(program, name=name, mode=mode, batch=batch, own_names=names)
-    return measure(graph), constants
+        example = _example(columns, batch, dtype)
+        program = _export(module, example, symbolic=False)
+        graph, constants = convert(program, name=name, mode=mode, batch=batch, held=held)
+    with quiet():
+        graph = measure(graph)
+    if mode == "train":
+        if not any(graph.op(graph.loss.op).requires_grad):
+            raise UserError("model: the loss depends on no trainable parameter, so there is nothing to train")
+        _refuse_own_gradients(module, _example(columns, max(batch, 2), dtype))
+    return graph, constants
+
+
+def _refuse_own_gradients(module: nn.Module, example: dict[str, Tensor]) -> None:
+    """A graph holds the forward of an autograd.Function, not the backward that its author wrote."""
+    with quiet():
+        loss, _, _ = LossModule(module)(example)
+    todo: list[Node | None] = [loss.grad_fn]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not _author(node).__module__.startswith("torch."):
+            raise UserError(
+                f"model: autograd.Function {_author(node).__name__!r} brings its own backward, which a "
+                "graph cannot hold: write it with torch operators"
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
+def _author(node: BackwardCFunction) -> type:
+    return cast(type, node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]  # set by torch's metaclass
 
 
 class _Specialised(Exception):
@@ -104,14 +153,14 @@ def _export(module: nn.Module, example: dict[str, Tensor], *, symbolic: bool) ->
     shapes = {"batch": {k: {0: Dim("batch", min=2, max=1 << 20)} for k in example}} if symbolic else None
     path = ModulePath(module)
     try:
-        with path:
+        with path, quiet():
             return export(LossModule(module), (example,), strict=False, dynamic_shapes=shapes)
     except IsthmusError:
         raise
     except Exception as e:  # torch.export raises many types, some of them private
         if symbolic and _is_specialisation(e):
             raise _Specialised from e
-        raise explain(e, path, tuple(example)) from e
+        raise explain(e, path, example) from e
 
 
 def _is_specialisation(error: Exception) -> bool:
@@ -119,26 +168,12 @@ def _is_specialisation(error: Exception) -> bool:
     return "ConstraintViolation" in text or "Constraints violated" in text or "specialized" in text
 
 
-def _own_names(module: nn.Module) -> dict[str, str]:
-    """Every name of each parameter, buffer and tensor attribute -> the first name of the same tensor."""
-    first: dict[int, str] = {}
-    found: dict[str, str] = {}
-    attributes = (
-        (f"{path}.{key}" if path else key, value)
-        for path, part in module.named_modules(remove_duplicate=False)
-        for key, value in vars(part).items()
-        if isinstance(value, Tensor)
-    )
-    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
-    for name, tensor in (*named, *attributes):
-        found[name] = first.setdefault(id(tensor), name)
-    return found
-
-
 def _example(columns: Mapping[str, Column], batch: int, dtype: torch.dtype) -> dict[str, Tensor]:
     example: dict[str, Tensor] = {}
     for name, column in columns.items():
-        kind = cast(torch.dtype, getattr(torch, column.dtype))
+        kind: object = getattr(torch, column.dtype, None)
+        if not isinstance(kind, torch.dtype):
+            raise UserError(f"column {name!r}: got dtype {column.dtype!r}, expected a torch dtype such as float32")
         example[name] = torch.zeros((batch, *column.shape), dtype=dtype if kind.is_floating_point else kind)
     return example
 
@@ -155,13 +190,13 @@ def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tens
         found = cast(Mapping[str, object], result)
         if "loss" not in found:
             raise UserError(f"model: forward returned a mapping with {sorted(found)}, expected a scalar under 'loss'")
-        loss, count = found["loss"], cast("Tensor | None", found.get("count"))
+        loss, count = found["loss"], _as_count(found.get("count"))
         others = {k: v for k, v in found.items() if k not in ("loss", "count") and isinstance(v, Tensor)}
     elif isinstance(result, (tuple, list)) and result:
         values = cast("tuple[object, ...]", tuple(result))
         loss, rest = values[0], values[1:]
-        if rest and isinstance(rest[0], Tensor) and rest[0].ndim == 0:
-            count, rest = rest[0], rest[1:]
+        if rest and (isinstance(rest[0], (int, torch.SymInt)) or (isinstance(rest[0], Tensor) and rest[0].ndim == 0)):
+            count, rest = _as_count(rest[0]), rest[1:]
         others = {f"output_{i}": v for i, v in enumerate(rest) if isinstance(v, Tensor)}
     if not isinstance(loss, Tensor) or loss.ndim != 0 or not loss.dtype.is_floating_point:
         raise UserError(
@@ -171,7 +206,16 @@ def split_outputs(result: object) -> tuple[Tensor, Tensor | None, dict[str, Tens
     return loss, count, others
 
 
+def _as_count(value: object) -> Tensor | None:
+    if value is None or (isinstance(value, Tensor) and value.ndim == 0):
+        return value
+    if isinstance(value, (int, torch.SymInt)):
+        return torch.full((), cast(int, value), dtype=torch.int64)
+    raise UserError(f"model: forward returned {_shape(value)} as its count, expected an integer or a scalar tensor")
+
+
 def _shape(value: object) -> str:
     if isinstance(value, Tensor):
-        return f"a tensor of shape {list(value.shape)} and dtype {str(value.dtype).removeprefix('torch.')}"
+        sizes = ", ".join(str(s) if type(s) is int else "batch" for s in value.shape)
+        return f"a tensor of shape [{sizes}] and dtype {str(value.dtype).removeprefix('torch.')}"
     return f"{type(value).__name__}"

@@ -2,18 +2,28 @@
 
 from __future__ import annotations
 
+import contextlib
+import inspect
+import io
+import logging
 import re
 import traceback
+import warnings
+from collections.abc import Collection, Generator, Mapping
 from pathlib import Path
 from types import TracebackType
+from unittest import mock
 
 import torch
-from torch import nn
+from torch import Tensor, fx, nn
 from torch.utils.hooks import RemovableHandle
 
 from isthmus.errors import UserError
 
 LIBRARIES = (str(Path(torch.__file__).parent), str(Path(__file__).parent), "<")
+LOUD = ("torch._subclasses.fake_tensor", "torch.fx.experimental.symbolic_shapes", "torch.export._trace")
+WITHOUT_DATA = "compute with torch.where or a mask instead of `if`, `while`, .item(), .tolist() or x[mask]"
+SCALAR_ERRORS = ("DataDependent", "DynamicOutputShape", "PendingUnbackedSymbolNotFound")
 
 
 class ModulePath:
@@ -44,30 +54,95 @@ class ModulePath:
         return self._stack[-1] if self._stack else type(self._module).__name__
 
 
-def explain(error: Exception, path: ModulePath, columns: tuple[str, ...]) -> UserError:
-    """The UserError for an exception that came out of torch.export."""
-    where = f"model: in module {path.current!r}{_user_line(error)}"
-    text = " ".join(str(error).split())
-    if "data-dependent" in text or "GuardOnDataDependent" in type(error).__name__:
-        return UserError(
-            f"{where}: control flow depends on the data of a tensor: "
-            "use torch.where or a mask in place of `if`, `while` or `.item()` on a tensor"
+@contextlib.contextmanager
+def quiet() -> Generator[None]:
+    """Torch prints graphs and warnings of its own while it exports; ours is the one message a user sees."""
+    loggers = [logging.getLogger(name) for name in LOUD]
+    before = [logger.disabled for logger in loggers]
+    for logger in loggers:
+        logger.disabled = True
+    try:
+        with warnings.catch_warnings(), contextlib.redirect_stderr(io.StringIO()):
+            warnings.simplefilter("ignore")
+            yield
+    finally:
+        for logger, disabled in zip(loggers, before, strict=True):
+            logger.disabled = disabled
+
+
+@contextlib.contextmanager
+def refuse_hooks() -> Generator[None]:
+    """A hook that changes gradients would be lost in the graph."""
+
+    def refuse(*_: object, **__: object) -> None:
+        raise UserError("model: it registers a hook on a tensor's gradient, which a cut model cannot run: leave it out")
+
+    names = ("register_hook", "register_post_accumulate_grad_hook")
+    with contextlib.ExitStack() as stack:
+        for name in names:
+            stack.enter_context(mock.patch.object(Tensor, name, refuse))
+        yield
+
+
+def check_columns(module: nn.Module, columns: Collection[str]) -> None:
+    """UserError unless the module's forward takes exactly these keyword arguments."""
+    parameters = inspect.signature(module.forward).parameters
+    keyword = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
+    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
+    missing = [n for n, p in keyword.items() if p.default is p.empty and n not in columns]
+    unexpected = [] if takes_any else [c for c in columns if c not in keyword]
+    if missing or unexpected:
+        parts = [f"it needs {missing}" if missing else "", f"it does not take {unexpected}" if unexpected else ""]
+        raise UserError(
+            f"model: forward({', '.join(keyword)}) does not fit the data's columns {list(columns)}: "
+            f"{' and '.join(p for p in parts if p)}"
         )
-    if isinstance(error, TypeError) and "argument" in text:
-        return UserError(f"{where}: forward does not accept the data's columns {list(columns)}: {_first(text)}")
-    return UserError(
-        f"{where}: torch.export cannot take it: {type(error).__name__}: {_first(text)}; "
-        "rewrite that line with tensor operators only"
-    )
+
+
+def explain(error: Exception, path: ModulePath, columns: Mapping[str, Tensor]) -> UserError:
+    """The UserError for an exception that came out of torch.export."""
+    where = f"model: in module {path.current!r}{user_line(error)}"
+    kind = type(error).__name__
+    text = " ".join(str(error).split())
+    if "data-dependent" in text or any(name in kind for name in SCALAR_ERRORS):
+        return UserError(f"{where}: what it computes depends on the data of a tensor: {WITHOUT_DATA}")
+    if ".numpy()" in text:
+        return UserError(f"{where}: numpy is called on a tensor, which a graph cannot hold: use torch operators")
+    if "doesn't match mode" in text:
+        return UserError(f"{where}: forward changes a tensor that is an attribute: make it a buffer (register_buffer)")
+    if type(error).__module__.startswith("torch."):
+        return UserError(f"{where}: it cannot be captured as a graph: {kind}: {_first(text)}")
+    if re.search(r"\bLong\b|\bint64\b", text):
+        types = ", ".join(f"{name} {str(t.dtype).removeprefix('torch.')}" for name, t in columns.items())
+        return UserError(f"{where}: class and token ids must be int64, the data's columns are {types}: {_first(text)}")
+    innermost = traceback.extract_tb(error.__traceback__)[-1].filename
+    own = not innermost.startswith(LIBRARIES)
+    return UserError(f"{where}: {kind}: {text[:300] if own else _first(text)}")
+
+
+def where_in(node: fx.Node) -> str:
+    """The start of a message about a node of an exported program: its module and the user's line."""
+    stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
+    entries = list(stack.values())
+    path = entries[-1][0].removeprefix("module").removeprefix(".") if entries else ""
+    top = str(entries[1][1]).rpartition(".")[2] if len(entries) > 1 else "(top)"
+    lines = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.+)', node.meta.get("stack_trace") or "")
+    own = [(f, n, code) for f, n, code in lines if not f.startswith(LIBRARIES)]
+    return f"model: in module {path or top!r}{_line(*own[-1]) if own else ''}"
+
+
+def user_line(error: Exception) -> str:
+    """` (file.py:12: code)` of the innermost line outside torch, or nothing."""
+    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
+    return _line(frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else ""
+
+
+def _line(file: str, number: str | int | None, code: str) -> str:
+    code = code.strip()
+    return f" ({Path(file).name}:{number}: {code if len(code) <= 100 else code[:97] + '...'})"
 
 
 def _first(text: str) -> str:
-    return re.split(r"(?<=[.;]) ", text, maxsplit=1)[0][:300]
-
-
-def _user_line(error: Exception) -> str:
-    frames = [f for f in traceback.extract_tb(error.__traceback__) if not f.filename.startswith(LIBRARIES)]
-    if not frames:
-        return ""
-    frame = frames[-1]
-    return f" ({Path(frame.filename).name}:{frame.lineno}: {(frame.line or '').strip()})"
+    """The first sentence; symbolic sizes are the batch."""
+    sentence = re.split(r"(?<=[.;]) ", text, maxsplit=1)[0][:300].rstrip(".;")
+    return re.sub(r"\bs\d+\b", "batch", sentence)

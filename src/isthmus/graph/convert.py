@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import operator
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from typing import Literal, cast
 
 import torch
@@ -13,15 +13,27 @@ from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
+from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import TreeSpec
 
 from isthmus.errors import UserError
 from isthmus.graph.allowlist import is_allowed
+from isthmus.graph.building import Held
+from isthmus.graph.capture_errors import WITHOUT_DATA, where_in
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
-from isthmus.graph.schema import IN_PLACE_VIEWS, aliased_position, base_name, hidden_writes, is_random, written
+from isthmus.graph.schema import (
+    IN_PLACE_VIEWS,
+    aliased_position,
+    base_name,
+    hidden_writes,
+    is_random,
+    label_argument,
+    storage_of,
+    written,
+)
 from isthmus.graph.sizes import NotAffine, Unknown, affine, affine_or_unknown, spec_of
 from isthmus.graph.tidy import count_beside_loss, reachable
-from isthmus.graph.writes import Writes
+from isthmus.graph.writes import CannotWrite, Writes
 
 DROPPED = ("_assert", "sym_constrain", "sym_size", "sym_numel")
 KINDS: dict[InputKind, OpKind] = {
@@ -36,27 +48,26 @@ def convert(
     name: str,
     mode: Literal["train", "eval"],
     batch: int | None,
-    own_names: Mapping[str, str],
+    held: Held,
 ) -> tuple[OpGraph, dict[str, Tensor]]:
     """The graph, and the real values of the constants that the forward makes itself.
 
-    `own_names` maps every name of a tensor that the module holds to the first of its names. Raises NotAffine when
-    the program must be exported at a fixed batch size.
+    Raises NotAffine when the program must be exported at a fixed batch size.
     """
-    converter = _Converter(program, mode, batch, own_names)
+    converter = _Converter(program, mode, batch, held)
     graph = count_beside_loss(reachable(converter.run(name)))
-    held = {op.target for op in graph.ops}
-    return graph, {k: v for k, v in converter.constants.items() if k in held}
+    used = {op.target for op in graph.ops}
+    return graph, {k: v for k, v in converter.constants.items() if k in used}
 
 
 class _Converter:
     def __init__(
-        self, program: ExportedProgram, mode: Literal["train", "eval"], batch: int | None, own_names: Mapping[str, str]
+        self, program: ExportedProgram, mode: Literal["train", "eval"], batch: int | None, held: Held
     ) -> None:
         self.program = program
         self.mode: Literal["train", "eval"] = mode
         self.batch = batch
-        self.own_names = own_names
+        self.held = held
         self.ops: dict[str, Op] = {}
         self.values: dict[fx.Node, Arg | Unknown] = {}
         self.writes = Writes(self.ops, batch)
@@ -100,13 +111,16 @@ class _Converter:
     def _own_name(self, spec: InputSpec) -> str:
         """The module's name of a variable; constants that the forward makes are called after the mode."""
         target = cast(str, spec.target).removeprefix("module.")
-        if target in self.own_names:
-            return self.own_names[target]
+        if target in self.held.names:
+            return self.held.names[target]
         if spec.kind is not InputKind.CONSTANT_TENSOR:
             return target
         value = cast(Tensor, self.program.constants[cast(str, spec.target)])
-        if isinstance(value, FakeTensor):  # made while the module was built, so it has no value yet
-            raise UserError("model: forward uses a tensor kept in a list or dict: make it a buffer (register_buffer)")
+        if isinstance(value, FakeTensor) or storage_of(value) in self.held.storages:  # it has no value before the run
+            raise UserError(
+                "model: forward uses a tensor through .data, or one kept in a list or dict: use .detach(), "
+                "or make it a buffer (register_buffer)"
+            )
         self.constants[f"{self.mode}.{target}"] = value
         return f"{self.mode}.{target}"
 
@@ -157,8 +171,7 @@ class _Converter:
         """A region under no_grad (or set_grad) is a sub-graph; its ops join ours."""
         if "autocast" in label and node.args[2]:
             raise UserError(
-                f"model: in module {_module_path(node) or '(top)'!r}: forward turns autocast on: "
-                "leave it out and set the job's dtype"
+                f"{where_in(node)}: forward turns autocast on: leave it out and set the precision in the job"
             )
         position = next(i for i, a in enumerate(node.args) if isinstance(a, fx.Node) and a.op == "get_attr")
         body = cast(torch.nn.Module, getattr(module, cast(str, cast(fx.Node, node.args[position]).target)))
@@ -173,29 +186,34 @@ class _Converter:
 
     def _operator(self, node: fx.Node, label: str) -> None:
         overload = node.target
-        path = _module_path(node)
         functional = label.replace("_.", ".", 1)
         if not isinstance(overload, OpOverload) or not (is_allowed(label) or is_allowed(functional)):
             raise UserError(
-                f"model: in module {path or '(top)'!r}: operator {label.removesuffix('.default')} is not on the "
-                "allow-list: use operators of torch itself (see isthmus/graph/allowlist.txt)"
+                f"{where_in(node)}: operator {label.removesuffix('.default')} is not on the allow-list: "
+                "use operators of torch itself (see isthmus/graph/allowlist.txt)"
             )
         names = tuple(self._arg(a) for a in node.args)
         args = tuple(self._latest(a) for a in names)
         kwargs = {k: self._latest(self._arg(v)) for k, v in node.kwargs.items() if not _is_default(overload, k, v)}
         values: Tensor | Sequence[Tensor] = node.meta["val"]
         tensors = (values,) if isinstance(values, Tensor) else tuple(values)
+        if any(free_unbacked_symbols(t) for t in tensors):
+            raise UserError(f"{where_in(node)}: the size of its result depends on the data of a tensor: {WITHOUT_DATA}")
         # An empty tuple: whether a gradient is due is measured later.
         quiet = () if self.gradients_on else (False,) * len(tensors)
         retaken = base_name(label) in IN_PLACE_VIEWS
         op = Op(
             name=node.name, kind="operator", target=functional if retaken else label, args=args, kwargs=kwargs,
-            outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=path,
+            outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=_module_path(node),
             random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
         )  # fmt: skip
+        if (labels := label_argument(label)) is not None and isinstance(ref := args[labels], Ref):
+            dtype = self.ops[ref.op].outputs[ref.index].dtype
+            if dtype in ("int8", "int16", "int32", "bool"):  # fake kernels take them, real ones do not
+                raise UserError(f"{where_in(node)}: class ids must be int64, got {dtype}")
         by_position, by_keyword = written(overload, names, kwargs)
         if (by_position or by_keyword) and not retaken:
-            self.values[node] = self._write(op, names, by_position, by_keyword)
+            self.values[node] = self._write(node, op, names, (by_position, by_keyword))
             return
         self.ops[op.name] = op
         self.writes.record(op, 0 if retaken else aliased_position(overload), names)
@@ -203,23 +221,28 @@ class _Converter:
         if self._passes_gradients(op, names):
             self.trainable |= {Ref(op.name, i) for i, t in enumerate(tensors) if t.dtype.is_floating_point}
 
-    def _write(self, op: Op, names: Sequence[Arg], by_position: list[Ref], by_keyword: list[str]) -> Ref:
+    def _write(self, node: fx.Node, op: Op, names: Sequence[Arg], written_to: tuple[list[Ref], list[str]]) -> Ref:
         """An in-place operator; returns the tensor that it wrote."""
-        where = f"model: in module {op.module or '(top)'!r}: {op.target.removesuffix('.default')}"
+        by_position, by_keyword = written_to
+        where = f"{where_in(node)}: {base_name(op.target)}"
         if by_keyword or len(by_position) != 1:
             raise UserError(f"{where} writes to an out= argument: use its result instead")
         (ref,) = by_position
         root = self.ops[self.writes.root(ref).op]
-        if root.kind in ("parameter", "constant"):
-            what = "only the optimizer may" if root.kind == "parameter" else "make it a buffer (register_buffer)"
-            raise UserError(f"{where} writes {root.kind} {root.target!r} in forward: {what}")
+        if root.kind == "parameter":
+            raise UserError(f"{where} writes parameter {root.target!r} in forward: only the optimizer may")
+        if root.kind == "constant":
+            raise UserError(f"{where} writes tensor {root.target!r} in forward: make it a buffer (register_buffer)")
         unseen = not self.gradients_on or self.writes.passes_detach(ref)
         if unseen and {ref, self.writes.root(ref)} & self.trainable:
             raise UserError(
-                f"{where} writes in place, hidden from autograd (no_grad, detach or .data), a tensor that carries "
-                "gradients: compute a new tensor instead"
+                f"{where} writes, hidden from autograd by no_grad or detach, a tensor that carries gradients: "
+                "compute a new tensor instead"
             )
-        touched = self.writes.write(ref, op)
+        try:
+            touched = self.writes.write(ref, op)
+        except CannotWrite as e:
+            raise UserError(f"{where} {e}") from None
         if self._passes_gradients(op, names):
             self.trainable |= touched
         return ref
@@ -240,7 +263,11 @@ class _Converter:
         if isinstance(value, fx.Node):
             known = self.values[value]
             if isinstance(known, Unknown):
-                raise NotAffine(known.what)
+                if self.batch is None:
+                    raise NotAffine(known.what)
+                raise UserError(
+                    f"{where_in(value)}: a Python number is read from the data of a tensor: {WITHOUT_DATA}"
+                )
             return known
         if isinstance(value, (list, tuple)):
             return ArgList(tuple(self._arg(v) for v in cast("list[object]", value)))

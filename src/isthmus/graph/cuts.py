@@ -44,6 +44,7 @@ def cuts(flow: Flow) -> list[Cut]:
         if op.kind == "parameter" and any(op.requires_grad)
         and (uses := [position[c] for c in _assigned_users(flow, op.name, position)])
     }
+    last_return = {ref: max(position[c] for c in names) for ref, names in flow.returning.items() if names}
     found: list[Cut] = []
     for i in range(1, len(flow.operators)):
         if any(a < i <= b for a, b in banned):
@@ -54,7 +55,7 @@ def cuts(flow: Flow) -> list[Cut]:
                 position=i,
                 after=flow.operators[i - 1].name,
                 values=values,
-                gradients=tuple(r for r in values if r in flow.differentiable),
+                gradients=tuple(r for r in values if last_return.get(r, 0) >= i),
                 shared=tuple(name for name, (a, b) in shared.items() if a < i <= b),
             )
         )

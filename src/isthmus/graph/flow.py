@@ -40,9 +40,7 @@ class Flow:
 
     @staticmethod
     def _constant(op: Op, written: set[str]) -> bool:
-        if op.kind in ("placeholder", "operator") or op.name in written:
-            return False
-        return not any(op.requires_grad)
+        return op.kind not in ("placeholder", "operator") and op.name not in written and not op.learns
 
     @cached_property
     def operators(self) -> tuple[Op, ...]:
@@ -59,3 +57,15 @@ class Flow:
             if any(Ref(op.name, i) in due for i in range(len(op.outputs))):
                 due.update(ref for ref in op.refs() if self.by_name[ref.op].requires_grad[ref.index])
         return frozenset(r for r in due if self.by_name[r.op].requires_grad[r.index])
+
+    @cached_property
+    def returning(self) -> dict[Ref, list[str]]:
+        """For each value, the operators that send a gradient back to it: a comparison or a detach does not."""
+        found: dict[Ref, list[str]] = {}
+        for ref, names in self.consumers.items():
+            if ref in self.differentiable:
+                found[ref] = [n for n in names if self._sends_back(self.by_name[n])]
+        return found
+
+    def _sends_back(self, op: Op) -> bool:
+        return any(Ref(op.name, i) in self.differentiable for i in range(len(op.outputs)))

@@ -112,6 +112,13 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     random: bool = False
     mutates: tuple[str, ...] = ()
     """Names of the buffer ops that this op writes in place."""
+    written: bool = False
+    """For a buffer: whether the train graph writes it, so that only the stage that does has its value."""
+
+    @property
+    def learns(self) -> bool:
+        """Whether training changes this variable."""
+        return self.written or (self.kind == "parameter" and any(self.requires_grad))
 
     def refs(self) -> list[Ref]:
         """Every `Ref` among the arguments, in order, repeats included."""

@@ -114,9 +114,8 @@ def _crossings(flow: Flow, users: Mapping[str, list[int]], home: Mapping[str, in
                 targets.add(home[flow.graph.loss.op])
             if any(t < home[op.name] for t in targets):
                 raise InternalError(f"op {op.name} of stage {home[op.name]} feeds an earlier stage: {sorted(targets)}")
-            found += [
-                Crossing(ref, home[op.name], t, spec, ref in flow.differentiable) for t in sorted(targets)
-            ]
+            returning = {home[c] for c in flow.returning.get(ref, ())}
+            found += [Crossing(ref, home[op.name], t, spec, t in returning) for t in sorted(targets)]
     return found
 
 

@@ -29,6 +29,11 @@ def base_name(target: str) -> str:
     return target.split(".")[1]
 
 
+def label_argument(target: str) -> int | None:
+    """Position of the class ids among the arguments of a loss."""
+    return 1 if base_name(target) in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d") else None
+
+
 def aliased_position(overload: OpOverload) -> int | None:
     """Position of the argument that the results may look into."""
     if base_name(str(overload)) in SILENT_ALIASES:

@@ -25,12 +25,11 @@ class Unknown(NamedTuple):
 
 
 def spec_of(tensor: Tensor) -> TensorSpec:
-    """Type, shape and layout of an exported tensor."""
-    return TensorSpec(
-        str(tensor.dtype).removeprefix("torch."),
-        tuple(affine(s) for s in tensor.shape),
-        tuple(affine(s) for s in tensor.stride()),
-    )
+    """Type, shape and layout of an exported tensor; NotAffine when its bytes are not affine in the batch."""
+    shape = tuple(affine(s) for s in tensor.shape)
+    if sum(isinstance(s, Affine) for s in shape) > 1:
+        raise NotAffine(f"shape {shape}")
+    return TensorSpec(str(tensor.dtype).removeprefix("torch."), shape, tuple(affine(s) for s in tensor.stride()))
 
 
 def affine(value: int | torch.SymInt) -> Size:
@@ -57,9 +56,10 @@ def _is_extreme(expr: sympy.Basic) -> bool:
 def _decide(expr: sympy.Expr) -> sympy.Expr:
     """The argument of a minimum or maximum that wins at every batch size: strides of size-1 axes come as these."""
     sign = 1 if isinstance(expr, (Max, sympy.Max)) else -1
-    for candidate in expr.args:
-        if all(_never_negative(sign * (candidate - other)) for other in expr.args):
-            return cast(sympy.Expr, candidate)
+    arguments = cast("tuple[sympy.Expr, ...]", expr.args)
+    for candidate in arguments:
+        if all(_never_negative(sign * (candidate - other)) for other in arguments):
+            return candidate
     return expr
 
 

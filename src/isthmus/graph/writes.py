@@ -17,7 +17,6 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.errors import UserError
 from isthmus.graph.allowlist import is_allowed
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, Ref, Size, add_sizes
 from isthmus.graph.resolve import bind, exists, operator_of
@@ -32,6 +31,10 @@ SCATTERS = {
 LISTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
 FUNCTIONAL = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
 PROBE_BATCH = 2
+
+
+class CannotWrite(Exception):
+    """The write has no out-of-place form; the text completes "<operator> ..."."""
 
 
 class View(NamedTuple):
@@ -146,10 +149,7 @@ class Writes:
             return self._cast(op, cast(Ref, op.args[1]), expand=True)
         target = FUNCTIONAL.get(op.target, op.target.replace("_.", ".", 1))
         if not is_allowed(target) or not exists(target):
-            raise UserError(
-                f"model: module {op.module or '(top)'!r} calls {op.target} in place on a tensor, which cannot be cut: "
-                "use the form that returns a new tensor"
-            )
+            raise CannotWrite("has no form that returns a new tensor: use other operators")
         made = msgspec.structs.replace(op, target=target)
         self._ops[op.name] = made
         result = self._run(made)[1][0]
@@ -202,10 +202,7 @@ class Writes:
                 start = add_sizes(start, output.shape[dim])
             end = add_sizes(start, view.op.outputs[view.output].shape[dim])
             return self._add(cause, SCATTERS["slice"], (parent, child, dim, start, end), parent)
-        raise UserError(
-            f"model: module {cause.module or '(top)'!r} writes in place into the result of {base}(): "
-            f"call .clone() on that result first"
-        )
+        raise CannotWrite(f"writes in place into the result of {base}(): call .clone() on that result first")
 
     def _add(
         self,

@@ -18,6 +18,7 @@ import socket
 import struct
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
 from typing import Protocol
 
@@ -32,6 +33,7 @@ MAGIC = b"ISTH"
 VERSION = 1
 PREFIX = struct.Struct(">4sB3xIQ")
 CHUNK_BYTES = 1 << 20
+PIECES_AT_ONCE = 16
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 
@@ -115,21 +117,30 @@ class SocketChannel:
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         pieces = frame(message, payload)
-        for chunk in chunks(pieces):
-            self.send_chunk(chunk)
+        left = deque(chunks(pieces))
+        # Header and tensors in one call: sent apart, a small message wakes the receiver twice.
+        while left:
+            sent = self._send_some([left[i] for i in range(min(len(left), PIECES_AT_ONCE))])
+            while left and sent >= left[0].nbytes:
+                sent -= left.popleft().nbytes
+            if sent:
+                left[0] = left[0][sent:]
         return sum(p.nbytes for p in pieces)
 
     def send_chunk(self, chunk: memoryview) -> None:
-        at = 0
-        while at < chunk.nbytes:  # not sendall, whose deadline is for the whole: a slow receiver is not a dead one
-            try:
-                sent = self._socket.send(chunk[at:])
-            except TimeoutError:
-                raise PeerError(f"{self.other}: took nothing for {self._patience_s:g} s") from None
-            except OSError as e:
-                raise PeerError(f"{self.other}: connection lost while sending: {e.strerror or e}") from None
-            at += sent
-            self._sent += sent
+        while chunk.nbytes:
+            chunk = chunk[self._send_some([chunk]) :]
+
+    def _send_some(self, pieces: list[memoryview]) -> int:
+        """As sendall, but the deadline is for some progress: a slow receiver is not a dead one."""
+        try:
+            sent = self._socket.sendmsg(pieces)
+        except TimeoutError:
+            raise PeerError(f"{self.other}: took nothing for {self._patience_s:g} s") from None
+        except OSError as e:
+            raise PeerError(f"{self.other}: connection lost while sending: {e.strerror or e}") from None
+        self._sent += sent
+        return sent
 
     def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
         try:
@@ -248,6 +259,7 @@ def dial(host: str, port: int, other: str, patience_s: float) -> SocketChannel:
     """Connect to whoever listens there; `other` is its name. PeerError when nobody answers within `patience_s`."""
     try:
         connection = socket.create_connection((host, port), timeout=patience_s)
-    except OSError as e:
-        raise PeerError(f"{other}: cannot connect to {host}:{port}: {e.strerror or e}") from None
+    except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise PeerError(f"{other}: cannot connect to {host}:{port}: {reason}") from None
     return SocketChannel(connection, other, patience_s)

@@ -8,7 +8,7 @@ import signal
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import Literal, Protocol
 
 import msgspec
@@ -36,6 +36,7 @@ from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.lanes import SendLane
+from isthmus.runtime.losses import Losses
 from isthmus.runtime.messages import (
     AnyMessage,
     AssignMessage,
@@ -49,7 +50,12 @@ from isthmus.runtime.messages import (
     Weights,
 )
 from isthmus.trace import Span
-from isthmus.training.layout import header_of
+from isthmus.training.layout import TensorHeader, header_of
+
+TICK_S = 0.25
+"""How often to look whether everybody is still there."""
+LATE_ITEMS = 64
+"""Spans of an item may come with a later item's report, at most this many later."""
 
 
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
@@ -62,6 +68,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     late_s: Mapping[str, float]
     """Per device, by how much real computing overran its emulated duration."""
     failure: IsthmusError | None = None
+    """Set when a device was lost."""
 
 
 class Script(Protocol):
@@ -70,6 +77,10 @@ class Script(Protocol):
     def assignments(self, addresses: Mapping[str, tuple[str, int]]) -> Mapping[str, Assignment]: ...
 
     def weights(self, device: str) -> Mapping[str, Tensor]: ...
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""
+        ...
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         """Every device has finished the item; `spans` are those reported since the last call."""
@@ -98,10 +109,13 @@ class Conductor:
         self._listener = socket.create_server((host, 0), backlog=len(machine.devices) + 8)
         self.port: int = self._listener.getsockname()[1]
         self._heard: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
+        self._admitting = threading.Lock()
+        self._over = threading.Event()
         self._lanes: dict[str, SendLane] = {}
         self._channels: dict[str, SocketChannel] = {}
         self._addresses: dict[str, tuple[str, int]] = {}
         self._items: dict[int, Item] = {}
+        self._reports: dict[str, int] = dict.fromkeys(machine.devices, 0)
         self._fresh: list[Span] = []
         self._spans: list[Span] = []
         self._late_s: dict[str, float] = {}
@@ -110,21 +124,26 @@ class Conductor:
         self._assigned: Mapping[str, Assignment] = {}
         threading.Thread(target=self._admit, name="admit", daemon=True).start()
 
-    def conduct(self, watch: Callable[[], str | None] = lambda: None) -> Outcome:
-        """Run to the end. `watch` is asked every second for the name of a device whose process has died.
+    def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Outcome:
+        """Run to the end. `ended` tells of which devices the process has ended, and how.
 
         The first Ctrl-C finishes what is leased, saves and ends; a second one ends at once.
         """
-        with self._interruptible():
-            finish = self._loop(watch)
-        self._close()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        try:
+            with self._interruptible():
+                finish = self._loop(Losses(ended))
+            for lane in self._lanes.values():
+                lane.close()
+        finally:
+            self._close()
         return Outcome(
-            outcome=finish.outcome, reason=finish.reason, spans=tuple(self._spans),
+            outcome=finish.outcome, reason=str(self._failure or finish.reason), spans=tuple(self._spans),
             late_s=self._late_s, failure=self._failure,
         )  # fmt: skip
 
     @contextlib.contextmanager
-    def _interruptible(self) -> Iterator[None]:
+    def _interruptible(self) -> Generator[None]:
         """Ctrl-C becomes an event; a second one raises."""
         if threading.current_thread() is not threading.main_thread():
             yield
@@ -141,24 +160,28 @@ class Conductor:
         finally:
             signal.signal(signal.SIGINT, previous)
 
-    def _loop(self, watch: Callable[[], str | None]) -> Finish:
+    def _beat(self) -> None:
+        """In a thread of its own: a hook or a slow disk may hold up the conducting one for long."""
+        while not self._over.wait(self._patience_s / 4):
+            for lane in list(self._lanes.values()):
+                lane.put(Heartbeat(run=self._run))
+
+    def _loop(self, losses: Losses) -> Finish:
         finish: Finish | None = None
-        last_beat_s = 0.0
-        joining_until_s = time.monotonic() + self._patience_s
+        looked_s, joining_until_s = 0.0, time.monotonic() + self._patience_s
         while finish is None:
             events: list[CoordinatorEvent] = []
             with contextlib.suppress(queue.Empty):
-                events += self._translate(self._heard.get(timeout=1.0))
+                events += self._translate(self._heard.get(timeout=TICK_S), losses)
             now_s = time.monotonic()
-            if now_s - last_beat_s > self._patience_s / 4:
-                last_beat_s = now_s
-                for lane in self._lanes.values():
-                    lane.put(Heartbeat(run=self._run))
-            missing = set(self.machine.devices) - self._lanes.keys()
-            if missing and now_s > joining_until_s:
-                events.append(Lost(device=min(missing), reason=f"did not join within {self._patience_s:g} s"))
-            if (dead := watch()) is not None and self._heard.empty():
-                events.append(Lost(device=dead, reason="its process ended"))
+            if now_s - looked_s >= TICK_S:
+                looked_s = now_s
+                missing = set(self.machine.devices) - self._lanes.keys()
+                if missing and now_s > joining_until_s:
+                    losses.vanished(min(missing), f"it did not join within {self._patience_s:g} s")
+                if (verdict := losses.verdict(now_s)) is not None:
+                    device, self._failure = verdict
+                    events.append(Lost(device=device, reason=str(self._failure)))
             for event in events:
                 for instruction in self.machine.handle(event):
                     finish = self._carry_out(instruction) or finish
@@ -175,43 +198,53 @@ class Conductor:
             threading.Thread(target=self._listen, args=(channel,), name=f"receive {channel.other}", daemon=True).start()
 
     def _listen(self, channel: SocketChannel) -> None:
+        """Receive from whoever connected: one device until it leaves, or nothing more from a stranger."""
         try:
-            first = channel.receive(lambda m: self._only_join(m), idle_s=self._patience_s)
-            if first is None:
+            received = channel.receive(self._only_join, idle_s=self._patience_s)
+        except PeerError:
+            received = None
+        join = received[0] if received is not None else None
+        with self._admitting:
+            if not isinstance(join, Join) or join.device in self._channels:
+                channel.close()  # a stranger: nothing of the run has changed
                 return
-            join = first[0]
-            assert isinstance(join, Join)
-            device = join.device
-        except Exception:
-            channel.close()  # a stranger: nothing of the run has changed
-            return
+            self._channels[join.device] = channel
+        device = join.device
         channel.other = f"device {device!r}"
-        self._channels[device] = channel
         self._heard.put((device, join, []))
         try:
-            while (received := channel.receive(self._of_this_run, idle_s=self._patience_s)) is not None:
+            while (received := channel.receive(lambda m: self._guard(device, m), idle_s=self._patience_s)) is not None:
                 self._heard.put((device, *received))
             self._heard.put((device, None))
         except Exception as e:  # the conducting thread decides
             self._heard.put((device, e))
 
     def _only_join(self, message: AnyMessage) -> None:
-        taken = isinstance(message, Join) and message.device in self._channels
-        if not isinstance(message, Join) or message.tensors or message.device not in self.machine.devices or taken:
+        if not isinstance(message, Join) or message.tensors or message.device not in self.machine.devices:
             raise PeerError(f"{type(message).__name__} from a stranger")
-        self._of_this_run(message)
-
-    def _of_this_run(self, message: AnyMessage) -> None:
         if message.run != self._run:
-            raise PeerError(f"a frame of run {message.run!r} arrived, expected {self._run!r}")
+            raise PeerError("of another run")
 
-    def _translate(self, heard: _Heard) -> list[CoordinatorEvent]:
+    def _guard(self, device: str, message: AnyMessage) -> None:
+        """Refuse what no device sends, before its tensors are received."""
+        if message.run != self._run:
+            raise PeerError(f"sent a frame of run {message.run!r}, expected {self._run!r}")
+        if not isinstance(message, ReadyMessage | ReportMessage | Failed | Heartbeat):
+            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        if isinstance(message, ReportMessage) and (item := self._items.get(message.item)) and item.kind == "save":
+            self._script.check_state(device, message.tensors)
+        elif message.tensors:
+            raise PeerError(f"sent {type(message).__name__} with tensors")
+
+    def _translate(self, heard: _Heard, losses: Losses) -> list[CoordinatorEvent]:
         """What a device sent, as events for the machine."""
         if not isinstance(heard, tuple):
             return [heard]
         if len(heard) == 2:
             device, error = heard
-            return [Lost(device=device, reason=str(error or "its connection closed"))]
+            reason = str(error).removeprefix(f"device {device!r}: ")
+            losses.vanished(device, reason if error is not None else "its connection closed")
+            return []
         device, message, tensors = heard
         match message:
             case Join():
@@ -221,15 +254,22 @@ class Conductor:
             case ReadyMessage():
                 return [Ready(device=device)]
             case ReportMessage():
+                if message.item != self._reports[device] or message.item not in self._items:
+                    expected = self._reports[device]
+                    losses.told(device, PeerError(f"device {device!r}: reported item {message.item}, not {expected}"))
+                    return []
                 return [self._reported(device, message, tensors)]
+            case Failed(fault="other"):
+                losses.blames(device, message.reason)
             case Failed():
-                family = UserError if message.user_error else PeerError
-                self._failure = family(f"device {device!r}: {message.reason}")
-                return [Lost(device=device, reason=message.reason)]
+                family = UserError if message.fault == "user" else PeerError
+                losses.told(device, family(f"device {device!r}: {message.reason}"))
             case _:
-                return []
+                pass
+        return []
 
     def _reported(self, device: str, message: ReportMessage, tensors: list[Tensor]) -> Reported:
+        self._reports[device] = message.item + 1
         self._fresh += [self._localise(span) for span in message.spans]
         self._late_s[device] = self._late_s.get(device, 0.0) + message.late_s
         item = self._items[message.item]
@@ -258,6 +298,7 @@ class Conductor:
             case Open(item=item):
                 self._origin_s = self._origin_s or time.monotonic()
                 self._items[item.index] = item
+                self._items.pop(item.index - LATE_ITEMS - self.machine.spec.lease_ahead, None)
                 for lane in self._lanes.values():
                     lane.put(OpenMessage(run=self._run, item=item))
             case Advance(item=item, loss=loss):
@@ -274,8 +315,9 @@ class Conductor:
         return None
 
     def _close(self) -> None:
+        self._over.set()
+        with contextlib.suppress(OSError):
+            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
         self._listener.close()
-        for lane in self._lanes.values():
-            lane.close()
-        for channel in self._channels.values():
+        for channel in list(self._channels.values()):
             channel.close()

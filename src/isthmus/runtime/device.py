@@ -1,18 +1,22 @@
 """A device's process: joins a coordinator, takes its stage, runs until halted.
 
-`python -m isthmus.runtime.device --coordinator HOST:PORT --device NAME` with the run's name in ISTHMUS_RUN.
+`python -m isthmus.runtime.device --coordinator HOST:PORT --device NAME` with the run's secret name in ISTHMUS_RUN.
+With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens.
 """
 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import queue
 import signal
 import socket
 import sys
 import threading
+import time
 import traceback
+from typing import Literal
 
 import torch
 from torch import Tensor
@@ -39,6 +43,9 @@ from isthmus.runtime.messages import (
 )
 from isthmus.training.engine import TorchEngine
 from isthmus.training.layout import header_of
+
+HALT_S = 1.0
+"""How much later than a neighbour a device may hear that the run is over."""
 
 
 class _Control:
@@ -114,12 +121,35 @@ def serve(coordinator: tuple[str, int], device: str, host: str, run: str, patien
         executor.run()
         executor.links.close()
     except Exception as e:
-        reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
-        control.lane.put(Failed(run=run, reason=reason, user_error=isinstance(e, UserError)))
+        if isinstance(e, PeerError) and _halted(inbox):
+            return  # a neighbour has left before us at the end of the run
+        control.lane.put(Failed(run=run, reason=_reason(e), fault=_fault(e)))
         raise
     finally:
         control.lane.close()
         channel.close()
+
+
+def _halted(inbox: queue.SimpleQueue[object]) -> bool:
+    """Whether the coordinator ends the run, which it tells all devices at once."""
+    deadline_s = time.monotonic() + HALT_S
+    with contextlib.suppress(queue.Empty):
+        while not isinstance(inbox.get(timeout=max(0.0, deadline_s - time.monotonic())), Halted):
+            pass
+        return True
+    return False
+
+
+def _reason(error: Exception) -> str:
+    """One line: whatever was raised here, it is told on another machine."""
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
+
+
+def _fault(error: Exception) -> Literal["user", "device", "other"]:
+    if isinstance(error, UserError):
+        return "user"
+    return "other" if isinstance(error, PeerError) else "device"
 
 
 def _set_up(control: _Control, listener: socket.socket) -> Executor:
@@ -127,8 +157,11 @@ def _set_up(control: _Control, listener: socket.socket) -> Executor:
     assert isinstance(message, AssignMessage)
     assignment = message.assignment
     torch.set_num_threads(assignment.threads)
-    data = _load_data(assignment)
+    # Before the data: reading it may take one device longer than another's patience.
     channels = connect(assignment, listener)
+    listener.shutdown(socket.SHUT_RDWR)
+    listener.close()
+    data = _load_data(assignment)
     weights, tensors = control.next(Weights)
     values = {h.name: t for h, t in zip(weights.tensors, tensors, strict=True)}
     engine = TorchEngine(assignment.train, assignment.evaluation, assignment.engine, values)
@@ -147,14 +180,24 @@ def _load_data(assignment: Assignment) -> dict[str, Dataset]:
     return found
 
 
+def _end_with_input() -> None:
+    """Also out of a long computation, and out of a wait for others that may never come."""
+    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
+        pass
+    os._exit(PeerError.exit_code)
+
+
 def main() -> None:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--device", required=True)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
+    parser.add_argument("--leash", action="store_true", help="end when standard input closes")
     options = parser.parse_args()
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
+    if options.leash:
+        threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
     host, _, port = str(options.coordinator).rpartition(":")
     try:
         serve((host, int(port)), options.device, options.host, os.environ.get("ISTHMUS_RUN", ""), options.patience)

@@ -1,18 +1,14 @@
 """The send lane: what crosses a link leaves through here, one thread per link, beside the compute lane.
 
-An emulated link is a token bucket, then a delay line. A message handed over at time t starts to leave when the
-one before it has left, takes size / bandwidth, and arrives `latency` after its last byte left:
-
-    start = max(t, free)      free = start + size / bandwidth      arrival = free + latency
-
-Chunks are released at their own arrival times, so the real socket behind adds next to nothing.
+Messages leave in the order in which they were handed over, but for credits: what grants the other side room overtakes
+what waits for room. Were it not so, two full windows would wait for each other's grants, stuck behind parcels.
 """
 
 from __future__ import annotations
 
-import queue
 import threading
 import time
+from collections import deque
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -20,48 +16,70 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.runtime.channel import SocketChannel, chunks, frame
-from isthmus.runtime.messages import AnyMessage, ParcelMessage
+from isthmus.runtime.channel import Channel, frame
+from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage
+from isthmus.runtime.shaping import ShapedLink
 from isthmus.training.layout import pack
-
-SLICE_S = 0.002
-"""A shaped chunk lasts about this long on its link: fine enough for small messages, coarse enough for the CPU."""
-MIN_CHUNK_BYTES = 4096
 
 
 class Departure(msgspec.Struct, frozen=True):
-    """When a message left: the start and end of its way onto the link."""
+    """When a message left: the start and end of its way onto the link, in seconds of the monotonic clock."""
 
     message: AnyMessage
     start_s: float
     end_s: float
     size_bytes: int
+    """Of its tensors."""
     wire_bytes: int
+    """Of the whole frame."""
 
 
 class Credits:
-    """Bytes that may still be sent before the receiver says that it has taken some. Granted ahead."""
+    """Bytes that may still be sent before the receiver says that it has taken some. Granted ahead.
+
+    Why nothing waits for ever: the receiver keeps back less than a quarter of the window unsaid, so once it has taken
+    all that arrived, what is left is less than a quarter, and then a message of any size goes. It can take all that
+    arrived, because parcels are handed over in the order in which a stage needs them, item after item and micro-batch
+    after micro-batch: what it waits for is never behind, on the same link, what it does not take yet.
+    """
 
     def __init__(self, window_bytes: int) -> None:
-        self._window = window_bytes
-        self._used = 0
-        self._changed = threading.Condition()
+        self.changed = threading.Condition()
+        """Guards the credits, and the queue of the lane that they belong to."""
+        self.given_s = 0.0
+        """When the receiver last said something."""
+        self._window_bytes = window_bytes
+        self._used_bytes = 0
 
-    def take(self, size_bytes: int, patience_s: float, other: str) -> None:
-        """Wait until the bytes fit the window. The receiver may keep back a quarter of it unsaid, so a message of
-        any size goes once no more than that is on the way."""
-        with self._changed:
-            if not self._changed.wait_for(lambda: self._fits(size_bytes), patience_s):
-                raise PeerError(f"{other}: took none of {self._used} bytes for {patience_s:g} s")
-            self._used += size_bytes
+    @property
+    def used_bytes(self) -> int:
+        """Sent, and not yet said to be taken: at most the window, or a quarter of it and one message."""
+        return self._used_bytes
 
-    def _fits(self, size_bytes: int) -> bool:
-        return 4 * self._used <= self._window or self._used + size_bytes <= self._window
+    def take(self, size_bytes: int) -> bool:
+        """Count a message as sent if it may be; with `changed` held."""
+        used = self._used_bytes
+        if 4 * used > self._window_bytes and used + size_bytes > self._window_bytes:
+            return False
+        self._used_bytes += size_bytes
+        return True
 
     def give(self, size_bytes: int) -> None:
-        with self._changed:
-            self._used = max(0, self._used - size_bytes)
-            self._changed.notify_all()
+        with self.changed:
+            self._used_bytes = max(0, self._used_bytes - size_bytes)
+            self.given_s = time.monotonic()
+            self.changed.notify_all()
+
+
+class _Entry(msgspec.Struct):
+    message: AnyMessage
+    tensors: Sequence[Tensor]
+    ready_s: float
+    blocked_s: float = 0.0
+    """Since when it waits for credits, if it had to."""
+
+    def size_bytes(self) -> int:
+        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 class SendLane:
@@ -69,7 +87,7 @@ class SendLane:
 
     def __init__(
         self,
-        channel: SocketChannel,
+        channel: Channel,
         *,
         shape: Link | None = None,
         credits: Credits | None = None,
@@ -77,55 +95,110 @@ class SendLane:
         on_departure: Callable[[Departure], None] = lambda _: None,
         on_error: Callable[[Exception], None] = lambda _: None,
     ) -> None:
+        """`shape` emulates a link; `credits` bound the parcels on the way. Callbacks run in the lane's threads.
+
+        `on_error` is called once at most, with what ended the lane: PeerError when the other side is gone, or has
+        granted nothing for `patience_s`. Whatever is handed over after that is dropped.
+        """
         self._channel = channel
-        self._shape = shape
+        self._link = ShapedLink(channel, shape, self._fail) if shape is not None else None
         self._credits = credits
         self._patience_s = patience_s
         self._on_departure = on_departure
         self._on_error = on_error
-        self._free_s = 0.0
-        self._queue: queue.SimpleQueue[tuple[float, AnyMessage, Sequence[Tensor]] | None] = queue.SimpleQueue()
+        self._changed = credits.changed if credits is not None else threading.Condition()
+        self._waiting: deque[_Entry] = deque()
+        self._urgent: deque[_Entry] = deque()
+        self._closing = self._ended = False
         self._thread = threading.Thread(target=self._run, name=f"send to {channel.other}", daemon=True)
         self._thread.start()
 
     def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        """Hand over a message; returns at once. Copies to host memory and packing happen in the lane."""
-        self._queue.put((time.monotonic(), message, tensors))
+        """Hand over a message; returns at once. Copies to host memory and packing happen in the lane.
+
+        The tensors are sent from where they are: they must not change until they have left.
+        """
+        entry = _Entry(message, tensors, time.monotonic())
+        with self._changed:
+            if not self._ended:
+                (self._urgent if isinstance(message, Credit) else self._waiting).append(entry)
+                self._changed.notify_all()
 
     def close(self, flush_s: float = 5.0) -> None:
-        """Send what is queued, then end."""
-        self._queue.put(None)
+        """Send what was handed over, then end; give up after `flush_s`."""
+        with self._changed:
+            self._closing = True
+            self._changed.notify_all()
         self._thread.join(flush_s)
+        self._end()
 
     def _run(self) -> None:
         try:
-            while (entry := self._queue.get()) is not None:
-                self._send(*entry)
-        except Exception as e:  # the thread's owner decides: a lane has no one to raise to
-            self._on_error(e)
+            while (entry := self._next()) is not None:
+                self._send(entry)
+                del entry  # while it waits, the lane must not keep tensors alive
+            if self._link is not None:
+                self._link.close()
+        except Exception as e:  # the lane's owner decides: a thread has no one to raise to
+            self._fail(e)
 
-    def _send(self, handed_s: float, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
-        payload = [pack(t) for t in tensors]
+    def _next(self) -> _Entry | None:
+        """Wait for the next message that may go; None when the lane has ended."""
+        with self._changed:
+            while not self._ended:
+                if self._urgent:
+                    return self._urgent.popleft()
+                if not self._waiting:
+                    if self._closing:
+                        return None
+                    self._changed.wait()
+                elif self._admit(self._waiting[0]):
+                    return self._waiting.popleft()
+                else:
+                    self._wait_for_credits(self._waiting[0])
+        return None
+
+    def _admit(self, entry: _Entry) -> bool:
+        if self._credits is None or not isinstance(entry.message, ParcelMessage):
+            return True
+        if not self._credits.take(entry.size_bytes()):
+            entry.blocked_s = entry.blocked_s or time.monotonic()
+            return False
+        if entry.blocked_s:  # it was ready when the room was granted, not when it was handed over
+            entry.ready_s = max(entry.ready_s, self._credits.given_s)
+        return True
+
+    def _wait_for_credits(self, entry: _Entry) -> None:
+        assert self._credits is not None, "only credits hold a message back"
+        left_s = max(entry.blocked_s, self._credits.given_s) + self._patience_s - time.monotonic()
+        if left_s <= 0:
+            raise PeerError(
+                f"{self._channel.other}: took none of {self._credits.used_bytes} bytes for {self._patience_s:g} s"
+            )
+        self._changed.wait(left_s)
+
+    def _send(self, entry: _Entry) -> None:
+        payload = [pack(t) for t in entry.tensors]
         size_bytes = sum(p.nbytes for p in payload)
-        if self._credits is not None and isinstance(message, ParcelMessage):
-            self._credits.take(size_bytes, self._patience_s, self._channel.other)
-        if self._shape is None:
+        if self._link is None:
             start_s = time.monotonic()
-            wire_bytes = self._channel.send(message, payload)
+            wire_bytes = self._channel.send(entry.message, payload)
             end_s = time.monotonic()
         else:
-            start_s = max(handed_s, self._free_s)
-            wire_bytes = self._send_shaped(frame(message, payload), start_s, self._shape)
-            end_s = self._free_s
-        self._on_departure(Departure(message, start_s, end_s, size_bytes, wire_bytes))
+            pieces = frame(entry.message, payload)
+            wire_bytes = sum(p.nbytes for p in pieces)
+            start_s, end_s = self._link.send(pieces, entry.ready_s)
+        self._on_departure(Departure(entry.message, start_s, end_s, size_bytes, wire_bytes))
 
-    def _send_shaped(self, pieces: Sequence[memoryview], start_s: float, shape: Link) -> int:
-        self._free_s = start_s
-        size = max(MIN_CHUNK_BYTES, int(shape.bandwidth_bytes_per_s * SLICE_S))
-        for chunk in chunks(pieces, size):
-            self._free_s += chunk.nbytes / shape.bandwidth_bytes_per_s
-            wait_s = self._free_s + shape.latency_s - time.monotonic()
-            if wait_s > 0:
-                time.sleep(wait_s)
-            self._channel.send_chunk(chunk)
-        return sum(p.nbytes for p in pieces)
+    def _fail(self, error: Exception) -> None:
+        if self._end():
+            self._on_error(error)
+
+    def _end(self) -> bool:
+        """Drop what is queued; False when the lane had ended before."""
+        with self._changed:
+            ended, self._ended = self._ended, True
+            self._waiting.clear()
+            self._urgent.clear()
+            self._changed.notify_all()
+        return not ended

@@ -4,10 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import os
+import signal
 import subprocess
 import sys
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
 
 import msgspec
 
@@ -20,26 +24,51 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Launcher:
-    """Device processes, by device name. A context manager: on leaving, whatever still runs is ended."""
+    """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
 
-    def __init__(self, places: Mapping[str, Place], coordinator: str, run: str, patience_s: float, threads: int) -> None:
-        """`coordinator` is HOST:PORT as the devices reach it."""
+    The processes hold the other end of a pipe each, so they end with this one even when it is killed. They have
+    process groups of their own: Ctrl-C reaches the coordinator alone, which halts them.
+    """
+
+    def __init__(
+        self,
+        places: Mapping[str, Place],
+        coordinator: str,
+        run: str,
+        *,
+        patience_s: float = 60.0,
+        threads: int = 1,
+        logs: Path | None = None,
+    ) -> None:
+        """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error."""
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._logs: dict[str, Path] = {}
         environment = {
             **os.environ, "ISTHMUS_RUN": run, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
         }  # fmt: skip
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+            self._logs = {device: logs / f"{quote(device, safe=' ')}.log" for device in places}
         for device, place in places.items():
-            self._processes[device] = subprocess.Popen(
-                [
-                    *place.prefix, sys.executable, "-m", "isthmus.runtime.device", "--coordinator", coordinator,
-                    "--device", device, "--host", place.host, "--patience", str(patience_s),
-                ],
-                stdin=subprocess.DEVNULL, stdout=subprocess.DEVNULL, env=environment,
-            )  # fmt: skip
+            with contextlib.ExitStack() as stack:
+                log = stack.enter_context(self._logs[device].open("wb")) if logs is not None else None
+                self._processes[device] = subprocess.Popen(
+                    [
+                        *place.prefix, sys.executable, "-m", "isthmus.runtime.device", "--coordinator", coordinator,
+                        "--device", device, "--host", place.host, "--patience", str(patience_s), "--leash",
+                    ],
+                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, env=environment, process_group=0,
+                )  # fmt: skip
 
-    def dead(self) -> str | None:
-        """A device whose process has ended badly, if there is one."""
-        return next((d for d, p in self._processes.items() if p.poll() not in (None, 0)), None)
+    def ended(self) -> dict[str, str]:
+        """Devices whose process has ended otherwise than well, and how."""
+        return {d: self._how(d, code) for d, p in self._processes.items() if (code := p.poll()) not in (None, 0)}
+
+    def _how(self, device: str, code: int) -> str:
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        log = f", see {self._logs[device]}" if device in self._logs else ""
+        return f"its process ended with code {code}{log}"
 
     def pids(self) -> dict[str, int]:
         return {device: process.pid for device, process in self._processes.items()}
@@ -47,18 +76,27 @@ class Launcher:
     def __enter__(self) -> Launcher:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        _wait(list(self._processes.values()), 5.0, lambda p: p.terminate())
-        _wait(list(self._processes.values()), 2.0, lambda p: p.kill())
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # they were halted; else nobody told them
+            self._wait(5.0)
+        for process in self._running():
+            process.terminate()
+        self._wait(2.0)
+        for process in self._running():
+            process.kill()
+        for process in self._processes.values():
+            process.wait()
+            assert process.stdin is not None, "every process is on a leash"
+            process.stdin.close()
 
+    def _running(self) -> list[subprocess.Popen[bytes]]:
+        return [p for p in self._processes.values() if p.poll() is None]
 
-def _wait(
-    processes: Sequence[subprocess.Popen[bytes]], patience_s: float, then: Callable[[subprocess.Popen[bytes]], None]
-) -> None:
-    """Wait for all together; do `then` to those that outlast the patience."""
-    deadline_s = time.monotonic() + patience_s
-    for process in processes:
-        with contextlib.suppress(subprocess.TimeoutExpired):
-            process.wait(max(0.0, deadline_s - time.monotonic()))
-        if process.poll() is None:
-            then(process)
+    def _wait(self, patience_s: float) -> None:
+        """For all of them together."""
+        deadline_s = time.monotonic() + patience_s
+        for process in self._running():
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(max(0.0, deadline_s - time.monotonic()))

@@ -44,6 +44,7 @@ class Links:
         self._stage = assignment.view.stage
         self._tensors: dict[Key, list[Tensor]] = {}
         self._numbers: dict[Key, float] = {}
+        self._closed = False
         self._owed: dict[int, int] = {}
         self._names = {n.stage: n for n in assignment.neighbours}
         self._assignment = assignment
@@ -100,6 +101,8 @@ class Links:
         try:
             while (received := channel.receive(self._guard)) is not None:
                 self._accept(stage, channel, *received)
+            if not self._closed:
+                raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:  # the thread's owner decides: a lane has no one to raise to
             self._inbox.put(e)
 
@@ -133,6 +136,7 @@ class Links:
             raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
 
     def close(self) -> None:
+        self._closed = True
         for lane in self._lanes.values():
             lane.close()
         for channel in self._channels.values():
@@ -140,27 +144,60 @@ class Links:
 
 
 def connect(assignment: Assignment, listener: socket.socket) -> dict[int, SocketChannel]:
-    """One connection per neighbour: the lower stage dials, the higher one accepts."""
-    mine, run = assignment.view.stage, assignment.run
+    """One connection per neighbour: the lower stage dials, the higher one accepts.
+
+    Whoever else connects is shut out. PeerError when a neighbour does not come.
+    """
+    mine, run, patience_s = assignment.view.stage, assignment.run, assignment.patience_s
     found: dict[int, SocketChannel] = {}
     for neighbour in assignment.neighbours:
         if neighbour.stage > mine:
-            channel = dial(neighbour.host, neighbour.port, f"device {neighbour.device!r}", assignment.patience_s)
+            channel = dial(neighbour.host, neighbour.port, f"device {neighbour.device!r}", patience_s)
             channel.send(Hello(run=run, stage=mine))
             found[neighbour.stage] = channel
     names = {n.stage: n.device for n in assignment.neighbours}
-    listener.settimeout(assignment.patience_s)
+    greeted: queue.SimpleQueue[tuple[int, SocketChannel]] = queue.SimpleQueue()
+    deadline_s = time.monotonic() + patience_s
+    threading.Thread(target=_accept, args=(listener, run, patience_s, greeted), name="accept", daemon=True).start()
     while missing := names.keys() - found.keys():
         try:
-            connection, address = listener.accept()
-        except TimeoutError:
-            raise PeerError(f"stages {sorted(missing)} did not connect for {assignment.patience_s:g} s") from None
-        channel = SocketChannel(connection, f"{address[0]}:{address[1]}", assignment.patience_s)
-        received = channel.receive(idle_s=assignment.patience_s)
-        hello = received[0] if received else None
-        if not isinstance(hello, Hello) or hello.run != run or hello.stage not in missing:
-            channel.close()  # a stranger, or one who is here already
+            stage, channel = greeted.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            absent = ", ".join(repr(names[s]) for s in sorted(missing))
+            raise PeerError(f"device {absent}: did not connect for {patience_s:g} s") from None
+        if stage not in missing or stage > mine:
+            channel.close()  # one who is here already
             continue
-        channel.other = f"device {names[hello.stage]!r}"
-        found[hello.stage] = channel
+        channel.other = f"device {names[stage]!r}"
+        found[stage] = channel
     return found
+
+
+def _accept(
+    listener: socket.socket, run: str, patience_s: float, greeted: queue.SimpleQueue[tuple[int, SocketChannel]]
+) -> None:
+    """Until the listener closes. Each has a thread of its own: a silent stranger holds up nobody."""
+
+    def greet(channel: SocketChannel) -> None:
+        try:
+            received = channel.receive(_only_hello, idle_s=patience_s)
+        except PeerError:
+            received = None
+        hello = received[0] if received is not None else None
+        if isinstance(hello, Hello) and hello.run == run:
+            greeted.put((hello.stage, channel))
+        else:
+            channel.close()
+
+    while True:
+        try:
+            connection, address = listener.accept()
+        except OSError:
+            return
+        channel = SocketChannel(connection, f"{address[0]}:{address[1]}", patience_s)
+        threading.Thread(target=greet, args=(channel,), name=f"greet {channel.other}", daemon=True).start()
+
+
+def _only_hello(message: AnyMessage) -> None:
+    if not isinstance(message, Hello) or message.tensors:
+        raise PeerError(f"{type(message).__name__} from a stranger")

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -76,7 +76,8 @@ class Failed(Message, frozen=True, kw_only=True):
     """The device cannot go on."""
 
     reason: str
-    user_error: bool = False
+    fault: Literal["user", "device", "other"]
+    """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

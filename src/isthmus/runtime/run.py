@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence, Set
 from pathlib import Path
 
 import msgspec
@@ -19,7 +19,8 @@ from isthmus.runtime.conductor import Conductor, Outcome
 from isthmus.runtime.launcher import Launcher, Place
 from isthmus.runtime.stages import StagePair, stage_pairs
 from isthmus.trace import Span
-from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, latest_checkpoint, read_manifest
+from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, Manifest, read_manifest
+from isthmus.training.layout import TensorHeader
 from isthmus.training.weights import initial_weights, rest, resume
 
 SPARE_WINDOW_BYTES = 1 << 20
@@ -36,7 +37,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Where and how a run's processes run."""
 
     emulate: bool = True
-    resume: bool = False
+    resume_from: Path | None = None
+    """A checkpoint to go on from."""
     places: Mapping[str, Place] = {}
     """Per device; loopback where a device is not named."""
     host: str = "127.0.0.1"
@@ -74,33 +76,31 @@ class TrainingScript:
         self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
         self.stages = stage_pairs(plan, prepared.captured, clips=self.job.training.clip_norm > 0)
         self._by_device = {s.device: pair for s, pair in zip(plan.stages, self.stages, strict=True)}
-        self._weights, self._rest = self._load(folder)
+        self._weights = initial_weights(prepared.build, prepared.captured, self.job.training.seed)
+        written = {name for pair in self.stages for name in pair.written}
+        own = {n for n in self._weights if n not in prepared.captured.constants}
+        self._rest = rest(self._weights, written, own)
+        if options.resume_from is not None:
+            self.start_step = self._resume(options.resume_from, written | self._rest.keys())
 
-    def _load(self, folder: Path) -> tuple[dict[str, Tensor], dict[str, Tensor]]:
-        job = self.job
-        weights = initial_weights(self._prepared.build, self._prepared.captured, job.training.seed)
-        written = {t for pair in self.stages for t in _written(pair)}
-        kept = rest(weights, written, {n for n in weights if n not in self._prepared.captured.constants})
-        if not self._options.resume:
-            return weights, kept
-        checkpoint = latest_checkpoint(folder / "checkpoints")
-        manifest = read_manifest(checkpoint)
-        for field, got, expected in (
+    def _resume(self, checkpoint: Path, expected: Set[str]) -> int:
+        job, manifest = self.job, read_manifest(checkpoint)
+        for field, got, saved in (
             ("training.seed", job.training.seed, manifest.seed),
             ("training.batch_size", job.training.batch_size, manifest.batch),
+            ("training.shuffle", job.training.shuffle, manifest.shuffle),
             ("data", self._prepared.fingerprints.get("train"), manifest.data.get("train")),
         ):
-            if got != expected:
-                raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {expected}")
-        self.start_step = manifest.step
-        return resume(weights, checkpoint), kept
+            if got != saved:
+                raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
+        self._weights = resume(self._weights, expected, job.optimizer, checkpoint)
+        return manifest.step
 
     def assignments(self, addresses: Mapping[str, tuple[str, int]]) -> Mapping[str, Assignment]:
         stages, graph = self._plan.stages, self._prepared.captured.train
         placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
         order = {op.target: i for i, op in enumerate(graph.ops) if op.kind == "parameter"}
-        # Parameters that only the evaluation uses have no gradient: their norms are zero and go last.
-        owned = sorted({n for p in self.stages for n in p.owned}, key=lambda n: order.get(n, len(order)))
+        owned = sorted({n for p in self.stages for n in p.owned}, key=lambda n: order[n])
         rank = {name: i for i, name in enumerate(owned)}
         positions = tuple(tuple(rank[n] for n in pair.owned) for pair in self.stages)
         found: dict[str, Assignment] = {}
@@ -157,6 +157,21 @@ class TrainingScript:
         prefixes = tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
         return {k: v for k, v in self._weights.items() if k in names or k.startswith(prefixes)}
 
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        pair = self._by_device[device]
+        expected = {name: tuple(self._weights[name].shape) for name in pair.written}
+        for header in tensors:
+            parameter, _, _ = header.name.removeprefix(OPTIMIZER).rpartition(".")
+            if header.name in expected:
+                fits = header.shape == expected.pop(header.name)
+            else:
+                optimizes = header.name.startswith(OPTIMIZER) and parameter in pair.owned
+                fits = optimizes and header.shape in ((), tuple(self._weights[parameter].shape))
+            if not fits:
+                raise PeerError(f"saved {header.name!r} of shape {list(header.shape)}, which is not of its stage")
+        if expected:
+            raise PeerError(f"saved no {min(expected)!r}, which is of its stage")
+
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._watcher.advanced(item, loss, spans)
 
@@ -166,14 +181,10 @@ class TrainingScript:
     def commit(self, item: Item) -> None:
         t = self.job.training
         self._writer.write(item.step, "rest", self._rest)
-        directory = self._writer.commit(item.step, seed=t.seed, batch=t.batch_size, data=self._prepared.fingerprints)
+        directory = self._writer.commit(Manifest(
+            step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, data=self._prepared.fingerprints
+        ))  # fmt: skip
         self._watcher.saved(item.step, directory)
-
-
-def _written(pair: StagePair) -> set[str]:
-    """Own names of what a stage's state holds."""
-    mutated = {name for op in pair.train.ops for name in op.mutates}
-    return {*pair.owned, *(op.target for op in pair.train.variables() if op.name in mutated)}
 
 
 def train(
@@ -186,8 +197,10 @@ def train(
     conductor = Conductor(machine, script.run, script, host=options.host, patience_s=job.patience_s)
     places = {s.device: options.places.get(s.device, Place()) for s in plan.stages}
     address = f"{options.host}:{conductor.port}"
-    with Launcher(places, address, script.run, job.patience_s, job.runtime.threads) as launcher:
-        outcome = conductor.conduct(launcher.dead)
+    with Launcher(
+        places, address, script.run, patience_s=job.patience_s, threads=job.runtime.threads, logs=folder / "logs"
+    ) as launcher:
+        outcome = conductor.conduct(launcher.ended)
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome
@@ -197,5 +210,3 @@ def check_outcome(outcome: Outcome) -> None:
     """PeerError for a run that ended because a device was lost."""
     if outcome.outcome == "lost":
         raise outcome.failure or PeerError(outcome.reason)
-
-

@@ -23,12 +23,15 @@ class StagePair(msgspec.Struct, frozen=True):
     @property
     def owned(self) -> tuple[str, ...]:
         """Own names of the trainable parameters that this stage updates, in the order of its engine."""
+        trained = {op.name for op in self.train.variables() if op.kind == "parameter" and any(op.requires_grad)}
         variables = {op.name: op for op in (*self.evaluation.variables(), *self.train.variables())}
-        return tuple(
-            op.target
-            for op in variables.values()
-            if op.kind == "parameter" and any(op.requires_grad) and op.name not in self.train.borrows
-        )
+        return tuple(op.target for n, op in variables.items() if n in trained and n not in self.train.borrows)
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Own names of the weights and buffers that training changes here: what the stage's state holds."""
+        mutated = {name for op in self.train.ops for name in op.mutates}
+        return frozenset((*self.owned, *(op.target for op in self.train.variables() if op.name in mutated)))
 
 
 def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePair, ...]:
@@ -50,7 +53,6 @@ def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePa
         StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e)
         for view, t, e in zip(views, train, evaluation, strict=True)
     )
-
 
 
 def _empty(index: int) -> StageGraph:

@@ -75,7 +75,7 @@ class CheckpointWriter:
         self._files.setdefault(step, {})[name] = tuple(tensors)
 
     def commit(self, manifest: Manifest) -> Path:
-        """All parts of the manifest's step are written: make them a checkpoint, atomically. Its `files` are filled in."""
+        """All parts of the manifest's step are written: make them a checkpoint, atomically. Fills in `files`."""
         step = manifest.step
         folder, final = self._partial(step), self._directory / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)

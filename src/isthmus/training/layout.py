@@ -50,21 +50,26 @@ def header_of(name: str, tensor: Tensor) -> TensorHeader:
 
 def check_header(header: TensorHeader) -> None:
     """Allocates nothing. PeerError for a header that no honest sender writes; it does not name the sender."""
-    name, shape, stride = (reprlib.repr(x) for x in (header.name, header.shape, header.stride))
+    if (fault := _fault(header)) is not None:
+        raise PeerError(f"tensor {reprlib.repr(header.name)}: {fault}")
+
+
+def _fault(header: TensorHeader) -> str | None:
     if header.dtype not in DTYPE_BYTES:
-        known = ", ".join(sorted(DTYPE_BYTES))
-        raise PeerError(f"tensor {name}: unknown dtype {reprlib.repr(header.dtype)}, expected one of: {known}")
+        return f"unknown dtype {reprlib.repr(header.dtype)}, expected one of: {', '.join(sorted(DTYPE_BYTES))}"
     if len(header.shape) != len(header.stride) or len(header.shape) > MAX_DIMS:
-        raise PeerError(f"tensor {name}: {len(header.shape)} sizes and {len(header.stride)} strides, expected the "
-                        f"same number, at most {MAX_DIMS}")  # fmt: skip
+        counts = f"{len(header.shape)} sizes and {len(header.stride)} strides"
+        return f"{counts}, expected the same number, at most {MAX_DIMS}"
+    layout = f"shape {header.shape} with stride {header.stride}"
     if any(number < 0 for number in (*header.shape, *header.stride)):
-        raise PeerError(f"tensor {name}: negative number in shape {shape} or stride {stride}")
+        return f"{layout} has a negative number"
     # The product without zeros: an empty tensor of absurd sizes would overflow inside torch.
     largest = max(math.prod(max(size, 1) for size in header.shape), _extent(header), *header.stride, 1)
     if largest * DTYPE_BYTES[header.dtype] >= _INT64:
-        raise PeerError(f"tensor {name}: shape {shape} with stride {stride} is beyond any memory")
+        return f"{layout} is beyond any memory"
     if _spreads_too_far(header):
-        raise PeerError(f"tensor {name}: stride {stride} spreads shape {shape} too far")
+        return f"{layout} spreads its elements too far"
+    return None
 
 
 def pack(tensor: Tensor) -> memoryview:

@@ -1,0 +1,93 @@
+"""What a run's progress becomes: lines on the terminal, points in the log, calls of the user's hooks."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+from isthmus.cli.folder import LossPoint, RunFolder
+from isthmus.errors import IsthmusError, UserError
+from isthmus.job import Hooks, Prepared, load_hook
+from isthmus.protocol import Item
+from isthmus.report import Progress
+from isthmus.runtime.run import run_spec
+from isthmus.trace import Span
+
+
+class LoadedHooks:
+    """The job's hooks, imported. Whatever one raises ends the run as the user's error, not ours."""
+
+    def __init__(self, hooks: Hooks) -> None:
+        named = {"step": hooks.step, "checkpoint": hooks.checkpoint, "finish": hooks.finish}
+        self._names = {kind: name for kind, name in named.items() if name}
+        self._loaded: Mapping[str, Callable[..., object]] = {k: load_hook(n) for k, n in self._names.items()}
+
+    def call(self, kind: str, *arguments: object) -> None:
+        if kind not in self._loaded:
+            return
+        try:
+            self._loaded[kind](*arguments)
+        except IsthmusError:
+            raise
+        except Exception as e:
+            reason = " ".join(f"{type(e).__name__}: {e}".split())
+            raise UserError(f"hooks.{kind}: {self._names[kind]} raised {reason}") from e
+
+
+class Watch:
+    """Turns what the conductor sees into progress, logs and hooks."""
+
+    def __init__(self, prepared: Prepared, folder: RunFolder, progress: Progress, hooks: LoadedHooks) -> None:
+        self._job = prepared.job
+        self._eval_micro_batches = run_spec(prepared).eval_micro_batches
+        self._folder = folder
+        self._progress = progress
+        self._hooks = hooks
+        ids = prepared.columns.get("input_ids")
+        self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
+        self._clock_s: float | None = None
+        self._heldout: dict[int, list[tuple[float, int]]] = {}
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        if item.kind == "train":
+            self._trained(item, loss, spans)
+        elif item.kind == "eval" and loss is not None:
+            self._evaluated(item, loss)
+
+    def _trained(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        now_s, before_s = time.monotonic(), self._clock_s
+        self._clock_s = now_s
+        done, t = item.step + 1, self._job.training
+        if loss is not None:
+            self._folder.log(LossPoint(step=done, loss=loss))
+        busy: dict[str, float] = {}
+        sent: dict[tuple[str, str], int] = {}
+        for span in spans:
+            if span.step == item.step and span.track == "compute":
+                busy[span.device] = busy.get(span.device, 0.0) + span.end_s - span.start_s
+            elif span.step == item.step and span.track == "send":
+                sent[span.device, span.other] = sent.get((span.device, span.other), 0) + span.size_bytes
+        elapsed_s = now_s - before_s if before_s is not None else None  # the first step's start is not known
+        rate = t.batch_size / elapsed_s if elapsed_s else None
+        self._progress.step(
+            done, t.steps, loss, link_bytes=sent,
+            busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
+            tokens_per_s=rate * self._tokens if rate and self._tokens else None,
+            samples_per_s=None if self._tokens else rate,
+        )  # fmt: skip
+        self._hooks.call("step", done, loss)
+
+    def _evaluated(self, item: Item, loss: float) -> None:
+        """An evaluation comes in several items; its loss is their mean by micro-batches."""
+        parts = self._heldout.setdefault(item.step, [])
+        parts.append((loss, item.micro_batches))
+        total = sum(n for _, n in parts)
+        mean = sum(x * n for x, n in parts) / total
+        if total == self._eval_micro_batches:
+            self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
+            self._progress.validation(item.step, mean)
+
+    def saved(self, step: int, directory: Path) -> None:
+        self._progress.note(f"checkpoint of step {step}: {directory}")
+        self._hooks.call("checkpoint", step, directory)

@@ -1,0 +1,119 @@
+"""Build a module without allocating its weights.
+
+Everything large is fake. Small tensors are real while the constructor runs, because constructors read them:
+`torch.linspace(0, rate, depth).tolist()` is how many vision models spread their drop rates.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple, cast
+from unittest import mock
+
+import torch
+from torch import Tensor, nn
+from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.utils._python_dispatch import TorchDispatchMode
+from torch.utils._pytree import tree_leaves
+
+from isthmus.errors import IsthmusError, UserError
+from isthmus.graph.capture_errors import user_line
+from isthmus.graph.schema import base_name, storage_of
+
+SMALL = 1024
+"""Elements of the largest real tensor that is made from nothing."""
+
+GROWING = {"repeat", "tile", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
+"""Operators whose results may be much larger than what they take."""
+
+
+class Held(NamedTuple):
+    """Tensors that a module holds: each of their names -> the first name of the same tensor."""
+
+    names: Mapping[str, str]
+    storages: frozenset[int]
+    """Of the real tensors made while it was built: their values are not those that a run starts from."""
+
+
+class _SmallIsReal(TorchDispatchMode):
+    """Above a FakeTensorMode: an operator on no fake tensor whose results are small runs for real."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.made: list[Tensor] = []
+
+    def __torch_dispatch__(
+        self,
+        func: OpOverload,
+        types: Sequence[type],
+        args: tuple[object, ...] = (),
+        kwargs: Mapping[str, object] | None = None,
+    ) -> object:
+        named = kwargs or {}
+        given = [a for a in tree_leaves((args, named)) if isinstance(a, Tensor)]
+        if any(isinstance(t, FakeTensor) for t in given):
+            return func(*args, **named)
+        if not given or base_name(str(func)) in GROWING:
+            result = func(*args, **named)
+            if sum(t.numel() for t in tree_leaves(result) if isinstance(t, Tensor)) > SMALL:
+                return result
+        with unset_fake_temporarily():
+            result = func(*args, **named)
+        self.made += [t for t in tree_leaves(result) if isinstance(t, Tensor)]
+        return result
+
+
+def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.Module, list[Tensor]]:
+    """The module with fake parameters, buffers and tensor attributes, and the real tensors made on the way.
+
+    Floating-point parameters and buffers take the type `dtype`, unless it is float32: the builder may choose.
+    Runs under a FakeTensorMode. UserError when the module cannot be built.
+    """
+    try:
+        # `Module.to` refuses parameters that have weak references, and the fake mode's memory keeps some.
+        unreferenced = mock.patch("weakref.getweakrefs", lambda _: ())
+        with torch.random.fork_rng(devices=[]), unreferenced, _SmallIsReal() as small:
+            module = cast(object, build())
+    except IsthmusError:
+        raise
+    except Exception as e:  # the user's constructor may raise anything
+        text = " ".join(str(e).split())
+        raise UserError(f"model: building it failed{user_line(e)}: {type(e).__name__}: {text[:300]}") from e
+    if not isinstance(module, nn.Module):
+        raise UserError(f"model: building it gave {type(module).__name__}, expected an nn.Module")
+    fakes: dict[int, tuple[Tensor, Tensor]] = {}
+    """Identity of a tensor -> itself, so that the identity stays its own, and what takes its place everywhere."""
+    for part in module.modules():
+        tables = (part._parameters, part._buffers, vars(part))  # pyright: ignore[reportPrivateUsage]
+        for table in cast("tuple[dict[str, object], ...]", tables):
+            for name, value in table.items():
+                if isinstance(value, Tensor):
+                    converts = dtype is not torch.float32 and value.is_floating_point() and table is not vars(part)
+                    new = _fake(value, dtype if converts else value.dtype)
+                    table[name] = fakes.setdefault(id(value), (value, new))[1]
+    return module, small.made
+
+
+def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:
+    """A fake tensor like `tensor`."""
+    if isinstance(tensor, FakeTensor) and tensor.dtype == dtype:
+        return tensor
+    made = torch.empty_strided(tensor.shape, tensor.stride(), dtype=dtype)
+    return nn.Parameter(made, tensor.requires_grad) if isinstance(tensor, nn.Parameter) else made
+
+
+def held_by(module: nn.Module, made: Sequence[Tensor]) -> Held:
+    """The names of all parameters, buffers and tensor attributes of a module from `build_fake`."""
+    first: dict[int, str] = {}
+    names: dict[str, str] = {}
+    attributes = (
+        (f"{path}.{key}" if path else key, value)
+        for path, part in module.named_modules(remove_duplicate=False)
+        for key, value in vars(part).items()
+        if isinstance(value, Tensor)
+    )
+    named = (*module.named_parameters(remove_duplicate=False), *module.named_buffers(remove_duplicate=False))
+    for name, tensor in (*named, *attributes):
+        names[name] = first.setdefault(id(tensor), name)
+    return Held(names, frozenset(storage_of(t) for t in made))

@@ -1,0 +1,72 @@
+"""Optimizers by pattern, the learning-rate factor, and clipping."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import nn
+
+from isthmus.errors import UserError
+from isthmus.training.optim import NO_GRADIENT, LearningRate, OptimizerConfig, Optimizers, choose, clip, gradient_norms
+
+
+def test_the_first_matching_pattern_wins():
+    configs = [OptimizerConfig(pattern="*.bias"), OptimizerConfig(pattern="head.*"), OptimizerConfig()]
+    assert [choose(configs, name) for name in ("head.bias", "head.weight", "body.weight")] == [0, 1, 2]
+    with pytest.raises(UserError, match=r"no pattern matches parameter 'body\.weight'"):
+        choose(configs[:2], "body.weight")
+
+
+@pytest.mark.parametrize(
+    ("schedule", "step", "factor"),
+    [
+        (LearningRate(), 0, 1.0),
+        (LearningRate(warmup_steps=4), 0, 0.25),
+        (LearningRate(warmup_steps=4), 3, 1.0),
+        (LearningRate(warmup_steps=4), 50, 1.0),
+        (LearningRate(schedule="cosine", final=0.1), 0, 1.0),
+        (LearningRate(schedule="cosine", final=0.1), 50, 0.55),
+        (LearningRate(schedule="cosine", final=0.1), 100, 0.1),
+        (LearningRate(schedule="cosine", final=0.1), 200, 0.1),
+    ],
+)
+def test_learning_rate_factor(schedule: LearningRate, step: int, factor: float):
+    assert schedule.factor(step, 100) == pytest.approx(factor)
+
+
+@pytest.mark.parametrize("max_norm", [0.1, 1e6])
+def test_clipping_has_the_bits_of_torch(max_norm: float):
+    generator = torch.Generator().manual_seed(0)
+    shapes = [(3, 4), (7,), (2, 2, 2), (1,), (40, 3)]
+    parameters = [nn.Parameter(torch.zeros(shape)) for shape in shapes]
+    gradients = [torch.randn(shape, generator=generator) for shape in shapes]
+    for parameter, gradient in zip(parameters, gradients, strict=True):
+        parameter.grad = gradient.clone()
+    parameters[2].grad = None
+    mine = [g for i, g in enumerate(gradients) if i != 2]
+
+    expected = nn.utils.clip_grad_norm_(parameters, max_norm)
+    norms = gradient_norms([None if i == 2 else g for i, g in enumerate(gradients)])
+    assert norms[2] == NO_GRADIENT
+    assert clip(mine, norms, max_norm) == float(expected)
+    for parameter, gradient in zip([p for p in parameters if p.grad is not None], mine, strict=True):
+        assert torch.equal(parameter.grad, gradient)
+
+
+def test_a_norm_that_is_not_finite_stays_visible():
+    norms = gradient_norms([torch.tensor([float("nan")]), torch.ones(2)])
+    assert clip([torch.ones(2)], norms, 1.0) != clip([torch.ones(2)], norms, 1.0), "not a number"
+
+
+def test_state_of_a_fresh_optimizer_is_empty_and_round_trips():
+    parameters = {"a": nn.Parameter(torch.ones(3)), "b": nn.Parameter(torch.ones(2))}
+    made = Optimizers((OptimizerConfig(name="adamw"),), parameters)
+    assert made.state() == {}
+    parameters["a"].grad = torch.ones(3)
+    made.step(1.0)
+    state = made.state()
+    assert set(state) == {"optimizer.a.step", "optimizer.a.exp_avg", "optimizer.a.exp_avg_sq"}
+    other = Optimizers((OptimizerConfig(name="adamw"),), parameters)
+    other.load(state)
+    assert {k: v.tolist() for k, v in other.state().items()} == {k: v.tolist() for k, v in state.items()}
+    assert other.state()["optimizer.a.exp_avg"] is not state["optimizer.a.exp_avg"]
