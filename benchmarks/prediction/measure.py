@@ -48,6 +48,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
     trace: Trace
     late_share: float
     others_cores: float
+    """Cores that other processes used meanwhile."""
 
     @property
     def disturbed(self) -> bool:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import random
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -14,18 +14,18 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts
-from isthmus.job import Job, Prepared, prepare
+from isthmus.job import Job, Prepared
 from isthmus.models import ModelSpec
 from isthmus.plan import Plan
 from isthmus.runtime.conductor import Outcome
+from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import RunOptions, Watcher, train
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 from isthmus.training.optim import Optimizers
 from isthmus.training.plain import plain_step, plain_update
 
 TEXT = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 60_000})
-DIGITS = DataSpec(kind="digits", options={"size": 32, "channels": 3})
-SMALL_DIGITS = DataSpec(kind="digits")
+DIGITS = DataSpec(kind="digits")
 
 
 def fleet_of(count: int, flops_per_s: float = 1e12) -> Fleet:
@@ -49,17 +49,14 @@ def random_cut(prepared: Prepared, stages: int, seed: int, *, once: bool = False
 
 
 def run(
-    job: Job, boundaries: Sequence[int] | None, folder: Path, *, fleet: Fleet | None = None, resume: bool = False,
-    watcher: Watcher | None = None,
-) -> tuple[Prepared, Plan, Outcome]:  # fmt: skip
+    prepared: Prepared, boundaries: Sequence[int], folder: Path, *,
+    watcher: Watcher | None = None, places: Mapping[str, Place] = {},
+) -> tuple[Plan, Outcome]:  # fmt: skip
     """Train the job over one process per stage."""
-    prepared = prepare(job)
-    boundaries = list(boundaries) if boundaries is not None else []
-    fleet = fleet or fleet_of(len(boundaries) + 1)
+    fleet = fleet_of(len(boundaries) + 1)
     plan = build_plan(prepared.problem(fleet), fleet.names, boundaries, planner="test")
-    checkpoint = latest_checkpoint(folder / "checkpoints") if resume else None
-    options = RunOptions(emulate=job.runtime.emulate, resume_from=checkpoint)
-    return prepared, plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
+    options = RunOptions(emulate=prepared.job.runtime.emulate, places=places)
+    return plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
 
 
 def final_weights(folder: Path) -> dict[str, Tensor]:

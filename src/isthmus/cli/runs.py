@@ -7,7 +7,7 @@ from pathlib import Path
 import msgspec
 import typer
 from rich.console import Console
-from safetensors.torch import save_file
+from safetensors.torch import save_model
 
 from isthmus.cli.folder import RunFolder
 from isthmus.errors import UserError
@@ -42,8 +42,7 @@ def export(run: Path, directory: Path, *, json: bool) -> None:
         save_hugging_face(module, directory, Path(str(tokenizer)) if tokenizer != "bytes" else None)
     else:
         directory.mkdir(parents=True, exist_ok=True)
-        state = {name: p.detach().contiguous() for name, p in (*module.named_parameters(), *module.named_buffers())}
-        save_file(state, directory / "model.safetensors")
+        save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
         (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
     if json:
         typer.echo(msgspec.json.encode({"directory": str(directory), "step": step}).decode())

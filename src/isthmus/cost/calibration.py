@@ -110,8 +110,8 @@ def calibrate(warmups: Sequence[Warmup]) -> Calibration:
         raise UserError("calibration: the warm-up runs hold no step after the first")
     return Calibration(
         lines={key: fit(found) for key, found in points.items()},
-        tasklet_s=statistics.median(gaps) if gaps else 0.0,
-        handover_s=statistics.median(handovers) if handovers else 0.0,
+        tasklet_s=trimmed_mean(gaps) if gaps else 0.0,
+        handover_s=trimmed_mean(handovers) if handovers else 0.0,
         header_bytes=round(statistics.median(headers)) if headers else 0,
     )
 

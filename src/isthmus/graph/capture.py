@@ -24,6 +24,7 @@ from isthmus.graph.convert import convert
 from isthmus.graph.measure import measure
 from isthmus.graph.opgraph import OpGraph
 from isthmus.graph.sizes import NotAffine
+from isthmus.graph.tidy import mark_training
 
 EXAMPLE_BATCH = 4
 """Any size above 1 will do: torch specialises the sizes 0 and 1."""
@@ -82,23 +83,8 @@ def capture(
             graph, found = _capture_mode(module.train(mode == "train"), columns, batch, dtype, name, held)
             graphs[mode] = graph
             constants |= found
-    written = {op.target for op in graphs["train"].ops if op.name in _written(graphs["train"])}
-    return Captured(
-        train=_mark(graphs["train"], written), eval=_mark(graphs["eval"], written), constants=constants
-    )
-
-
-def _written(graph: OpGraph) -> set[str]:
-    return {name for op in graph.ops for name in op.mutates}
-
-
-def _mark(graph: OpGraph, written: set[str]) -> OpGraph:
-    """Both graphs say which buffers training writes."""
-    ops = (
-        msgspec.structs.replace(op, written=True) if op.kind == "buffer" and op.target in written else op
-        for op in graph.ops
-    )
-    return msgspec.structs.replace(graph, ops=tuple(ops))
+    train, evaluation = mark_training(graphs["train"], graphs["eval"])
+    return Captured(train=train, eval=evaluation, constants=constants)
 
 
 def _capture_mode(

@@ -124,11 +124,17 @@ def where_in(node: fx.Node) -> str:
     """The start of a message about a node of an exported program: its module and the user's line."""
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
     entries = list(stack.values())
-    path = entries[-1][0].removeprefix("module").removeprefix(".") if entries else ""
     top = str(entries[1][1]).rpartition(".")[2] if len(entries) > 1 else "(top)"
     lines = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.+)', node.meta.get("stack_trace") or "")
     own = [(f, n, code) for f, n, code in lines if not f.startswith(LIBRARIES)]
-    return f"model: in module {path or top!r}{_line(*own[-1]) if own else ''}"
+    return f"model: in module {module_path(node) or top!r}{_line(*own[-1]) if own else ''}"
+
+
+def module_path(node: fx.Node) -> str:
+    """Path of the submodule whose forward called the node's operator; empty for the module itself."""
+    stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
+    path = list(stack.values())[-1][0] if stack else ""
+    return path.removeprefix("module").removeprefix(".")
 
 
 def user_line(error: Exception) -> str:

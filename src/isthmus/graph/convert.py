@@ -14,23 +14,25 @@ from torch._subclasses.fake_tensor import FakeTensor
 from torch.export import ExportedProgram
 from torch.export.graph_signature import InputKind, InputSpec, OutputKind
 from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
-from torch.utils._pytree import TreeSpec
+from torch.utils._pytree import TreeSpec, tree_leaves
 
 from isthmus.errors import UserError
 from isthmus.graph.allowlist import is_allowed
 from isthmus.graph.building import Held
-from isthmus.graph.capture_errors import WITHOUT_DATA, where_in
+from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, where_in
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
 from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
     aliased_position,
     base_name,
     hidden_writes,
+    is_default,
     is_random,
     label_argument,
+    out_of_place,
     storage_of,
     written,
-)
+)  # fmt: skip
 from isthmus.graph.sizes import NotAffine, Unknown, affine, affine_or_unknown, spec_of
 from isthmus.graph.tidy import count_beside_loss, reachable
 from isthmus.graph.writes import CannotWrite, Writes
@@ -185,32 +187,21 @@ class _Converter:
         self.gradients_on = before
 
     def _operator(self, node: fx.Node, label: str) -> None:
-        overload = node.target
-        functional = label.replace("_.", ".", 1)
-        if not isinstance(overload, OpOverload) or not (is_allowed(label) or is_allowed(functional)):
-            raise UserError(
-                f"{where_in(node)}: operator {label.removesuffix('.default')} is not on the allow-list: "
-                "use operators of torch itself (see isthmus/graph/allowlist.txt)"
-            )
+        overload = _allowed(node, label)
         names = tuple(self._arg(a) for a in node.args)
         args = tuple(self._latest(a) for a in names)
-        kwargs = {k: self._latest(self._arg(v)) for k, v in node.kwargs.items() if not _is_default(overload, k, v)}
+        kwargs = {k: self._latest(self._arg(v)) for k, v in node.kwargs.items() if not is_default(overload, k, v)}
         values: Tensor | Sequence[Tensor] = node.meta["val"]
         tensors = (values,) if isinstance(values, Tensor) else tuple(values)
-        if any(free_unbacked_symbols(t) for t in tensors):
-            raise UserError(f"{where_in(node)}: the size of its result depends on the data of a tensor: {WITHOUT_DATA}")
         # An empty tuple: whether a gradient is due is measured later.
         quiet = () if self.gradients_on else (False,) * len(tensors)
+        self._check_labels(node, label, args)
         retaken = base_name(label) in IN_PLACE_VIEWS
         op = Op(
-            name=node.name, kind="operator", target=functional if retaken else label, args=args, kwargs=kwargs,
-            outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=_module_path(node),
+            name=node.name, kind="operator", target=out_of_place(label) if retaken else label, args=args, kwargs=kwargs,
+            outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=module_path(node),
             random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
         )  # fmt: skip
-        if (labels := label_argument(label)) is not None and isinstance(ref := args[labels], Ref):
-            dtype = self.ops[ref.op].outputs[ref.index].dtype
-            if dtype in ("int8", "int16", "int32", "bool"):  # fake kernels take them, real ones do not
-                raise UserError(f"{where_in(node)}: class ids must be int64, got {dtype}")
         by_position, by_keyword = written(overload, names, kwargs)
         if (by_position or by_keyword) and not retaken:
             self.values[node] = self._write(node, op, names, (by_position, by_keyword))
@@ -220,6 +211,13 @@ class _Converter:
         self.values[node] = Ref(op.name)
         if self._passes_gradients(op, names):
             self.trainable |= {Ref(op.name, i) for i, t in enumerate(tensors) if t.dtype.is_floating_point}
+
+    def _check_labels(self, node: fx.Node, label: str, args: Sequence[Arg]) -> None:
+        position = label_argument(label)
+        if position is not None and isinstance(ref := args[position], Ref):
+            dtype = self.ops[ref.op].outputs[ref.index].dtype
+            if dtype in ("int8", "int16", "int32", "bool"):  # fake kernels take them, real ones do not
+                raise UserError(f"{where_in(node)}: class ids must be int64, got {dtype}")
 
     def _write(self, node: fx.Node, op: Op, names: Sequence[Arg], written_to: tuple[list[Ref], list[str]]) -> Ref:
         """An in-place operator; returns the tensor that it wrote."""
@@ -290,12 +288,13 @@ def _column_names(program: ExportedProgram) -> list[str]:
     return cast("list[str]", columns.context)
 
 
-def _module_path(node: fx.Node) -> str:
-    stack = cast("dict[str, tuple[str, object]]", node.meta.get("nn_module_stack") or {})
-    path = list(stack.values())[-1][0] if stack else ""
-    return path.removeprefix("module").removeprefix(".")
-
-
-def _is_default(overload: OpOverload, name: str, value: object) -> bool:
-    """`pin_memory=False` and the like say nothing, and CUDA refuses some of them."""
-    return name == "pin_memory" or (name == "layout" and value is torch.strided and "to" not in overload.name())
+def _allowed(node: fx.Node, label: str) -> OpOverload:
+    """The operator of a node that a graph may hold."""
+    if any(free_unbacked_symbols(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)):
+        raise UserError(f"{where_in(node)}: the size of its result depends on the data of a tensor: {WITHOUT_DATA}")
+    if isinstance(node.target, OpOverload) and (is_allowed(label) or is_allowed(out_of_place(label))):
+        return node.target
+    raise UserError(
+        f"{where_in(node)}: operator {label.removesuffix('.default')} is not on the allow-list: "
+        "use operators of torch itself (see isthmus/graph/allowlist.txt)"
+    )

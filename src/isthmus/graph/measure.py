@@ -21,7 +21,7 @@ from torch.utils.flop_counter import FlopCounterMode
 from isthmus.errors import InternalError
 from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, TensorSpec
 from isthmus.graph.resolve import bind, no_gradient, operator_of
-from isthmus.graph.schema import storage_of
+from isthmus.graph.schema import base_name, storage_of
 
 PROBE_BATCHES = (2, 3)
 
@@ -33,6 +33,8 @@ class _Cost(NamedTuple):
     """Saved for backward and made by the operator itself."""
     saved_inputs: tuple[int, ...]
     """Saved for backward and taken as inputs: positions among the op's distinct refs."""
+    saved_outputs: tuple[int, ...]
+    """Saved for backward and given as outputs: a consumer that saves one too keeps no second copy."""
     requires_grad: tuple[bool, ...]
     view: bool
     outputs: tuple[TensorSpec, ...]
@@ -115,6 +117,7 @@ class _Ledger:
         self.flags[op.name] = cost.requires_grad
         self.specs |= {Ref(op.name, i): spec for i, spec in enumerate(cost.outputs)}
         saved = cost.fresh_bytes
+        self.saved |= {Ref(op.name, index) for index in cost.saved_outputs}
         for position in cost.saved_inputs:
             root = self._root(refs[position])
             if root not in self.saved and root.op not in self.variables:
@@ -166,13 +169,13 @@ class _Ledger:
         if not view and not forward:
             forward = sum(t.numel() for t in outputs)
             backward = sum(t.numel() for t in leaves) if roots else 0
-        attention = _attention_flops(op, list(inputs.values()), bool(roots))
-        if attention is not None:
-            forward, backward = attention
+        forward, backward = _corrected(op, list(inputs.values()), forward, backward if roots else 0)
         fresh, taken = _split_saved(saved, list(inputs.values()))
+        kept = {storage_of(t) for t in saved} - taken_in
+        given = tuple(i for i, t in enumerate(outputs) if storage_of(t) in kept)
         flags = tuple(t.requires_grad for t in outputs)
         specs = tuple(TensorSpec(_name(t.dtype), tuple(t.shape), tuple(t.stride())) for t in outputs)
-        return _Cost(int(forward), int(backward), fresh, taken, flags, view, specs)
+        return _Cost(int(forward), int(backward), fresh, taken, given, flags, view, specs)
 
     def _leaf(self, ref: Ref) -> Tensor:
         spec = self.specs[ref]
@@ -181,13 +184,20 @@ class _Ledger:
         return tensor.requires_grad_(self.flags[ref.op][ref.index])
 
 
-def _attention_flops(op: Op, inputs: list[Tensor], differentiable: bool) -> tuple[int, int] | None:
-    """Fused attention: two products forward (4 B H T S D); five backward, one of them recomputed (10 B H T S D)."""
-    if op.target != "aten.scaled_dot_product_attention.default":
-        return None
-    query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
-    product = 2 * query.numel() * key.shape[-2]
-    return 2 * product, 5 * product if differentiable else 0
+def _corrected(op: Op, inputs: list[Tensor], forward: int, backward: int) -> tuple[int, int]:
+    """Where torch's counter is wrong.
+
+    It counts the backward of a grouped convolution as if it had no groups: each gradient costs what the forward does.
+    Fused attention: two products forward (4 B H T S D); five backward, one of them recomputed (10 B H T S D).
+    """
+    base = base_name(op.target)
+    if base == "scaled_dot_product_attention":
+        query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
+        product = 2 * query.numel() * key.shape[-2]
+        return 2 * product, 5 * product if backward else 0
+    if base.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose", "convolution")) and backward:
+        return forward, forward * sum(t.requires_grad for t in inputs[:2])
+    return forward, backward
 
 
 def _split_saved(saved: list[Tensor], inputs: list[Tensor]) -> tuple[int, tuple[int, ...]]:

@@ -160,7 +160,7 @@ class OpGraph(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def trainable(self) -> tuple[str, ...]:
-        """Names of the trainable parameters in the module's own order: the order of a sum over all of them."""
+        """Names of the parameters that training changes, in the module's own order: that of a sum over all of them."""
         return tuple(o.target for o in self.ops if o.kind == "parameter" and any(o.requires_grad))
 
     @property

@@ -29,6 +29,11 @@ def base_name(target: str) -> str:
     return target.split(".")[1]
 
 
+def out_of_place(target: str) -> str:
+    """`aten.relu.default` of `aten.relu_.default`."""
+    return target.replace("_.", ".", 1)
+
+
 def label_argument(target: str) -> int | None:
     """Position of the class ids among the arguments of a loss."""
     return 1 if base_name(target) in ("cross_entropy_loss", "nll_loss", "nll_loss_nd", "nll_loss2d") else None
@@ -72,6 +77,11 @@ def is_random(overload: OpOverload, args: Sequence[Arg], kwargs: Mapping[str, Ar
     if str(overload) in RECURRENT:
         return bool(args[5]) and bool(args[6])
     return torch.Tag.nondeterministic_seeded in overload.tags
+
+
+def is_default(overload: OpOverload, name: str, value: object) -> bool:
+    """`pin_memory=False` and the like say nothing, and CUDA refuses some of them."""
+    return name == "pin_memory" or (name == "layout" and value is torch.strided and "to" not in overload.name())
 
 
 def shares_storage(a: Tensor, b: Tensor) -> bool:

@@ -20,7 +20,7 @@ from torch import Tensor
 from isthmus.graph.allowlist import is_allowed
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, Ref, Size, add_sizes
 from isthmus.graph.resolve import bind, exists, operator_of
-from isthmus.graph.schema import base_name, shares_storage
+from isthmus.graph.schema import base_name, out_of_place, shares_storage
 
 RESHAPES = {"view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
 IDENTITIES = {"alias", "contiguous", "detach", "to", "type_as", "lift_fresh", "positive", "dropout"}
@@ -147,7 +147,7 @@ class Writes:
         spec = op.outputs[0]
         if op.target == "aten.copy_.default":  # its functional form has no derivative
             return self._cast(op, cast(Ref, op.args[1]), expand=True)
-        target = FUNCTIONAL.get(op.target, op.target.replace("_.", ".", 1))
+        target = FUNCTIONAL.get(op.target, out_of_place(op.target))
         if not is_allowed(target) or not exists(target):
             raise CannotWrite("has no form that returns a new tensor: use other operators")
         made = msgspec.structs.replace(op, target=target)

@@ -5,7 +5,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
-import socket
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -34,7 +33,6 @@ from isthmus.protocol.events import (
 )
 from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
-from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.losses import Losses
 from isthmus.runtime.messages import (
@@ -49,6 +47,7 @@ from isthmus.runtime.messages import (
     ReportMessage,
     Weights,
 )
+from isthmus.runtime.reception import Heard, Reception
 from isthmus.trace import Span
 from isthmus.training.layout import TensorHeader, header_of
 
@@ -95,9 +94,6 @@ class Script(Protocol):
         ...
 
 
-_Heard = CoordinatorEvent | tuple[str, AnyMessage, list[Tensor]] | tuple[str, Exception | None]
-
-
 class Conductor:
     """Listens, admits the run's devices, and runs the machine in the thread that calls `conduct`."""
 
@@ -106,13 +102,9 @@ class Conductor:
         self._run = run
         self._script = script
         self._patience_s = patience_s
-        self._listener = socket.create_server((host, 0), backlog=len(machine.devices) + 8)
-        self.port: int = self._listener.getsockname()[1]
-        self._heard: queue.SimpleQueue[_Heard] = queue.SimpleQueue()
-        self._admitting = threading.Lock()
+        self._heard: queue.SimpleQueue[Heard | Interrupted] = queue.SimpleQueue()
         self._over = threading.Event()
         self._lanes: dict[str, SendLane] = {}
-        self._channels: dict[str, SocketChannel] = {}
         self._addresses: dict[str, tuple[str, int]] = {}
         self._items: dict[int, Item] = {}
         self._reports: dict[str, int] = dict.fromkeys(machine.devices, 0)
@@ -122,7 +114,10 @@ class Conductor:
         self._origin_s = 0.0
         self._failure: IsthmusError | None = None
         self._assigned: Mapping[str, Assignment] = {}
-        threading.Thread(target=self._admit, name="admit", daemon=True).start()
+        self._reception = Reception(
+            host, run, machine.devices, heard=self._heard.put, guard=self._guard, patience_s=patience_s
+        )
+        self.port = self._reception.port
 
     def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Outcome:
         """Run to the end. `ended` tells of which devices the process has ended, and how.
@@ -136,7 +131,8 @@ class Conductor:
             for lane in self._lanes.values():
                 lane.close()
         finally:
-            self._close()
+            self._over.set()
+            self._reception.close()
         return Outcome(
             outcome=finish.outcome, reason=str(self._failure or finish.reason), spans=tuple(self._spans),
             late_s=self._late_s, failure=self._failure,
@@ -174,7 +170,7 @@ class Conductor:
             with contextlib.suppress(queue.Empty):
                 events += self._translate(self._heard.get(timeout=TICK_S), losses)
             now_s = time.monotonic()
-            if now_s - looked_s >= TICK_S:
+            if losses.certain or now_s - looked_s >= TICK_S:
                 looked_s = now_s
                 missing = set(self.machine.devices) - self._lanes.keys()
                 if missing and now_s > joining_until_s:
@@ -187,48 +183,8 @@ class Conductor:
                     finish = self._carry_out(instruction) or finish
         return finish
 
-    def _admit(self) -> None:
-        """Accept devices until the listener closes. Whoever does not name the run is shut out."""
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            channel = SocketChannel(connection, f"{address[0]}:{address[1]}", self._patience_s)
-            threading.Thread(target=self._listen, args=(channel,), name=f"receive {channel.other}", daemon=True).start()
-
-    def _listen(self, channel: SocketChannel) -> None:
-        """Receive from whoever connected: one device until it leaves, or nothing more from a stranger."""
-        try:
-            received = channel.receive(self._only_join, idle_s=self._patience_s)
-        except PeerError:
-            received = None
-        join = received[0] if received is not None else None
-        with self._admitting:
-            if not isinstance(join, Join) or join.device in self._channels:
-                channel.close()  # a stranger: nothing of the run has changed
-                return
-            self._channels[join.device] = channel
-        device = join.device
-        channel.other = f"device {device!r}"
-        self._heard.put((device, join, []))
-        try:
-            while (received := channel.receive(lambda m: self._guard(device, m), idle_s=self._patience_s)) is not None:
-                self._heard.put((device, *received))
-            self._heard.put((device, None))
-        except Exception as e:  # the conducting thread decides
-            self._heard.put((device, e))
-
-    def _only_join(self, message: AnyMessage) -> None:
-        if not isinstance(message, Join) or message.tensors or message.device not in self.machine.devices:
-            raise PeerError(f"{type(message).__name__} from a stranger")
-        if message.run != self._run:
-            raise PeerError("of another run")
-
     def _guard(self, device: str, message: AnyMessage) -> None:
-        """Refuse what no device sends, before its tensors are received."""
-        if message.run != self._run:
-            raise PeerError(f"sent a frame of run {message.run!r}, expected {self._run!r}")
+        """Refuse what no device sends, before its tensors are received. Any thread."""
         if not isinstance(message, ReadyMessage | ReportMessage | Failed | Heartbeat):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, ReportMessage) and (item := self._items.get(message.item)) and item.kind == "save":
@@ -236,19 +192,18 @@ class Conductor:
         elif message.tensors:
             raise PeerError(f"sent {type(message).__name__} with tensors")
 
-    def _translate(self, heard: _Heard, losses: Losses) -> list[CoordinatorEvent]:
+    def _translate(self, heard: Heard | Interrupted, losses: Losses) -> list[CoordinatorEvent]:
         """What a device sent, as events for the machine."""
-        if not isinstance(heard, tuple):
+        if isinstance(heard, Interrupted):
             return [heard]
-        if len(heard) == 2:
-            device, error = heard
-            reason = str(error).removeprefix(f"device {device!r}: ")
-            losses.vanished(device, reason if error is not None else "its connection closed")
-            return []
         device, message, tensors = heard
         match message:
+            case None:
+                losses.vanished(device, "its connection closed")
+            case Exception():
+                losses.vanished(device, str(message).removeprefix(f"device {device!r}: "))
             case Join():
-                self._lanes[device] = SendLane(self._channels[device], patience_s=self._patience_s)
+                self._lanes[device] = SendLane(self._reception.channel(device), patience_s=self._patience_s)
                 self._addresses[device] = (message.host, message.port)
                 return [Joined(device=device)]
             case ReadyMessage():
@@ -313,11 +268,3 @@ class Conductor:
             case Finish():
                 return instruction
         return None
-
-    def _close(self) -> None:
-        self._over.set()
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
-        self._listener.close()
-        for channel in list(self._channels.values()):
-            channel.close()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import queue
 import sys
 import time
@@ -44,6 +45,23 @@ from isthmus.training.engine import TorchEngine, received_spec, sent_spec
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
 longer for the compute lane to let go than it travels on a local network."""
+_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
+KEPT_BYTES = 1 << 30
+LARGEST_KEPT_BYTES = 32 << 20
+"""glibc takes no more."""
+
+
+def tune_process() -> None:
+    """Make this process one that computes and communicates at the same time, over and over the same.
+
+    Every micro-batch needs tensors of the sizes of the one before: what it freed is kept. By default glibc gives
+    memory of this size back to the kernel, and each new page costs a fault. Other C libraries stay as they are.
+    """
+    sys.setswitchinterval(SWITCH_S)
+    tune = getattr(ctypes.CDLL(None), "mallopt", None)
+    if tune is not None:
+        tune(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
+        tune(_M_TRIM_THRESHOLD, KEPT_BYTES)
 
 
 class Done(msgspec.Struct, frozen=True):
@@ -92,7 +110,7 @@ class Executor:
 
     def run(self) -> None:
         """Until the coordinator halts the run. Raises what went wrong in any lane."""
-        sys.setswitchinterval(SWITCH_S)
+        tune_process()
         pending: deque[WorkerEvent] = deque()
         while not self._stopped:
             event = self._next(pending)

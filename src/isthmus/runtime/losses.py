@@ -33,6 +33,11 @@ class Losses:
         """The device cannot go on because of another one."""
         self._blaming.setdefault(device, reason)
 
+    @property
+    def certain(self) -> bool:
+        """Whether `verdict` has one already."""
+        return bool(self._told)
+
     def verdict(self, now_s: float) -> tuple[str, IsthmusError] | None:
         """The device that the run has lost and why, once that is clear. Asked again and again."""
         if self._told:

@@ -156,19 +156,25 @@ def read_tensors(checkpoint: Path, names: Collection[str] | None = None) -> dict
 def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
     """Fill a plain module with a checkpoint's weights; returns the step. Tied parameters are filled once.
 
-    UserError when a weight of the checkpoint is not in the module, or has another shape.
+    UserError when a weight of the checkpoint is not in the module or has another shape, and when a parameter of the
+    module is not in the checkpoint.
     """
     own = dict(module.named_parameters(remove_duplicate=False)) | dict(module.named_buffers(remove_duplicate=False))
+    kind, filled = type(module).__name__, set[int]()
     with torch.no_grad():
         for name, value in read_tensors(checkpoint).items():
             if name.startswith(OPTIMIZER):
                 continue
             if name not in own:
-                raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {type(module).__name__}")
+                raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")
             if own[name].shape != value.shape:
                 raise UserError(
                     f"checkpoint {checkpoint}: weight {name!r} has shape {list(value.shape)}, "
                     f"expected {list(own[name].shape)}"
                 )
             own[name].copy_(value)
+            filled.add(id(own[name]))
+    for name, parameter in module.named_parameters():
+        if id(parameter) not in filled:
+            raise UserError(f"checkpoint {checkpoint}: holds no value for {name!r} of {kind}")
     return read_manifest(checkpoint).step

@@ -1,0 +1,174 @@
+"""Links between devices: who gets in, what is let through, and who is named when it is not."""
+
+from __future__ import annotations
+
+import queue
+import socket
+import threading
+from collections.abc import Iterator, Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.protocol.events import Arrived, Send
+from isthmus.runtime.assignment import Neighbour
+from isthmus.runtime.channel import SocketChannel, dial, frame
+from isthmus.runtime.links import Links, connect
+from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, ParcelMessage
+from isthmus.trace import Span
+from isthmus.training.layout import header_of, pack
+
+from .wire import assignment
+
+RUN = "secret"
+X = torch.arange(12.0).reshape(3, 4)
+EXPECTED = {("forward", 0): frozenset({(("x:0", "float32", (3, 4)),)})}
+
+
+def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:
+    return Neighbour(stage=stage, device=f"d{stage}", host="127.0.0.1", port=port, window_bytes=window_bytes)
+
+
+@pytest.fixture
+def listener() -> Iterator[socket.socket]:
+    made = socket.create_server(("127.0.0.1", 0))
+    yield made
+    made.close()
+
+
+def _connecting(listener: socket.socket, patience_s: float = 5.0) -> queue.SimpleQueue[object]:
+    """Stage 1 waits for stage 0; the queue gets what `connect` returned or raised."""
+    result: queue.SimpleQueue[object] = queue.SimpleQueue()
+    told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1),), patience_s=patience_s)
+
+    def work() -> None:
+        try:
+            result.put(connect(told, listener))
+        except PeerError as e:
+            result.put(e)
+
+    threading.Thread(target=work, daemon=True).start()
+    return result
+
+
+def test_strangers_do_not_get_in(listener: socket.socket) -> None:
+    result = _connecting(listener)
+    port = listener.getsockname()[1]
+    strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
+    messages: list[AnyMessage] = [
+        Hello(run="guessed", stage=0), Hello(run=RUN, stage=7), Hello(run=RUN, stage=1), Heartbeat(run=RUN)
+    ]  # fmt: skip
+    for stranger, message in zip(strangers, messages, strict=False):  # the last one says nothing at all
+        stranger.sendall(b"".join(frame(message, [])))
+    garbage = socket.create_connection(("127.0.0.1", port))
+    garbage.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
+    told = assignment("d0", stage=0, neighbours=(_neighbour(1, port),))
+    mine = connect(told, socket.create_server(("127.0.0.1", 0)))
+    found = result.get(timeout=5)
+    assert isinstance(found, dict) and list(found) == [0] and list(mine) == [1]
+    found[0].send(Heartbeat(run=RUN))
+    received = mine[1].receive(idle_s=5)
+    assert received is not None and isinstance(received[0], Heartbeat)
+
+
+def test_a_neighbour_that_does_not_come_is_named(listener: socket.socket) -> None:
+    found = _connecting(listener, patience_s=0.3).get(timeout=5)
+    assert isinstance(found, PeerError) and str(found) == "device 'd0': did not connect for 0.3 s"
+
+
+class Ends:
+    """Stage 1's links, and the raw channel of what plays stage 0."""
+
+    def __init__(self, window_bytes: int = 1 << 20) -> None:
+        a, b = socket.socketpair()
+        self.other = SocketChannel(a, "device 'd1'", 5.0)
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.spans: list[Span] = []
+        told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),))
+        channels = {0: SocketChannel(b, "device 'd0'", 5.0)}
+        self.links = Links(told, channels, EXPECTED, self.inbox, self.spans.append)
+
+    def say(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
+        headers = tuple(header_of(name, t) for name, t in tensors.items())
+        fields: dict[str, object] = {"run": RUN, "parcel": "forward", "source": 0, "item": 0, "micro_batch": 0}
+        self.other.send(ParcelMessage(**{**fields, **changes}, tensors=headers), [pack(t) for t in tensors.values()])  # type: ignore[arg-type]
+
+
+def test_a_parcel_arrives_with_its_bits_and_strides() -> None:
+    ends = Ends()
+    ends.say({"x:0": X})
+    assert ends.inbox.get(timeout=5) == Arrived(parcel="forward", source=0, item=0, micro_batch=0)
+    assert ends.links.holds("forward", 0, 0, 0) and not ends.links.holds("forward", 0, 1, 0)
+    (taken,) = ends.links.take("forward", 0, 0, 0)
+    assert torch.equal(taken, X) and taken.stride() == X.stride()
+    (span,) = ends.spans
+    assert (span.track, span.name, span.other, span.size_bytes) == ("receive", "forward", "d0", 48)
+    ends.links.close()
+
+
+def test_what_is_taken_is_granted_again() -> None:
+    ends = Ends(window_bytes=4 * 48)
+    for number in range(2):
+        ends.say({"x:0": X}, micro_batch=number)
+        ends.inbox.get(timeout=5)
+        ends.links.take("forward", 0, 0, number)
+        received = ends.other.receive(idle_s=5)
+        assert received is not None and received[0] == Credit(run=RUN, size_bytes=48)
+    ends.links.close()
+
+
+@pytest.mark.parametrize(
+    ("tensors", "changes", "words"),
+    [
+        ({"x:0": X[:2]}, {}, "not in the plan"),
+        ({"x:0": X.double()}, {}, "not in the plan"),
+        ({"y:0": X}, {}, "not in the plan"),
+        ({"x:0": X, "y:0": X}, {}, "not in the plan"),
+        ({}, {}, "not in the plan"),
+        ({"x:0": X}, {"parcel": "backward"}, "not in the plan"),
+        ({"x:0": X}, {"source": 1}, "not in the plan"),
+        ({"x:0": X}, {"run": "other"}, "a frame of run 'other'"),
+    ],
+)
+def test_what_is_not_in_the_plan_is_refused(
+    tensors: dict[str, Tensor], changes: dict[str, object], words: str
+) -> None:
+    ends = Ends()
+    ends.say(tensors, **changes)
+    error = ends.inbox.get(timeout=5)
+    assert isinstance(error, PeerError) and str(error).startswith("device 'd0': ") and words in str(error)
+    assert not ends.spans
+    ends.links.close()
+
+
+def test_a_neighbour_that_leaves_is_noticed_and_our_own_leaving_is_not() -> None:
+    ends = Ends()
+    ends.other.close()
+    error = ends.inbox.get(timeout=5)
+    assert isinstance(error, PeerError) and str(error) == "device 'd0': closed the link"
+    ends.links.close()
+    ours = Ends()
+    ours.links.close()
+    with pytest.raises(queue.Empty):
+        ours.inbox.get(timeout=0.3)
+
+
+def test_what_is_sent_leaves_through_the_lane() -> None:
+    ends = Ends()
+    ends.links.send(Send("backward", 0, 3, 1), {"x:0": X})
+    received = ends.other.receive(idle_s=5)
+    assert received is not None
+    message, (tensor,) = received
+    assert isinstance(message, ParcelMessage)
+    assert (message.parcel, message.source, message.item, message.micro_batch) == ("backward", 1, 3, 1)
+    assert torch.equal(tensor, X)
+    ends.links.close()
+
+
+def test_dial_names_who_does_not_answer() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        port = free.getsockname()[1]
+    with pytest.raises(PeerError, match=rf"device 'd1': cannot connect to 127.0.0.1:{port}"):
+        dial("127.0.0.1", port, "device 'd1'", 1.0)

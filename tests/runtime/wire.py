@@ -1,0 +1,23 @@
+"""Assignments for tests of what happens on connections: stages without operators."""
+
+from __future__ import annotations
+
+from isthmus.data import DataSpec
+from isthmus.graph import StageGraph
+from isthmus.protocol import StageView
+from isthmus.runtime.assignment import Assignment, Neighbour
+from isthmus.training.engine import EngineConfig
+
+
+def assignment(
+    device: str, *, run: str = "secret", stage: int = 0, neighbours: tuple[Neighbour, ...] = (), patience_s: float = 5.0
+) -> Assignment:
+    nothing = StageGraph(index=stage, ops=(), columns=(), receives=(), sends=(), borrows={}, lends={})
+    view = StageView(
+        stage=stage, stages=len(neighbours) + 1, in_flight=1,
+        forward_from=(), forward_to=(), backward_from=(), backward_to=(),
+    )  # fmt: skip
+    return Assignment(
+        run=run, device=device, view=view, train=nothing, evaluation=nothing, placeholders={}, column_dtypes={},
+        engine=EngineConfig(), data=DataSpec(kind="digits"), neighbours=neighbours, patience_s=patience_s,
+    )  # fmt: skip

@@ -1,0 +1,123 @@
+"""The job file, hooks, and what is checked before any process starts."""
+
+from __future__ import annotations
+
+import importlib.metadata
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.job import Job, fleet_of, load_hook, load_job, prepare
+
+JOB = """
+name = "j"
+[model]
+name = "gpt"
+options = {vocab_size = 256, sequence_length = 8, width = 8, layers = 1, heads = 1}
+[data]
+kind = "text"
+options = {files = "stdlib", sequence_length = 8, max_bytes = 20000}
+[training]
+batch_size = 8
+micro_batches = 4
+"""
+
+
+def _job(folder: Path, *changes: tuple[str, str]) -> Job:
+    text = JOB
+    for old, new in changes:
+        assert old in text
+        text = text.replace(old, new)
+    path = folder / "job.toml"
+    path.write_text(text)
+    return load_job(path)
+
+
+def test_a_job(tmp_path: Path) -> None:
+    job = _job(tmp_path, ("[model]", 'devices = 1\n[runtime]\npatience = "1 min"\n[model]'))
+    assert (job.micro_batch_size, job.patience_s, job.fleet, job.planner) == (2, 60.0, "laptop", "chain")
+    assert job.engine().micro_batches == 4
+    assert fleet_of(job).names == ("laptop-0",)
+    assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ('name = "j"', 'name = "../j"', "name: expected 'str' matching"),
+        ("micro_batches = 4", "micro_batches = 3", "batch_size: got 8, expected a multiple of training.micro_batches"),
+        ("[model]", "optimizer = []\n[model]", "optimizer: got an empty list"),
+        ("[model]", '[runtime]\npatience = "0.1 s"\n[model]', "runtime.patience: got '0.1 s', expected at least 1 s"),
+        ("[model]", '[runtime]\npatience = "4 bytes"\n[model]', "job.toml: runtime.patience"),
+        ("[model]", "[[optimizer]]\nbetas = [0.9, 1.0]\n[model]", "optimizer[0].betas[1]: expected 'float' < 1.0"),
+        ("[model]", "[learning_rate]\nwarmup_steps = -1\n[model]", "learning_rate.warmup_steps"),
+    ],
+)
+def test_bad_jobs(tmp_path: Path, old: str, new: str, words: str) -> None:
+    with pytest.raises(UserError) as caught:
+        _job(tmp_path, (old, new))
+    assert str(tmp_path / "job.toml") in str(caught.value) and words in str(caught.value)
+
+
+GPT_OPTIONS = "options = {vocab_size = 256, sequence_length = 8, width = 8, layers = 1, heads = 1}"
+TEXT_OPTIONS = "options = {files = \"stdlib\", sequence_length = 8, max_bytes = 20000}"
+
+
+def test_ids_and_classes_that_the_model_has_no_place_for_are_found_before_the_run(tmp_path: Path) -> None:
+    digits = (('"text"', '"digits"'), (TEXT_OPTIONS, ""), ('"gpt"', '"mlp"'))
+    assert prepare(_job(tmp_path, *digits, (GPT_OPTIONS, ""))).columns["labels"].limit == 10
+    with pytest.raises(UserError, match=r"'labels' holds values up to 9, but the model's loss has classes for 0 to 6"):
+        prepare(_job(tmp_path, *digits, (GPT_OPTIONS, "options = {classes = 7}")))
+    with pytest.raises(UserError, match=r"'input_ids' holds values up to 255, .* rows for 0 to 99 only \(token\)"):
+        prepare(_job(tmp_path, ("vocab_size = 256", "vocab_size = 100")))
+
+
+def test_every_optimizer_entry_has_parameters_and_every_parameter_an_entry(tmp_path: Path) -> None:
+    entries = '[[optimizer]]\npattern = "*.bias"\n[[optimizer]]\npattern = "{}"\n[model]'
+    assert prepare(_job(tmp_path, ("[model]", entries.format("*"))))
+    with pytest.raises(UserError, match=r"no pattern matches parameter 'token.weight': got \['\*.bias', 'head\*'\]"):
+        prepare(_job(tmp_path, ("[model]", entries.format("head*"))))
+    last = '[[optimizer]]\n[[optimizer]]\npattern = "*.bias"\n[model]'
+    with pytest.raises(UserError, match=r"pattern '\*.bias' of entry 2 updates no parameter"):
+        prepare(_job(tmp_path, ("[model]", last)))
+
+
+class Hooked:
+    def method(self) -> None:
+        """A hook may be an attribute of a class."""
+
+
+def registered_hook() -> str:
+    return "called"
+
+
+def test_hooks_by_name_and_by_entry_point(monkeypatch: pytest.MonkeyPatch) -> None:
+    entries = [
+        EntryPoint("mine", f"{__name__}:registered_hook", "isthmus.hooks"),
+        EntryPoint("broken", "nowhere:f", "isthmus.hooks"),
+        EntryPoint("number", "math:pi", "isthmus.hooks"),
+    ]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [e for e in entries if e.group == group])
+    assert load_hook("mine")() == "called"
+    assert load_hook(f"{__name__}:registered_hook")() == "called"
+    assert load_hook(f"{__name__}:Hooked.method") is Hooked.method
+    for name, words in (
+        ("broken", "cannot be loaded: No module named 'nowhere'"),
+        ("number", "expected a callable, got 3.14"),
+        ("mien", "unknown hook 'mien': did you mean 'mine'"),
+        (":f", "expected 'package.module:callable'"),
+    ):
+        with pytest.raises(UserError) as caught:
+            load_hook(name)
+        assert words in str(caught.value)
+
+
+def test_a_prepared_job_allocates_no_weights(tmp_path: Path) -> None:
+    wide = "vocab_size = 256, sequence_length = 8, width = 8"
+    prepared = prepare(_job(tmp_path, (wide, wide.replace("width = 8", "width = 100000"))))
+    assert prepared.captured.train.parameter_bytes > 400 * 10**9
+    assert prepared.problem(fleet_of(prepared.job)).micro_batches == 4
+    assert prepared.heldout_samples == 0 and prepared.fingerprints.keys() == {"train"}
