@@ -1,6 +1,6 @@
 """The same GPT, cut alike, under torch.distributed.pipelining (1F1B on Gloo) and under Isthmus, side by side.
 
-`python benchmarks/pipeline_vs_torch/run.py [--quick] [--json PATH]`. See README.md for what it shows.
+`python benchmarks/pipeline_vs_torch/run.py [--quick] [--json PATH] [--patience SECONDS]`. See README.md for results.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from host import wait_for_quiet
 from rich.console import Console
 from rich.table import Table
 from sides import Start, paired_ratio, run_alone, run_by_turns, start_ours, start_peer, steps_within
@@ -63,6 +64,8 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     """Median over the steps of what each could not undercut (`bounds_of`)."""
     over_bound: float | None
     """Median over the steps of (step / its bound)."""
+    others_cores: list[float]
+    """Cores that other work used just before each run."""
     dropped_packets: int = 0
 
     @property
@@ -89,8 +92,9 @@ def steady(figures: Figures) -> list[float]:
     return [end_s - start_s for start_s, end_s in itertools.pairwise(figures.marks_s)][SKIPPED_STEPS:]
 
 
-def on_loopback(workload: Workload) -> Case:
+def on_loopback(workload: Workload, patience_s: float) -> Case:
     """Both at once, by turns: the machine's other work slows the one as much as the other."""
+    others_cores = wait_for_quiet(patience_s)
     turn_s = max(SHORTEST_TURN_S, TURN_S_PER_MICRO_BATCH * workload.micro_batches)
     found, slices = run_by_turns([start for _, start in SIDES], workload, turn_s)
     turns = [steps_within(f, slices, side, SKIPPED_STEPS) for side, f in enumerate(found)]
@@ -100,17 +104,19 @@ def on_loopback(workload: Workload) -> Case:
     return Case(
         workload=workload, rounds=sum(s.side == 1 for s in slices), peer=sides[0], isthmus=sides[1],
         ratio=paired_ratio(*turns), compute_s=compute_of(workload, found[1:]), wire_s=0.0, bound_s=None,
-        over_bound=None,
+        over_bound=None, others_cores=[others_cores],
     )  # fmt: skip
 
 
-def on_wan(workload: Workload, rounds: int) -> Case:
+def on_wan(workload: Workload, rounds: int, patience_s: float) -> Case:
     """Whole runs in turn, in namespaces that are joined by the workload's links."""
     runs: dict[str, list[Figures]] = {name: [] for name, _ in SIDES}
     wire_bytes: dict[str, list[float]] = {name: [] for name, _ in SIDES}
+    others_cores: list[float] = []
     with Lab(workload.fleet) as lab:
         for _ in range(rounds):
             for name, start in SIDES:
+                others_cores.append(wait_for_quiet(patience_s))
                 before = _carried(lab.statistics(), workload)
                 runs[name].append(run_alone(start, workload, lab))
                 wire_bytes[name].append((_carried(lab.statistics(), workload) - before) / workload.steps)
@@ -125,7 +131,7 @@ def on_wan(workload: Workload, rounds: int) -> Case:
         workload=workload, rounds=rounds, peer=peer, isthmus=ours, ratio=ours.step_s / peer.step_s,
         compute_s=compute_of(workload, runs["isthmus"]), wire_s=wire_s, bound_s=statistics.median(bounds_s),
         over_bound=statistics.median(s / b for s, b in zip(ours.steps_s, bounds_s, strict=True)),
-        dropped_packets=dropped,
+        others_cores=others_cores, dropped_packets=dropped,
     )  # fmt: skip
 
 
@@ -162,8 +168,10 @@ def cases(quick: bool) -> list[tuple[Workload, int]]:
     ]  # fmt: skip
 
 
-def measure(workload: Workload, rounds: int) -> Case:
-    return on_loopback(workload) if workload.network == "loopback" else on_wan(workload, rounds)
+def measure(workload: Workload, rounds: int, patience_s: float) -> Case:
+    if workload.network == "loopback":
+        return on_loopback(workload, patience_s)
+    return on_wan(workload, rounds, patience_s)
 
 
 def table_of(found: Sequence[Case]) -> Table:
@@ -193,6 +201,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="two cases, one round: does it work?")
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where the figures go")
+    parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="wait for a quiet host so long")
     options = parser.parse_args()
     console = Console(width=None if sys.stdout.isatty() else 160)
     wanted = cases(options.quick)
@@ -203,7 +212,7 @@ def main() -> int:
     found: list[Case] = []
     for workload, rounds in wanted:
         console.print(f"{workload.network}, {workload.stages} stages, {workload.micro_batches} micro-batches ...")
-        found.append(measure(workload, rounds))
+        found.append(measure(workload, rounds, options.patience))
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1) + b"\n")
     console.print(table_of(found))
     console.print(f"figures: {options.json}", markup=False)

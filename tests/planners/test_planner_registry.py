@@ -1,5 +1,6 @@
 from __future__ import annotations
 
+import importlib.metadata
 from importlib.metadata import EntryPoint
 
 import pytest
@@ -8,7 +9,7 @@ from plan_cases import fleet_of, problem_of, random_graph
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
-from isthmus.planners import describe, plan, planner_names, registry
+from isthmus.planners import describe, plan, planner_names
 from isthmus.planners.even import even
 
 
@@ -34,7 +35,7 @@ def third_party(monkeypatch: pytest.MonkeyPatch) -> None:
     here = {name: f"{__name__}:{name}" for name in ("backwards", "broken", "refusing", "wordy")}
     targets = {**here, "missing": "no_such_module:plan", "number": "math:pi"}
     entries = [EntryPoint(name, target, "isthmus.planners") for name, target in targets.items()]
-    monkeypatch.setattr(registry, "entry_points", lambda group: entries if group == "isthmus.planners" else [])
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: [e for e in entries if e.group == group])
 
 
 def some_problem() -> Problem:

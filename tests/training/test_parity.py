@@ -16,7 +16,7 @@ from isthmus.training.engine import EngineConfig
 from isthmus.training.plain import plain_loss, plain_step
 
 CONFIG = EngineConfig(micro_batches=3, micro_batch_size=2)
-CUTS = 5
+CUTS = 3
 FUSED_IN_EVAL = {"Encoder"}
 """Eager evaluation runs a fused kernel where gradients are off."""
 

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -25,6 +24,7 @@ from isthmus.report import (
     draw_timeline,
     plan_table,
 )
+from isthmus.runtime.conductor import Outcome
 from isthmus.runtime.run import RunOptions, Watcher, check_outcome, run_spec
 from isthmus.runtime.run import train as run_training
 from isthmus.trace import Trace
@@ -74,7 +74,7 @@ def train(job: Job, choices: Choices, out: Console) -> int:
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans)
     folder.write_traces(predicted, measured)
     _report(folder, prepared, (predicted, measured), plan, choices, out)
-    _warn_late(notes, outcome.late_s, measured)
+    _warn_late(notes, outcome)
     hooks.call("finish", folder.path, outcome.outcome)
     check_outcome(outcome)
     if outcome.outcome == "interrupted":
@@ -136,12 +136,11 @@ def _unit(prepared: Prepared) -> str:
     return "nats per byte" if prepared.job.data.options.get("tokenizer", "bytes") == "bytes" else "nats per token"
 
 
-def _warn_late(notes: Console, late_s: Mapping[str, float], measured: Trace) -> None:
+def _warn_late(notes: Console, outcome: Outcome) -> None:
     """Emulation is honest only while the host computes faster than the devices that it plays."""
-    total = max((s.end_s for s in measured.spans), default=0.0)
-    for device, late in late_s.items():
-        if total and late / total > 0.02:
-            overrun = f"{format_duration(late)} of {format_duration(total)}"
+    for device, late_s in outcome.late_s.items():
+        if late_s > 0.02 * outcome.elapsed_s:
+            overrun = f"{format_duration(late_s)} of {format_duration(outcome.elapsed_s)}"
             _say(
                 notes,
                 f"warning: this host could not keep up with emulated device {device}: its tasklets overran by "

@@ -7,11 +7,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping
-from importlib.metadata import EntryPoint, entry_points
 from typing import cast
 
 from isthmus.cost import Problem
 from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.extensions import load_third_party, third_party
 from isthmus.plan import Plan
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
@@ -25,7 +25,7 @@ _OURS: Mapping[str, Planner] = {"chain": chain, "even": even}
 
 def planner_names() -> list[str]:
     """Every name that `plan` takes, sorted. Ours win over a third party's of the same name."""
-    return sorted({*_OURS, *_third_party()})
+    return sorted({*_OURS, *third_party(ENTRY_POINTS)})
 
 
 def describe(name: str) -> str:
@@ -49,21 +49,13 @@ def plan(name: str, problem: Problem) -> Plan:
     return made
 
 
-def _third_party() -> dict[str, EntryPoint]:
-    return {entry.name: entry for entry in entry_points(group=ENTRY_POINTS)}
-
-
 def _planner(name: str) -> Planner:
     if name in _OURS:
         return _OURS[name]
-    others = _third_party()
+    others = third_party(ENTRY_POINTS)
     if name not in others:
         raise unknown_name("planner", name, planner_names())
-    entry = others[name]
-    try:
-        loaded: object = entry.load()
-    except Exception as error:
-        raise UserError(f"planner {name!r} ({entry.value}) cannot be loaded: {error}") from error
+    loaded = load_third_party(others[name])
     if not callable(loaded):
-        raise UserError(f"planner {name!r} ({entry.value}): got a {type(loaded).__name__}, expected a function")
+        raise UserError(f"planner {name!r} ({others[name].value}): got a {type(loaded).__name__}, expected a function")
     return cast(Planner, loaded)

@@ -53,6 +53,8 @@ from isthmus.training.layout import TensorHeader, header_of
 
 TICK_S = 0.25
 """How often to look whether everybody is still there."""
+MOST_SPANS = 500_000
+"""What is kept of a trace: days of training would not fit in memory."""
 LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
 
@@ -63,7 +65,9 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     outcome: Literal["done", "interrupted", "lost"]
     reason: str
     spans: tuple[Span, ...]
-    """Times count from the first item's opening."""
+    """Times count from the first item's opening. Of a long run, the first `MOST_SPANS`."""
+    elapsed_s: float
+    """Since the first item's opening; 0 when there was none."""
     late_s: Mapping[str, float]
     """Per device, by how much real computing overran its emulated duration."""
     failure: IsthmusError | None = None
@@ -128,14 +132,15 @@ class Conductor:
         try:
             with self._interruptible():
                 finish = self._loop(Losses(ended))
+            ended_s = time.monotonic()
             for lane in self._lanes.values():
                 lane.close()
         finally:
             self._over.set()
             self._reception.close()
         return Outcome(
-            outcome=finish.outcome, reason=str(self._failure or finish.reason), spans=tuple(self._spans),
-            late_s=self._late_s, failure=self._failure,
+            outcome=finish.outcome, reason=str(self._failure or finish.reason), failure=self._failure,
+            spans=tuple(self._spans), late_s=self._late_s, elapsed_s=ended_s - (self._origin_s or ended_s),
         )  # fmt: skip
 
     @contextlib.contextmanager
@@ -258,7 +263,8 @@ class Conductor:
                     lane.put(OpenMessage(run=self._run, item=item))
             case Advance(item=item, loss=loss):
                 fresh, self._fresh = self._fresh, []
-                self._spans += fresh
+                if len(self._spans) < MOST_SPANS:
+                    self._spans += fresh
                 self._script.advanced(item, loss, tuple(fresh))
             case Commit(item=item):
                 self._script.commit(item)

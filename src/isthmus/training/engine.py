@@ -106,8 +106,9 @@ class TorchEngine:
         self.trainable: dict[str, str] = {}
         """Trainable parameters used here, owned or borrowed: op name -> own name, in the graph's order."""
         self._written = tuple(dict.fromkeys(name for op in train.ops for name in op.mutates))
+        trains = {o.name for o in train.variables() if any(o.requires_grad)}
         for op in {o.name: o for o in (*evaluation.variables(), *train.variables())}.values():
-            self._hold(op, weights)
+            self._hold(op, weights, trains=op.name in trains)
         self.owned = tuple(self._master)
         self._optimizers = Optimizers(config.optimizers, self._master)
         self._optimizers.load(weights)
@@ -119,12 +120,12 @@ class TorchEngine:
         self._eval_program = Program(evaluation, "eval", batch=size, device=self.device, seed=config.seed)
         self._seed_gradient = torch.tensor(1.0 if train.count is not None else 1.0 / config.micro_batches)
 
-    def _hold(self, op: Op, weights: Mapping[str, Tensor]) -> None:
+    def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:
         if op.target not in weights:
             raise InternalError(f"stage {self.train.index}: no value was placed for {op.kind} {op.target!r}")
         dtype = cast(torch.dtype, getattr(torch, op.outputs[0].dtype))
         value = weights[op.target].detach().to(self.device)
-        if op.name not in {o.name for o in self.train.variables() if any(o.requires_grad)}:
+        if not trains:
             self._variables[op.name] = value.to(dtype).clone()
             return
         self.trainable[op.name] = op.target
