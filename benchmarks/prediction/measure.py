@@ -6,6 +6,7 @@ import dataclasses
 import itertools
 import subprocess
 import sys
+from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
@@ -58,6 +59,7 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
 class Result(msgspec.Struct, frozen=True, kw_only=True):
     """A pair's row. Errors are relative to the measured step."""
 
+    when: str
     kind: str
     pair: str
     slow: float
@@ -71,6 +73,10 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
     late_share: float
     others_cores: float
     """Cores that other processes used meanwhile: the largest over the pair's runs."""
+
+    @property
+    def key(self) -> str:
+        return f"{self.kind}: {self.pair}"
 
     @property
     def error(self) -> float:
@@ -207,7 +213,8 @@ def _overheads(calibration: Calibration) -> Overheads:
 
 def _result(pair: Pair, plan: Plan, simulated: Trace, measured: Measured, others_cores: float) -> Result:
     return Result(
-        kind=pair.kind, pair=pair.name, slow=pair.slow, stages=len(plan.stages),
+        when=datetime.now(UTC).isoformat(timespec="seconds"), kind=pair.kind, pair=pair.name, slow=pair.slow,
+        stages=len(plan.stages),
         measured_s=steady_step_s(measured.trace),
         steps_s=tuple(s for _, s in sorted(step_times(measured.trace).items())),
         simulated_s=steady_step_s(simulated), closed_form_s=plan.predicted.step_s, eq3_s=plan.predicted.eq3_step_s,

@@ -41,6 +41,10 @@ class Pair(msgspec.Struct, frozen=True, kw_only=True):
         return f"{self.topology} x {self.devices}, {self.model}"
 
     @property
+    def key(self) -> str:
+        return f"{self.kind}: {self.name}"
+
+    @property
     def fleet(self) -> Fleet:
         fleet = resolve_fleet(self.topology).thin(self.devices)
         devices = (msgspec.structs.replace(d, flops_per_s=d.flops_per_s / self.slow) for d in fleet.devices)

@@ -1,6 +1,9 @@
 """Prediction: the simulator's steady step against the measured one, on pairs of (topology, model).
 
 `python benchmarks/prediction/run.py [--quick] [--json PATH]`
+
+Rows are written as they are measured. With `--only`, the other rows of the file stay: this is for measuring again what
+the host's other work disturbed.
 """
 
 from __future__ import annotations
@@ -11,8 +14,7 @@ import platform
 import statistics
 import sys
 import tempfile
-from collections.abc import Sequence
-from datetime import UTC, datetime
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
@@ -30,7 +32,6 @@ HOST_WARMUP = (1, 2)
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
-    when: str
     host: str
     quick: bool
     median_error: float
@@ -47,12 +48,12 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
         return self.median_error <= MEDIAN_LIMIT and self.worst_error <= WORST_LIMIT
 
 
-def report(results: Sequence[Result], quick: bool, skipped: Sequence[str]) -> Report:
+def report(rows: Mapping[str, Result], quick: bool, skipped: Sequence[str]) -> Report:
+    results = [rows[pair.key] for pair in PAIRS if pair.key in rows]
     simulated = [abs(r.error) for r in results]
     closed = [abs(r.closed_form_error) for r in results]
     eq3 = [abs(r.eq3_error) for r in results]
     return Report(
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", quick=quick,
         median_error=statistics.median(simulated), worst_error=max(simulated),
         closed_form_median_error=statistics.median(closed), closed_form_worst_error=max(closed),
@@ -61,21 +62,17 @@ def report(results: Sequence[Result], quick: bool, skipped: Sequence[str]) -> Re
     )  # fmt: skip
 
 
-def run_all(pairs: Sequence[Pair], settings: Settings, notes: Console) -> tuple[list[Result], list[str]]:
-    results: list[Result] = []
-    skipped: list[str] = []
+def results_of(pairs: Sequence[Pair], settings: Settings, notes: Console) -> Iterator[tuple[Pair, Result | str]]:
+    """Each pair's result, or why it was skipped."""
     no_lab = lab_unavailable()
-    notes.print("emulated run that tells of this host ...")
-    emulation = Emulation(PAIRS[0], HOST_WARMUP, settings)
+    emulation: Emulation | None = None
     for pair in pairs:
-        notes.print(f"{pair.kind}: {pair.name} ...", highlight=False)
-        if pair.kind == "network" and no_lab is not None:
-            skipped.append(f"{pair.name}: {no_lab}")
-            continue
-        result = emulation.result(pair) if pair.kind == "emulated" else network_result(pair, settings)
-        notes.print(f"  measured {result.measured_s:.3f} s, simulated {result.error:+.1%}", highlight=False)
-        results.append(result)
-    return results, skipped
+        notes.print(f"{pair.key} ...", highlight=False)
+        if pair.kind == "network":
+            yield pair, no_lab if no_lab is not None else network_result(pair, settings)
+        else:
+            emulation = emulation or Emulation(PAIRS[0], HOST_WARMUP, settings)
+            yield pair, emulation.result(pair)
 
 
 def table(found: Report) -> Table:
@@ -109,21 +106,37 @@ def main() -> int:
     parser.add_argument("--tries", type=int, default=3, help="runs of a plan until one was undisturbed")
     parser.add_argument("--only", type=int, nargs="*", metavar="N", help="pairs by their number, from 0")
     options = parser.parse_args()
+    rows = kept_rows(options.json) if options.only is not None else {}
+    skipped: list[str] = []
     chosen = options.only if options.only is not None else QUICK if options.quick else range(len(PAIRS))
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(
             steps=5 if options.quick else 10, warmup_steps=4 if options.quick else 7,
             tries=1 if options.quick else options.tries, patience_s=options.patience, folder=Path(folder),
         )  # fmt: skip
-        results, skipped = run_all([PAIRS[i] for i in chosen], settings, Console(stderr=True))
+        notes = Console(stderr=True)
+        for pair, result in results_of([PAIRS[i] for i in chosen], settings, notes):
+            if isinstance(result, str):
+                skipped.append(f"{pair.key}: {result}")
+                continue
+            notes.print(f"  measured {result.measured_s:.3f} s, simulated {result.error:+.1%}", highlight=False)
+            rows[pair.key] = result
+            found = report(rows, options.quick, skipped)
+            options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
     for why in skipped:
         print(f"skipped {why}", file=sys.stderr)
-    if not results:
+    if not rows:
         return 1
-    found = report(results, options.quick, skipped)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    found = report(rows, options.quick, skipped)
     Console(width=130).print(table(found))
     return 0 if found.good else 1
+
+
+def kept_rows(path: Path) -> dict[str, Result]:
+    """The rows that an earlier run left."""
+    if not path.exists():
+        return {}
+    return {r.key: r for r in msgspec.json.decode(path.read_bytes(), type=Report).results}
 
 
 if __name__ == "__main__":
