@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import signal
 import statistics
 import sys
 from collections.abc import Sequence
@@ -164,6 +165,7 @@ def cases(quick: bool) -> list[tuple[Workload, int]]:
         return [case("loopback", 2, 8, 24), case("wan", 2, 8, 6)]
     return [
         case("loopback", 2, 8, 80), case("loopback", 4, 8, 80), case("loopback", 2, 32, 40),
+        case("loopback", 4, 32, 40),
         case("wan", 2, 8, 8), case("wan", 4, 8, 8), case("wan", 2, 32, 6), case("wan", 4, 32, 6),
     ]  # fmt: skip
 
@@ -203,6 +205,7 @@ def main() -> int:
     parser.add_argument("--json", type=Path, default=DEFAULT_JSON, help="where the figures go")
     parser.add_argument("--patience", type=float, default=30.0, metavar="SECONDS", help="wait for a quiet host so long")
     options = parser.parse_args()
+    signal.signal(signal.SIGTERM, lambda *_: sys.exit(128 + signal.SIGTERM))  # so that no side stays behind
     console = Console(width=None if sys.stdout.isatty() else 160)
     wanted = cases(options.quick)
     if (reason := lab_unavailable()) is not None:
