@@ -109,6 +109,7 @@ def main() -> int:
     rows = kept_rows(options.json) if options.only is not None else {}
     skipped: list[str] = []
     chosen = options.only if options.only is not None else QUICK if options.quick else range(len(PAIRS))
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     with tempfile.TemporaryDirectory() as folder:
         settings = Settings(
             steps=5 if options.quick else 10, warmup_steps=4 if options.quick else 7,
