@@ -1,0 +1,65 @@
+"""The sync plan: which layers are averaged in which iteration of a period (DreamDDP's partial synchronisation)."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.plan.plan import Certificate
+
+
+class SyncIteration(msgspec.Struct, frozen=True, kw_only=True):
+    """One iteration of the period. Layers stand in backward order, which is the order in which they become ready."""
+
+    scheduled: tuple[str, ...]
+    """Averaged here and, but for fillings, in no other iteration."""
+    filled: tuple[str, ...]
+    """Averaged here too, because the channel had time left that costs nothing."""
+    iteration_s: float
+    exposed_s: float
+    """The part of `iteration_s` in which averaging is waited for."""
+
+
+class SyncWorker(msgspec.Struct, frozen=True, kw_only=True):
+    """What the plan means for one worker."""
+
+    worker: str
+    alone_s: float
+    """The period if every worker were like this one."""
+    waits_s: float
+    """Seconds of a period that it spends waiting for slower workers or links."""
+
+
+class SyncPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """Layer-wise averaging over one period of iterations, after which the period starts again.
+
+    Every layer is scheduled in exactly one iteration of the period.
+    """
+
+    planner: str
+    layers: tuple[str, ...]
+    """In forward order."""
+    forward_overlap: bool
+    """Averaging may go on during the next forward; each layer's forward waits for its own average only."""
+    iterations: tuple[SyncIteration, ...]
+    period_s: float
+    workers: tuple[SyncWorker, ...]
+    slowest: str
+    """The worker with the longest period alone."""
+    certificate: Certificate
+    """Of `period_s`, over any assignment of the layers to the iterations, in intervals or not."""
+
+    @property
+    def step_s(self) -> float:
+        """Mean seconds per iteration."""
+        return self.period_s / len(self.iterations)
+
+    @property
+    def exposed_s(self) -> float:
+        """Seconds per period in which averaging is waited for."""
+        return sum(iteration.exposed_s for iteration in self.iterations)
+
+    def averaged(self, step: int) -> tuple[str, ...]:
+        """Layers to average after the backward of training step `step`, counted from 0; in backward order."""
+        iteration = self.iterations[step % len(self.iterations)]
+        due = {*iteration.scheduled, *iteration.filled}
+        return tuple(name for name in reversed(self.layers) if name in due)

@@ -1,0 +1,91 @@
+"""DreamDDP's own search (Algorithm 2): depth first over iterations, with three prunings."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+
+from isthmus.plan.sync import SyncPlan
+from isthmus.planners.sync.assemble import intervals, sync_plan
+from isthmus.planners.sync.problem import SyncProblem
+from isthmus.planners.sync.timeline import Timeline, printed_exposed_s, timeline
+
+
+def dream_dfs(problem: SyncProblem) -> SyncPlan:
+    """The paper's search under its own cost (Eq. 8), then timed on the serial channel; bubbles filled as it says.
+
+    The evident intent of Algorithm 2 is built. As printed, lines 13-15 add a solution for each layer given to the
+    last set though all but one are unfinished; line 28 recurses on a copy that is made only in the next line; line
+    30 goes back to h-1 where Eq. 10 goes on to h+1.
+    """
+    line = timeline(problem.workers, forward_overlap=problem.forward_overlap)
+    ends = search(line, problem.iterations).ends
+    return sync_plan(problem, "dream-dfs", intervals(ends), past_gaps=False)
+
+
+@dataclass(frozen=True)
+class Found:
+    """The best solution and how many of them the paper's search would have compared (the size of Omega)."""
+
+    ends: tuple[int, ...]
+    leaves: int
+
+
+@dataclass(frozen=True)
+class _Partial:
+    """The best way to have opened so many sets, the next one starting at a given layer."""
+
+    exposed_s: float
+    end: int
+    before: _Partial | None
+    leaves: int
+
+
+def search(line: Timeline, iterations: int) -> Found:
+    """Algorithm 2's best solution.
+
+    What is still to be paid depends only on the set and on the layer where it starts (Eq. 9), so branches that meet
+    there are merged. The result is that of the whole tree, whose leaves double with almost every set.
+    """
+    exposed = printed_exposed_s(line)
+    choices = set_ends(line)
+    level: dict[int, _Partial] = {0: _Partial(0.0, 0, None, 1)}
+    for iteration in range(iterations):
+        after: dict[int, _Partial] = {}
+        for start, partial in level.items():
+            last = iteration == iterations - 1
+            for end in (line.count,) if last else choices[start]:
+                exposed_s = partial.exposed_s + float(exposed[end, start])
+                known = after.get(end)
+                leaves = partial.leaves + (known.leaves if known else 0)
+                if known is None or exposed_s < known.exposed_s:
+                    after[end] = _Partial(exposed_s, end, partial, leaves)
+                else:
+                    after[end] = _Partial(known.exposed_s, end, known.before, leaves)
+        level = after
+    best = level[line.count]
+    ends: list[int] = []
+    step: _Partial | None = best
+    while step is not None:
+        ends.append(step.end)
+        step = step.before
+    return Found(tuple(reversed(ends[:-1])), best.leaves)
+
+
+def set_ends(line: Timeline) -> list[tuple[int, ...]]:
+    """For a set that starts at layer 0, 1, ... and at the end of the model: where the search may end it.
+
+    Its first layer always belongs to it (Property 3), and so does each next one that stays hidden (Property 1).
+    The first that does not is tried both ways, unless the set overflows already: then it is delayed (Property 2).
+    """
+    count, elapsed = line.count, line.elapsed_s
+    hidden_s = line.compute_s - line.start_s
+    hidden_ends = np.searchsorted(elapsed, elapsed[:-1] + hidden_s, side="right") - 1
+    found: list[tuple[int, ...]] = []
+    for start, end in enumerate(hidden_ends.tolist()):
+        if end <= start:
+            found.append((start + 1,))
+        else:
+            found.append((count,) if end == count else (end + 1, end))
+    return [*found, (count,)]

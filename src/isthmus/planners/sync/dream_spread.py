@@ -1,0 +1,125 @@
+"""Schedules that need not be intervals: descent from good ones, judged by a bound on all.
+
+An interval of early layers finds the channel idle until its first layer is ready. With some late layers in every
+iteration the channel starts early in each, which hides more. To find the best such schedule is bin packing, so
+this is a search: layers go one by one, the first of the model first, where they stay hidden, and then single
+moves and seeded kicks follow as long as they help.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.plan.sync import SyncPlan
+from isthmus.planners.sync.assemble import sync_plan
+from isthmus.planners.sync.bound import exposed_bound_s
+from isthmus.planners.sync.dream import cheapest_ends
+from isthmus.planners.sync.problem import SyncProblem
+from isthmus.planners.sync.timeline import ROUNDING, Timeline, interval_exposed_s, timeline
+
+KICKS = 100
+"""Kicks in vain before the search ends. A number, not a time: a problem always gives the same plan."""
+
+Places = NDArray[np.intp]
+"""Shape (layers,): the iteration of each layer, in backward order."""
+
+
+def dream_spread(problem: SyncProblem) -> SyncPlan:
+    """A schedule whose sets need not be intervals, never worse than the best that are; bubbles filled past gaps."""
+    line = timeline(problem.workers, forward_overlap=problem.forward_overlap)
+    places = improved(line, problem.iterations)
+    sets = [np.flatnonzero(places == h).tolist() for h in range(problem.iterations)]
+    return sync_plan(problem, "dream-spread", sets, past_gaps=True)
+
+
+def improved(line: Timeline, iterations: int) -> Places:
+    """The best places found from three starts: the exact intervals, and two greedy ones."""
+    ends = cheapest_ends(interval_exposed_s(line), iterations)
+    starts: list[Places] = [np.searchsorted(ends, np.arange(line.count), side="right")]
+    starts += [greedy_places(line, iterations, fullest=fullest) for fullest in (False, True)]
+    board = min((_descended(line, iterations, places) for places in starts), key=Board.through_s)
+    least_s = iterations * line.compute_s + exposed_bound_s(line, iterations)
+    random = np.random.default_rng(0)
+    vain = 0
+    while vain < KICKS and board.through_s() > least_s * (1 + ROUNDING):
+        places = board.places.copy()
+        kicked = random.choice(line.count, size=min(line.count, int(random.integers(2, 6))), replace=False)
+        places[kicked] = random.integers(iterations, size=len(kicked))
+        other = _descended(line, iterations, places)
+        better = other.through_s() < board.through_s() * (1 - ROUNDING)
+        vain = 0 if better else vain + 1
+        board = other if other.through_s() <= board.through_s() else board
+    return board.places
+
+
+def greedy_places(line: Timeline, iterations: int, *, fullest: bool) -> Places:
+    """Layers from the last ready to the first, each where it adds the least exposed time.
+
+    Seen from the end, an iteration that holds averages of `load` seconds gets load + average - room exposed by one
+    more layer in front. Among equals the fullest iteration is taken, or the emptiest.
+    """
+    places = np.zeros(line.count, dtype=np.intp)
+    load, exposed = np.zeros(iterations), np.zeros(iterations)
+    for layer in reversed(range(line.count)):
+        average_s = float(line.average_s[layer])
+        room_s = line.compute_s - float(line.start_s[layer])
+        after = np.maximum(exposed, load + average_s - room_s)
+        ties = np.flatnonzero(after - exposed <= (after - exposed).min() + ROUNDING * line.compute_s)
+        chosen = ties[load[ties].argmax() if fullest else load[ties].argmin()]
+        places[layer] = chosen
+        load[chosen] += average_s
+        exposed[chosen] = after[chosen]
+    return places
+
+
+def _descended(line: Timeline, iterations: int, places: Places) -> Board:
+    board = Board(line, iterations, places)
+    while board.move():
+        pass
+    return board
+
+
+class Board:
+    """What each iteration costs, and what it would cost with one layer more or one less."""
+
+    def __init__(self, line: Timeline, iterations: int, places: Places) -> None:
+        self.line = line
+        self.places = places.copy()
+        self.cost = np.zeros(iterations)
+        self.more = np.zeros((iterations, line.count))
+        self.less = np.zeros(line.count)
+        for iteration in range(iterations):
+            self._update(iteration)
+
+    def through_s(self) -> float:
+        return float(self.cost.sum())
+
+    def move(self) -> bool:
+        """Makes the single move that helps most. False if none does."""
+        layers = np.arange(self.line.count)
+        change = self.more - self.cost[:, None] + (self.less - self.cost[self.places])
+        change[self.places, layers] = 0.0
+        to, layer = np.unravel_index(int(change.argmin()), change.shape)
+        if change[to, layer] >= -ROUNDING * self.line.compute_s:
+            return False
+        before = int(self.places[layer])
+        self.places[layer] = to
+        self._update(before)
+        self._update(int(to))
+        return True
+
+    def _update(self, iteration: int) -> None:
+        line, inside = self.line, self.places == iteration
+        average = np.where(inside, line.average_s, 0.0)
+        behind = np.cumsum(average[::-1])[::-1]
+        through = np.where(inside, line.start_s + behind, 0.0)
+        until = np.maximum.accumulate(through)
+        cost = max(line.compute_s, float(until[-1]))
+        # One more layer delays those in front of it, and is itself followed by those behind.
+        alone = line.start_s + behind + line.average_s
+        self.more[iteration] = np.maximum(cost, np.maximum(until + line.average_s, alone))
+        past = np.concatenate((np.maximum.accumulate(through[::-1])[::-1][1:], [0.0]))
+        in_front = np.concatenate(([0.0], until[:-1])) - line.average_s
+        self.less[inside] = np.maximum(line.compute_s, np.maximum(past, in_front))[inside]
+        self.cost[iteration] = cost

@@ -1,0 +1,77 @@
+"""What a sync planner is asked: these layers, on these workers, each averaged once in so many iterations."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+
+from isthmus.errors import UserError
+
+
+@dataclass(frozen=True, kw_only=True)
+class WorkerProfile:
+    """Seconds that one worker needs per layer, in forward order (DreamDDP, section 3.3: t_FP, t_BP, t_COMM).
+
+    Raises UserError for a time that is negative or not finite.
+    """
+
+    worker: str
+    forward_s: tuple[float, ...]
+    backward_s: tuple[float, ...]
+    """The layer's backward and its update: averaging starts after both."""
+    average_s: tuple[float, ...]
+    """How long averaging the layer occupies this worker's links; 0 for a layer without parameters."""
+
+    def __post_init__(self) -> None:
+        for field, times in self._times().items():
+            for number, time_s in enumerate(times):
+                if not (math.isfinite(time_s) and time_s >= 0):
+                    where = f"worker {self.worker!r}: {field}[{number}]"
+                    raise UserError(f"{where}: got {time_s}, expected a finite number of seconds, at least 0")
+
+    def check_layers(self, count: int) -> None:
+        """Raises UserError unless there is one time for each of `count` layers."""
+        for field, times in self._times().items():
+            if len(times) != count:
+                raise UserError(
+                    f"worker {self.worker!r}: {field}: got {len(times)} times, expected {count}, one a layer"
+                )
+
+    def _times(self) -> dict[str, tuple[float, ...]]:
+        return {"forward_s": self.forward_s, "backward_s": self.backward_s, "average_s": self.average_s}
+
+
+@dataclass(frozen=True, kw_only=True)
+class SyncProblem:
+    """One problem: average every layer once per period of `iterations`, in as little time as can be.
+
+    Raises UserError for no layers or workers, names used twice, profiles of another length, a period below one
+    iteration, or a worker that computes nothing.
+    """
+
+    layers: tuple[str, ...]
+    """Names in forward order."""
+    workers: tuple[WorkerProfile, ...]
+    iterations: int
+    """H of the paper."""
+    forward_overlap: bool = False
+    """Whether averaging may go on during the next forward, each layer's forward waiting for its own average.
+
+    The paper calls overlap with the forward infeasible, because averages in place would change parameters in use.
+    Gated layer by layer none is in use. A layer that becomes ready then goes before those that the forward needs
+    later, which takes a channel that sends in chunks.
+    """
+
+    def __post_init__(self) -> None:
+        for field, names in (("layers", self.layers), ("workers", tuple(w.worker for w in self.workers))):
+            if not names:
+                raise UserError(f"{field}: got none, expected at least one")
+            twice = next((name for k, name in enumerate(names) if name in names[:k]), None)
+            if twice is not None:
+                raise UserError(f"{field}: got {twice!r} twice, expected different names")
+        if self.iterations < 1:
+            raise UserError(f"iterations: got {self.iterations}, expected at least 1")
+        for profile in self.workers:
+            profile.check_layers(len(self.layers))
+            if not sum(profile.backward_s) > 0:
+                raise UserError(f"worker {profile.worker!r}: backward_s: got a sum of 0, expected time above 0")

@@ -1,0 +1,104 @@
+"""One iteration on the clock: when layers become ready, and when a set of them has been averaged.
+
+Layers are numbered in backward order here, 0 being the last of the model. The averages share one serial channel:
+
+    compute   |-- forward --|-0-|--1--|---2---|-3-|
+    channel                     |..0..|...1...| |...3...|         exposed: what sticks out
+                                ready_0                           iteration = max(compute, end of the channel)
+
+The channel starts a layer when the layer is ready and the one before is through (Eq. 7's tau). A set S is therefore
+through at max over a in S of (ready_a + the averages of S from a on), and an interval of layers costs what its two
+ends say. With forward overlap the forward that follows still has `tail_a` to do from layer a on, so `ready_a +
+tail_a` takes the place of `ready_a`. Layers ready later are needed sooner, so the newest always goes first; for
+one machine with heads and tails that both grow this is Jackson's preemptive schedule, and the same formula its value.
+
+With several workers an average starts when the last of them is ready and lasts as long as the slowest link takes,
+and all begin each iteration together. That is exact where one worker is the slowest throughout; else, as fast
+workers may run ahead between averages, it is no less than the truth.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.planners.sync.problem import WorkerProfile
+
+Floats = NDArray[np.float64]
+
+ROUNDING = 1e-12
+"""Of an iteration. A smaller excess comes from adding in another order; as an exact 0 it makes ties comparable."""
+
+
+@dataclass(frozen=True)
+class Timeline:
+    """The arrays of shape (layers,) that decide what a set of layers costs, in seconds and backward order."""
+
+    compute_s: float
+    """An iteration without averaging."""
+    start_s: Floats
+    """Layer a ready, and with forward overlap the forward that depends on it: never falls with a."""
+    average_s: Floats
+
+    @property
+    def count(self) -> int:
+        return len(self.average_s)
+
+    @property
+    def elapsed_s(self) -> Floats:
+        """Shape (layers + 1,): the averages of the first k layers, back to back."""
+        return np.concatenate(([0.0], np.cumsum(self.average_s)))
+
+
+def timeline(workers: Sequence[WorkerProfile], *, forward_overlap: bool) -> Timeline:
+    """The iteration that these workers share."""
+    forward = np.cumsum([w.forward_s[::-1] for w in workers], axis=1)
+    ready = np.cumsum([w.backward_s[::-1] for w in workers], axis=1)
+    average = np.max([w.average_s[::-1] for w in workers], axis=0)
+    compute_s = float((forward[:, -1] + ready[:, -1]).max())
+    start = ready.max(axis=0) + forward.max(axis=0) if forward_overlap else (forward[:, -1:] + ready).max(axis=0)
+    # One worker's readiness plus another's tail may exceed both; where nothing is averaged they do not meet.
+    return Timeline(compute_s, np.where(average > 0, start, np.minimum(start, compute_s)), average)
+
+
+def iteration_s(line: Timeline, chosen: Sequence[int]) -> float:
+    """Seconds of an iteration that averages the layers `chosen` (ascending numbers, which may leave gaps)."""
+    layers = np.asarray(chosen, dtype=np.intp)
+    average = line.average_s[layers]
+    to_come = np.cumsum(average[::-1])[::-1]
+    return float((line.start_s[layers] + to_come).max(initial=line.compute_s))
+
+
+def interval_exposed_s(line: Timeline) -> Floats:
+    """[end, start]: exposed seconds of an iteration that averages layers start..end-1; infinite for end < start.
+
+    Shape (layers + 1, layers + 1). The recursion of Eq. 7 unrolled: the channel is through at
+    elapsed[end] + max over start <= a < end of (start_s[a] - elapsed[a]).
+    """
+    lead = line.start_s - line.elapsed_s[:-1]
+    # Running from the last start to the first makes each row's maximum over start..end-1 a cumulative one.
+    latest = np.where(_below_diagonal(line.count)[:, :-1], lead, -np.inf)
+    latest = np.maximum.accumulate(latest[:, ::-1], axis=1)[:, ::-1]
+    return _exposed(line, latest)
+
+
+def printed_exposed_s(line: Timeline) -> Floats:
+    """As `interval_exposed_s` under Eq. 8: only the first layer of a set is waited for, the rest go back to back."""
+    lead = line.start_s - line.elapsed_s[:-1]
+    return _exposed(line, np.broadcast_to(lead, (line.count + 1, line.count)))
+
+
+def _exposed(line: Timeline, lead: Floats) -> Floats:
+    over = line.elapsed_s[:, None] + lead - line.compute_s
+    exposed = np.full((line.count + 1, line.count + 1), np.inf)
+    exposed[:, :-1] = np.where(over > ROUNDING * line.compute_s, over, 0.0)
+    exposed[~_below_diagonal(line.count)] = np.inf
+    np.fill_diagonal(exposed, 0.0)
+    return exposed
+
+
+def _below_diagonal(count: int) -> NDArray[np.bool_]:
+    return np.tri(count + 1, count + 1, -1, dtype=np.bool_)
