@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from isthmus.cost import (
@@ -13,9 +14,10 @@ from isthmus.cost import (
     in_flight_limits,
     parameter_state,
     place,
+    step_price,
 )  # fmt: skip
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
 
 
@@ -205,3 +207,36 @@ def test_an_order_must_match_the_cuts_and_name_each_device_once() -> None:
         place(problem(), ["p"], [2])
     with pytest.raises(UserError, match="each at most once"):
         place(problem(), ["p", "p"], [2])
+
+
+def sites(*found: Site) -> Fleet:
+    """The three devices in two regions: p alone, q and r together."""
+    fleet = three_devices()
+    p, q, r = fleet.devices
+    devices = (
+        msgspec.structs.replace(p, region="away", price_per_hour=36.0), q,
+        msgspec.structs.replace(r, price_per_hour=7.2),
+    )  # fmt: skip
+    return msgspec.structs.replace(fleet, devices=devices, sites=found)
+
+
+def test_links_that_leave_a_site_share_its_uplink() -> None:
+    fast = {"p": 100.0, "q": 100.0, "r": 100.0}
+    fleet = sites(Site(region="away", uplink_bytes_per_s=7.0))
+    times = place(problem(fleet, speed_scale=fast), ["p", "q", "r"], [2, 3]).times
+    # p sends 32 bytes to q and 48 to r; neither link alone is faster than the uplink.
+    assert times.bottleneck == (pytest.approx((32 + 48) / 7), "uplink of away")
+    assert times.edges[1].forward_wire_s == pytest.approx(48 / 7)
+    # What stays inside the other site, and what comes back to p, does not take p's uplink.
+    assert dict(times.uplinks_s) == {"away": pytest.approx(80 / 7)}
+
+
+def test_a_step_is_paid_by_the_hour_and_by_the_bytes_that_leave_a_site() -> None:
+    fleet = sites(Site(region="away", egress_price_per_gb=2e6), Site(region="here", egress_price_per_gb=1e6))
+    plan = build_plan(problem(fleet), ["p", "q", "r"], [2, 3], planner="hand")
+    price = step_price(plan, fleet, step_s=100.0)
+    assert price.devices == pytest.approx(43.2 * 100 / 3600)
+    forward, backward, shared = 4 * (32 + 48), 4 * (32 + 32), 40  # bytes of a step from p and to p; `tied` each way
+    assert price.egress == pytest.approx(((forward + shared) * 2e6 + (backward + shared) * 1e6) / 1e9)
+    assert price.total == price.devices + price.egress
+    assert step_price(plan, fleet).devices == pytest.approx(43.2 * plan.predicted.step_s / 3600)

@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import itertools
+import statistics
+from collections import Counter
 from pathlib import Path
 
 import pytest
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, describe, dump_fleet, parse_fleet, resolve_fleet, topology, topology_names
+from isthmus.fleet.drawn import random_fleet
 
 DTFM = tuple(f"dtfm-case{case}" for case in range(1, 6))
 
@@ -21,7 +25,10 @@ def between(fleet: Fleet, a: str, b: str) -> tuple[float, float]:
 
 
 def test_the_names() -> None:
-    assert topology_names() == (*DTFM, "fluidstack", "laptop", "three-sites")
+    assert topology_names() == (
+        *DTFM, "fluidstack", "fusionllm-testbed1", "fusionllm-testbed2", "laptop", "parrot-a", "parrot-b", "parrot-c",
+        "sky-16", "sky-32", "sky-64", "three-sites",
+    )  # fmt: skip
     with pytest.raises(UserError, match="unknown topology 'three-site': did you mean 'three-sites'"):
         topology("three-site")
 
@@ -111,3 +118,49 @@ def test_resolving_a_name_or_a_path(tmp_path: Path) -> None:
         resolve_fleet("labtop")
     with pytest.raises(UserError, match="No such file"):
         resolve_fleet(str(tmp_path / "none.toml"))
+
+
+def test_fusionllm_testbeds_are_of_the_stated_kinds_and_range() -> None:
+    for number, kinds in ((1, {"rtx4090": 8, "rtx2080": 16}), (2, {"rtx4090": 16, "rtx2080": 32})):
+        fleet = topology(f"fusionllm-testbed{number}")
+        assert Counter(device.kind for device in fleet.devices) == kinds
+        bandwidths = [route.link.bandwidth_bytes_per_s * 8 for route in fleet.links.regions]
+        assert 8e6 <= min(bandwidths) < 50e6 and 1e9 < max(bandwidths) <= 10e9
+        assert fleet == fleet.symmetrised()
+
+
+@pytest.mark.parametrize("nodes", (16, 32, 64))
+def test_sky_leaves_out_its_server_and_slows_down_by_1_to_7(nodes: int) -> None:
+    devices = topology(f"sky-{nodes}").devices
+    slow_downs = [9.3e12 / device.flops_per_s - 1 for device in devices]
+    assert len(devices) == nodes - 1
+    assert 1 <= min(slow_downs) < max(slow_downs) <= 7
+    assert 3 < statistics.fmean(slow_downs) < 5
+
+
+def test_parrot_clusters() -> None:
+    assert [len(topology(f"parrot-{cluster}").devices) for cluster in "abc"] == [32, 8, 8]
+    assert Counter(d.kind for d in topology("parrot-c").devices) == {"k80": 4, "p40": 4}
+    assert topology("parrot-a").link("node-0-gpu-0", "node-1-gpu-0").bandwidth_bytes_per_s == 10e9 / 8
+
+
+def test_a_random_fleet_is_drawn_from_its_name() -> None:
+    fleet = resolve_fleet("random:50:3")
+    assert fleet == random_fleet(50, 3) != random_fleet(50, 4)
+    assert (len(fleet.devices), len(fleet.regions)) == (50, 7)
+    assert parse_fleet(dump_fleet(fleet), "f.toml") == fleet
+    speeds = sorted(device.flops_per_s for device in resolve_fleet("random:10000:1").devices)
+    assert speeds[-1] > 20 * speeds[len(speeds) // 2]  # a heavy tail
+
+
+def test_latency_on_the_globe_obeys_the_triangle_inequality() -> None:
+    fleet = resolve_fleet("random:36:9")
+    first = {region: next(d.name for d in fleet.devices if d.region == region) for region in fleet.regions}
+    for a, b, c in itertools.permutations(first.values(), 3):
+        assert fleet.link(a, c).latency_s <= fleet.link(a, b).latency_s + fleet.link(b, c).latency_s
+
+
+@pytest.mark.parametrize("name", ("random:0:1", "random:100001:1", "random:10", "random:a:b", "random:5:-1"))
+def test_bad_random_names(name: str) -> None:
+    with pytest.raises(UserError, match="random"):
+        resolve_fleet(name)

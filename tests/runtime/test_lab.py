@@ -21,7 +21,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import InternalError, UserError
-from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.runtime.lab import Lab, lab_unavailable, main, measure
 from isthmus.runtime.lab_hub import PathSpec, ShapedPath, mac_address, wire_size
 

@@ -3,7 +3,8 @@
 A synchronous pipeline of S stages and n micro-batches takes `fill + (n - 1) * period + shared`:
 
     fill     one micro-batch alone: every stage's forward and backward, every edge's message both ways
-    period   the slowest stage, or the link that is longest occupied by one micro-batch's bytes
+    period   the slowest stage, or the link that is longest occupied by one micro-batch's bytes, or the uplink that
+             a site's links share
     shared   shared parameters: value to each user, gradient back, once per step
 
 Latency is in `fill` but not in `period`: enough micro-batches in flight hide it. Too few (no memory for more)
@@ -45,6 +46,8 @@ class Pipeline:
     backward_s: tuple[float, ...]
     edges: tuple[EdgeTime, ...]
     shared_s: float
+    uplinks_s: tuple[tuple[str, float], ...] = ()
+    """Per site with a shared uplink: how long one micro-batch's bytes occupy it."""
 
     @cached_property
     def compute_s(self) -> tuple[float, ...]:
@@ -62,6 +65,7 @@ class Pipeline:
             source, target = self.devices[e.source], self.devices[e.target]
             found.append((e.forward_wire_s, f"link {source} -> {target}"))
             found.append((e.backward_wire_s, f"link {target} -> {source}"))
+        found += [(seconds, f"uplink of {region}") for region, seconds in self.uplinks_s]
         return max(found, key=lambda pair: pair[0])
 
     @cached_property
@@ -129,6 +133,7 @@ def pipeline(
         )
     return Pipeline(
         devices=tuple(devices),
+        uplinks_s=_uplinks_s(problem, devices, edges),
         forward_s=tuple(compute_s(problem, d, f) for d, (f, _) in zip(devices, flops, strict=True)),
         backward_s=tuple(compute_s(problem, d, b) for d, (_, b) in zip(devices, flops, strict=True)),
         edges=tuple(times),
@@ -139,6 +144,20 @@ def pipeline(
             for user in p.users
         ),
     )
+
+
+def _uplinks_s(problem: Problem, devices: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, float], ...]:
+    """Seconds per micro-batch on each shared uplink, by region."""
+    found: dict[str, float] = {}
+    for e in edges:
+        for source, target, size in (
+            (devices[e.source], devices[e.target], e.forward_bytes),
+            (devices[e.target], devices[e.source], e.backward_bytes),
+        ):
+            site = problem.fleet.uplink(source, target)
+            if site is not None and site.uplink_bytes_per_s is not None:
+                found[site.region] = found.get(site.region, 0.0) + size / site.uplink_bytes_per_s
+    return tuple(sorted(found.items()))
 
 
 def in_flight_limits(problem: Problem, times: Pipeline, memory_allows: Sequence[int]) -> tuple[int, ...]:

@@ -1,6 +1,7 @@
 """Where a model can be trained: devices, the links between them, and the built-in topologies."""
 
-from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet.fleet import Device, Fleet
+from isthmus.fleet.links import Link, Links, LinkTrace, Route, Site
 from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
 from isthmus.fleet.topologies import describe, resolve_fleet, topology, topology_names
 
@@ -8,8 +9,10 @@ __all__ = [
     "Device",
     "Fleet",
     "Link",
+    "LinkTrace",
     "Links",
     "Route",
+    "Site",
     "describe",
     "dump_fleet",
     "load_fleet",

@@ -7,7 +7,6 @@ thousand devices in eight regions are 64 routes, and a link is found with at mos
 
 from __future__ import annotations
 
-import math
 from collections import Counter
 from collections.abc import Iterable
 from functools import cached_property
@@ -16,6 +15,8 @@ from itertools import chain, zip_longest
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
+from isthmus.fleet.checks import check_label, check_number
+from isthmus.fleet.links import Link, Links, Route, Site
 
 
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -33,63 +34,30 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     kind: str = "cpu"
 
     def __post_init__(self) -> None:
-        _check_label("device name", self.name)
-        _check_label(f"device {self.name!r}: region", self.region)
-        _check_label(f"device {self.name!r}: kind", self.kind)
-        _check_number(f"device {self.name!r}: flops_per_s", self.flops_per_s, above_zero=True)
-        _check_number(f"device {self.name!r}: memory_bytes", self.memory_bytes, above_zero=True)
-        _check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
-
-
-class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One direction between two devices: latency (alpha) and bandwidth (1/beta in FusionLLM's model)."""
-
-    latency_s: float
-    bandwidth_bytes_per_s: float
-
-    def __post_init__(self) -> None:
-        _check_number("link: latency_s", self.latency_s)
-        _check_number("link: bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_zero=True)
-
-    def transfer_s(self, size_bytes: float) -> float:
-        """Seconds until a message has arrived whole: latency + size / bandwidth (FusionLLM's alpha-beta model)."""
-        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
-
-
-class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """The link from `source` to `target`, which are two devices or two regions."""
-
-    source: str
-    target: str
-    link: Link
-
-
-class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Who is joined how, the general first; what stands further down overrides what stands above it.
-
-    A region paired with itself in `regions` overrides `intra` for that region.
-    """
-
-    default: Link | None = None
-    intra: Link | None = None
-    regions: tuple[Route, ...] = ()
-    devices: tuple[Route, ...] = ()
+        check_label("device name", self.name)
+        check_label(f"device {self.name!r}: region", self.region)
+        check_label(f"device {self.name!r}: kind", self.kind)
+        check_number(f"device {self.name!r}: flops_per_s", self.flops_per_s, above_zero=True)
+        check_number(f"device {self.name!r}: memory_bytes", self.memory_bytes, above_zero=True)
+        check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Devices, and a link for every ordered pair of different devices.
 
-    Raises `UserError` for an empty fleet, a name used twice, a route to nowhere, or a pair without a link.
+    Raises `UserError` for an empty fleet, a name used twice, a route or a site of no device, or a pair without a link.
     JSON in and out is `msgspec.json.decode(data, type=Fleet)` and `msgspec.json.encode(fleet)`.
     """
 
     name: str
     devices: tuple[Device, ...]
     links: Links
+    sites: tuple[Site, ...] = ()
+    """Regions whose uplink is shared, or whose outgoing bytes cost money."""
     description: str = ""
 
     def __post_init__(self) -> None:
-        _check_label("fleet name", self.name)
+        check_label("fleet name", self.name)
         if self.description and not self.description.isprintable():
             raise UserError(f"fleet {self.name!r}: description: got {self.description!r}, expected one line of text")
         if not self.devices:
@@ -98,6 +66,7 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         self._check_routes("device", self.names, self.links.devices)
         self._check_routes("region", self.regions, self.links.regions)
         self._check_every_pair()
+        self._check_sites()
 
     @cached_property
     def names(self) -> tuple[str, ...]:
@@ -117,15 +86,32 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise unknown_name("device", name, self.names) from None
 
     def link(self, source: str, target: str) -> Link:
-        """The link from one device to another. Raises `UserError` for an unknown name or a device and itself."""
+        """The link from one device to another, no faster than the uplink of its site.
+
+        Raises `UserError` for an unknown name or a device and itself.
+        """
         link = self._device_routes.get((source, target))
-        if link is not None:
+        if link is None:
+            if source == target:
+                raise UserError(f"fleet {self.name!r}: got a link from {source!r} to itself, expected two devices")
+            link = self._region_link(self.device(source).region, self.device(target).region)
+            assert link is not None, "every pair was checked when the fleet was made"
+        site = self.uplink(source, target) if self.sites else None
+        if site is None or site.uplink_bytes_per_s is None or link.bandwidth_bytes_per_s <= site.uplink_bytes_per_s:
             return link
-        if source == target:
-            raise UserError(f"fleet {self.name!r}: got a link from {source!r} to itself, expected two devices")
-        link = self._region_link(self.device(source).region, self.device(target).region)
-        assert link is not None, "every pair was checked when the fleet was made"
-        return link
+        return msgspec.structs.replace(link, bandwidth_bytes_per_s=site.uplink_bytes_per_s)
+
+    def site(self, region: str) -> Site:
+        """What the devices of a region share; nothing, where the fleet does not say."""
+        return self._by_region.get(region) or Site(region=region)
+
+    def uplink(self, source: str, target: str) -> Site | None:
+        """The site whose uplink a message between two devices takes; None inside a site or where it is not limited."""
+        home = self.device(source).region
+        if home == self.device(target).region:
+            return None
+        site = self.site(home)
+        return site if site.uplink_bytes_per_s is not None else None
 
     def thin(self, count: int) -> Fleet:
         """`count` of the devices, spread over the regions: one of each region in turn, in declared order.
@@ -145,7 +131,8 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             regions=tuple(r for r in self.links.regions if r.source in regions and r.target in regions),
             devices=tuple(r for r in self.links.devices if r.source in kept and r.target in kept),
         )
-        return msgspec.structs.replace(self, devices=devices, links=links)
+        sites = tuple(site for site in self.sites if site.region in regions)
+        return msgspec.structs.replace(self, devices=devices, links=links, sites=sites)
 
     def symmetrised(self) -> Fleet:
         """The fleet with both directions of every pair replaced by their mean latency and bandwidth (DT-FM, sec. 3)."""
@@ -163,6 +150,10 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     @cached_property
     def _by_name(self) -> dict[str, Device]:
         return {device.name: device for device in self.devices}
+
+    @cached_property
+    def _by_region(self) -> dict[str, Site]:
+        return {site.region: site for site in self.sites}
 
     @cached_property
     def _device_routes(self) -> dict[tuple[str, str], Link]:
@@ -204,6 +195,13 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
                 raise UserError(f"fleet {self.name!r}: two links from {kind} {pair[0]!r} to {kind} {pair[1]!r}")
             seen.add(pair)
 
+    def _check_sites(self) -> None:
+        for region, uses in Counter(site.region for site in self.sites).items():
+            if region not in self.regions:
+                raise unknown_name(f"region in the sites of fleet {self.name!r}:", region, self.regions)
+            if uses > 1:
+                raise UserError(f"fleet {self.name!r}: {uses} sites for region {region!r}, expected one")
+
     def _check_every_pair(self) -> None:
         if self.links.default is not None:
             return
@@ -239,15 +237,3 @@ def _mean(forward: Link | None, back: Link | None) -> Link:
         latency_s=sum(link.latency_s for link in stated) / len(stated),
         bandwidth_bytes_per_s=sum(link.bandwidth_bytes_per_s for link in stated) / len(stated),
     )
-
-
-def _check_label(field: str, text: str) -> None:
-    # One printable line: names end up in TOML, in messages and in tables.
-    if not text or not text.isprintable() or text != text.strip():
-        raise UserError(f"{field}: got {text!r}, expected printable text without spaces at its ends")
-
-
-def _check_number(field: str, number: float, *, above_zero: bool = False) -> None:
-    # Compared, not math.isfinite: that overflows on an integer of 400 digits. NaN fails every comparison.
-    if not 0 <= number < math.inf or (above_zero and number == 0):
-        raise UserError(f"{field}: got {number}, expected a finite number {'above' if above_zero else 'of at least'} 0")

@@ -23,6 +23,16 @@
     bandwidth = "300 Mbit/s"
     symmetric = false                       # else the same both ways
 
+    [[link]]                                # a link that was measured over time: a CSV file beside this one, with the
+    from = "office"                         # columns time, latency, bandwidth, or the rows themselves
+    to = "home"
+    trace = "office-home.csv"
+
+    [[site]]                                # what the devices of a region share towards the others
+    region = "office"
+    uplink = "200 Mbit/s"                   # taken together by all links that leave it
+    egress_price_per_gb = 0.09
+
 Lengths of time, bandwidths, speeds and sizes are texts with a unit (see `isthmus.units`), or SI base values.
 """
 
@@ -37,7 +47,9 @@ import msgspec
 
 from isthmus.documents import convert, parse_toml
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet.fleet import Device, Fleet
+from isthmus.fleet.links import Link, Links, Route, Site
+from isthmus.fleet.traces import read_link_trace
 from isthmus.units import (
     format_bandwidth,
     format_compute,
@@ -64,16 +76,24 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
-    latency: object
-    bandwidth: object
+    latency: object = None
+    bandwidth: object = None
+    trace: object = None
 
 
 class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):
     source: str
     target: str
-    latency: object
-    bandwidth: object
+    latency: object = None
+    bandwidth: object = None
+    trace: object = None
     symmetric: bool = True
+
+
+class _SiteTable(msgspec.Struct, frozen=True, kw_only=True):
+    region: str
+    uplink: object = None
+    egress_price_per_gb: float = 0.0
 
 
 class _LinksTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -87,9 +107,10 @@ class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
     device: list[object]
     links: object = None
     link: list[object] = []
+    site: list[object] = []
 
 
-Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _FleetTable)
+Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _SiteTable, _FleetTable)
 
 
 def load_fleet(path: str | Path) -> Fleet:
@@ -113,6 +134,7 @@ def parse_fleet(text: str, source: str) -> Fleet:
             name=Path(source).stem if fleet.name is None else fleet.name,
             devices=devices,
             links=links,
+            sites=tuple(_sites(fleet.site, source)),
             description=fleet.description,
         )
     except UserError as error:
@@ -130,6 +152,7 @@ def dump_fleet(fleet: Fleet) -> str:
     if lines:
         blocks.append("\n".join(["[links]", *lines]))
     blocks += [*_dump_routes(fleet.links.regions), *_dump_routes(fleet.links.devices)]
+    blocks += [_dump_site(site) for site in fleet.sites]
     return "\n\n".join(blocks) + "\n"
 
 
@@ -168,7 +191,7 @@ def _links(fleet: _FleetTable, devices: tuple[Device, ...], source: str) -> Link
     for number, raw in enumerate(fleet.link, 1):
         where = f"{source}: [[link]] {number}"
         table = _table(raw, _RouteTable, where)
-        link = _link(table, where)
+        link = _link(table, source, where)
         ends = (table.source, table.target)
         for key, end in zip(("from", "to"), ends, strict=True):
             if end not in names and end not in regions:
@@ -180,18 +203,37 @@ def _links(fleet: _FleetTable, devices: tuple[Device, ...], source: str) -> Link
         if table.symmetric and ends[0] != ends[1]:
             routes.append(Route(ends[1], ends[0], link))
     return Links(
-        default=_shared_link(shared.default, f"{source}: [links] default"),
-        intra=_shared_link(shared.intra, f"{source}: [links] intra"),
+        default=_shared_link(shared.default, source, "default"),
+        intra=_shared_link(shared.intra, source, "intra"),
         regions=tuple(region_routes),
         devices=tuple(device_routes),
     )
 
 
-def _shared_link(raw: object, where: str) -> Link | None:
-    return None if raw is None else _link(_table(raw, _LinkTable, where), where)
+def _sites(tables: list[object], source: str) -> Iterator[Site]:
+    for number, raw in enumerate(tables, 1):
+        where = f"{source}: [[site]] {number}"
+        table = _table(raw, _SiteTable, where)
+        uplink = None if table.uplink is None else parse_bandwidth(table.uplink, f"{where}: uplink")
+        try:
+            yield Site(region=table.region, uplink_bytes_per_s=uplink, egress_price_per_gb=table.egress_price_per_gb)
+        except UserError as error:
+            raise UserError(f"{where}: {error}") from None
 
 
-def _link(table: _LinkTable | _RouteTable, where: str) -> Link:
+def _shared_link(raw: object, source: str, key: str) -> Link | None:
+    where = f"{source}: [links] {key}"
+    return None if raw is None else _link(_table(raw, _LinkTable, where), source, where)
+
+
+def _link(table: _LinkTable | _RouteTable, source: str, where: str) -> Link:
+    if table.trace is not None:
+        if table.latency is not None or table.bandwidth is not None:
+            raise UserError(f"{where}: got a trace and a latency or bandwidth, expected one or the other")
+        return read_link_trace(table.trace, Path(source).parent, f"{where}: trace").mean()
+    for key, got in (("latency", table.latency), ("bandwidth", table.bandwidth)):
+        if got is None:
+            raise UserError(f"{where}: {key}: missing; expected latency and bandwidth, or a trace")
     return Link(
         latency_s=parse_duration(table.latency, f"{where}: latency"),
         bandwidth_bytes_per_s=parse_bandwidth(table.bandwidth, f"{where}: bandwidth"),
@@ -234,11 +276,23 @@ def _dump_routes(routes: tuple[Route, ...]) -> Iterator[str]:
         yield "\n".join(lines)
 
 
-def _dump_link(link: Link) -> tuple[str, str]:
+def _dump_link(link: Link) -> tuple[str, ...]:
+    if link.trace is not None:
+        columns = (link.trace.times_s, link.trace.latency_s, link.trace.bandwidth_bytes_per_s)
+        return (f"trace = [{', '.join(f'[{t!r}, {a!r}, {b!r}]' for t, a, b in zip(*columns, strict=True))}]",)
     return (
         f"latency = {_quoted(format_duration(link.latency_s, exact=True))}",
         f"bandwidth = {_quoted(format_bandwidth(link.bandwidth_bytes_per_s, exact=True))}",
     )
+
+
+def _dump_site(site: Site) -> str:
+    lines = ["[[site]]", f"region = {_quoted(site.region)}"]
+    if site.uplink_bytes_per_s is not None:
+        lines.append(f"uplink = {_quoted(format_bandwidth(site.uplink_bytes_per_s, exact=True))}")
+    if site.egress_price_per_gb:
+        lines.append(f"egress_price_per_gb = {float(site.egress_price_per_gb)!r}")
+    return "\n".join(lines)
 
 
 def _quoted(text: str) -> str:

@@ -1,29 +1,47 @@
-"""The built-in fleets: one TOML file each, in `builtin/`. A new topology is a new file there."""
+"""The built-in fleets: a TOML file each, in `builtin/`, or drawn from a seed (`drawn`).
+
+A new topology is a new file there.
+"""
 
 from __future__ import annotations
 
-from functools import cache
+import re
+from collections.abc import Callable, Mapping
+from functools import cache, partial
 from importlib import resources
 
 from isthmus.errors import UserError, unknown_name
+from isthmus.fleet.drawn import fusionllm_testbed, random_fleet, sky
 from isthmus.fleet.fleet import Fleet
 from isthmus.fleet.toml import load_fleet, parse_fleet
 
 _FOLDER = resources.files("isthmus.fleet").joinpath("builtin")
+_DRAWN: Mapping[str, Callable[[], Fleet]] = {
+    **{f"fusionllm-testbed{n}": partial(fusionllm_testbed, n) for n in (1, 2)},
+    **{f"sky-{n}": partial(sky, n) for n in (16, 32, 64)},
+}
+RANDOM = "random:N:seed"
+"""How a random fleet is asked for: `random:100:7` has 100 devices, drawn from seed 7."""
+_RANDOM = re.compile(r"random:([0-9]{1,9}):([0-9]{1,18})")
 
 
 @cache
 def topology(name: str) -> Fleet:
-    """The built-in fleet called `name`. Raises `UserError` with the nearest name."""
+    """The built-in fleet called `name`, or a random one. Raises `UserError` with the nearest name."""
+    if (asked := _RANDOM.fullmatch(name)) is not None:
+        return random_fleet(int(asked[1]), int(asked[2]))
+    if name in _DRAWN:
+        return _DRAWN[name]()
     if name not in topology_names():
-        raise unknown_name("topology", name, topology_names())
+        raise unknown_name("topology", name, [*topology_names(), RANDOM])
     return parse_fleet((_FOLDER / f"{name}.toml").read_text(encoding="utf-8"), f"{name}.toml")
 
 
 @cache
 def topology_names() -> tuple[str, ...]:
-    """The names of the built-in fleets, sorted."""
-    return tuple(sorted(file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml")))
+    """The names of the built-in fleets, sorted. Random ones have names of the form `random:N:seed` besides."""
+    files = (file.name.removesuffix(".toml") for file in _FOLDER.iterdir() if file.name.endswith(".toml"))
+    return tuple(sorted([*files, *_DRAWN]))
 
 
 def describe(name: str) -> str:

@@ -35,7 +35,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.errors import InternalError, IsthmusError, UserError, unknown_name
-from isthmus.fleet.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.fleet.topologies import resolve_fleet
 from isthmus.runtime import lab_hub, lab_probe
 from isthmus.runtime.lab_hub import HubCount, HubFailed, HubReady, HubSpec, PathSpec

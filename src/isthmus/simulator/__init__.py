@@ -1,6 +1,6 @@
 """Runs a plan on a virtual clock and modelled links, with the same machines as the runtime."""
 
-from isthmus.simulator.network import Transmission, Wire
+from isthmus.simulator.network import Transmission, Uplink, Wire
 from isthmus.simulator.options import Fault, Overheads, SimulationOptions
 from isthmus.simulator.simulate import SimulatedRun, simulate, simulate_run
 
@@ -10,6 +10,7 @@ __all__ = [
     "SimulatedRun",
     "SimulationOptions",
     "Transmission",
+    "Uplink",
     "Wire",
     "simulate",
     "simulate_run",

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections import defaultdict
 
-from isthmus.fleet.fleet import Fleet
+from isthmus.fleet import Fleet
 from isthmus.plan.plan import Plan, Replica
 from isthmus.protocol.events import Parcel, Work
 from isthmus.protocol.views import only_replica

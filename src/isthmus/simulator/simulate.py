@@ -11,7 +11,7 @@ from functools import partial
 import msgspec
 
 from isthmus.errors import InternalError, UserError, unknown_name
-from isthmus.fleet.fleet import Fleet
+from isthmus.fleet import Fleet
 from isthmus.plan.plan import Plan
 from isthmus.protocol.coordinator import Coordinator, CoordinatorStatistics
 from isthmus.protocol.events import (

@@ -1,0 +1,52 @@
+"""What a step costs in money: the devices' time, and the bytes that leave their sites."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Plan, Replica
+
+GB = 10**9
+SECONDS_PER_HOUR = 3600.0
+
+
+class Price(msgspec.Struct, frozen=True, kw_only=True):
+    """In the unit of the fleet's prices."""
+
+    devices: float
+    """Every device that the plan uses is paid for the whole step, idle or not."""
+    egress: float
+
+    @property
+    def total(self) -> float:
+        return self.devices + self.egress
+
+
+def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
+    """The price of one step that takes `step_s`, by default what the plan predicts. UserError for an unknown device."""
+    used = {stage.device for replica in plan.replicas for stage in replica.stages}
+    hours = (plan.predicted.step_s if step_s is None else step_s) / SECONDS_PER_HOUR
+    return Price(
+        devices=hours * sum(fleet.device(name).price_per_hour for name in used),
+        egress=sum(
+            size_bytes / GB * fleet.site(fleet.device(source).region).egress_price_per_gb
+            for replica in plan.replicas
+            for source, target, size_bytes in _sent(replica, plan.micro_batches)
+            if fleet.device(source).region != fleet.device(target).region
+        ),
+    )
+
+
+def _sent(replica: Replica, micro_batches: int) -> Iterator[tuple[str, str, int]]:
+    """(source, target, bytes per step) of everything that crosses a link."""
+    names = [stage.device for stage in replica.stages]
+    for edge in replica.edges:
+        yield names[edge.source], names[edge.target], edge.forward_bytes * micro_batches
+        yield names[edge.target], names[edge.source], edge.backward_bytes * micro_batches
+    for parameter in replica.shared:
+        for user in parameter.users:
+            yield names[parameter.owner], names[user], parameter.size_bytes
+            yield names[user], names[parameter.owner], parameter.size_bytes

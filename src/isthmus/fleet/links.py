@@ -1,0 +1,117 @@
+"""Directed links: what one is, how it changes with time, and how a fleet's links are stated."""
+
+from __future__ import annotations
+
+import bisect
+import itertools
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.fleet.checks import check_number
+
+
+class LinkTrace(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """A link as it was measured over time: each sample holds until the next one, and the last one from then on.
+
+    Raises `UserError` for no sample, lists of different lengths, or times that do not start at 0 and rise.
+    """
+
+    times_s: tuple[float, ...]
+    latency_s: tuple[float, ...]
+    bandwidth_bytes_per_s: tuple[float, ...]
+
+    def __post_init__(self) -> None:
+        counts = {len(self.times_s), len(self.latency_s), len(self.bandwidth_bytes_per_s)}
+        if counts == {0} or len(counts) > 1:
+            raise UserError(f"link trace: got columns of {sorted(counts)} rows, expected one or more, the same in each")
+        for latency_s, bandwidth in zip(self.latency_s, self.bandwidth_bytes_per_s, strict=True):
+            check_number("link trace: latency_s", latency_s)
+            check_number("link trace: bandwidth_bytes_per_s", bandwidth, above_zero=True)
+        if self.times_s[0] != 0:
+            raise UserError(f"link trace: the first time is {self.times_s[0]} s, expected 0")
+        for before, after in itertools.pairwise(self.times_s):
+            check_number("link trace: times_s", after)
+            if not after > before:
+                raise UserError(f"link trace: time {after} s after {before} s, expected rising times")
+
+    def latency_at(self, time_s: float) -> float:
+        return self.latency_s[self._sample(time_s)]
+
+    def sent_s(self, start_s: float, size_bytes: float) -> float:
+        """When the last of `size_bytes` has left, if the first leaves at `start_s`."""
+        sample, now_s, left_bytes = self._sample(start_s), start_s, size_bytes
+        for end_s in self.times_s[sample + 1 :]:
+            room_bytes = (end_s - now_s) * self.bandwidth_bytes_per_s[sample]
+            if left_bytes <= room_bytes:
+                break
+            left_bytes -= room_bytes
+            now_s, sample = end_s, sample + 1
+        return now_s + left_bytes / self.bandwidth_bytes_per_s[sample]
+
+    def mean(self) -> Link:
+        """The link with the latency and bandwidth of this trace, averaged over its time."""
+        held_s = [after - before for before, after in itertools.pairwise(self.times_s)] or [1.0]
+
+        def average(column: tuple[float, ...]) -> float:
+            # The last sample has no end; it counts where it is the only one.
+            return sum(value * s for value, s in zip(column, held_s, strict=False)) / sum(held_s)
+
+        return Link(average(self.latency_s), average(self.bandwidth_bytes_per_s), self)
+
+    def _sample(self, time_s: float) -> int:
+        return max(0, bisect.bisect_right(self.times_s, time_s) - 1)
+
+
+class Link(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One direction between two devices: latency (alpha) and bandwidth (1/beta in FusionLLM's model).
+
+    Of a link with a trace they are the averages that planners go by; the simulator follows the trace.
+    """
+
+    latency_s: float
+    bandwidth_bytes_per_s: float
+    trace: LinkTrace | None = None
+
+    def __post_init__(self) -> None:
+        check_number("link: latency_s", self.latency_s)
+        check_number("link: bandwidth_bytes_per_s", self.bandwidth_bytes_per_s, above_zero=True)
+
+    def transfer_s(self, size_bytes: float) -> float:
+        """Seconds until a message has arrived whole: latency + size / bandwidth (FusionLLM's alpha-beta model)."""
+        return self.latency_s + size_bytes / self.bandwidth_bytes_per_s
+
+
+class Route(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
+    """The link from `source` to `target`, which are two devices or two regions."""
+
+    source: str
+    target: str
+    link: Link
+
+
+class Links(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who is joined how, the general first; what stands further down overrides what stands above it.
+
+    A region paired with itself in `regions` overrides `intra` for that region.
+    """
+
+    default: Link | None = None
+    intra: Link | None = None
+    regions: tuple[Route, ...] = ()
+    devices: tuple[Route, ...] = ()
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What all devices of one region have in common towards the other regions."""
+
+    region: str
+    uplink_bytes_per_s: float | None = None
+    """Shared by all links that leave the region; None where they do not share any."""
+    egress_price_per_gb: float = 0.0
+    """Of 10**9 bytes that leave the region, in the unit of the devices' prices."""
+
+    def __post_init__(self) -> None:
+        if self.uplink_bytes_per_s is not None:
+            check_number(f"site {self.region!r}: uplink_bytes_per_s", self.uplink_bytes_per_s, above_zero=True)
+        check_number(f"site {self.region!r}: egress_price_per_gb", self.egress_price_per_gb)
