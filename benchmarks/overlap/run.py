@@ -134,11 +134,10 @@ def measure(prepared: Prepared, setting: Setting, latency: str, tries: int) -> R
         runs.append(run_once(prepared, plan, fleet))
     trace, late_share = min(runs, key=lambda run: run[1])
     simulated, last = simulate(plan, fleet, run_spec(prepared)), fleet.names[-1]
-    (replica,) = plan.replicas
     return Result(
-        stages=setting.stages, latency=latency, in_flight=plan.schedule.in_flight,
+        stages=setting.stages, latency=latency, in_flight=plan.replica.schedule.in_flight,
         compute_s=max(s.flops_forward + s.flops_backward for s in plan.stages) / setting.flops_per_s,
-        wire_s=max(max(e.forward_bytes, e.backward_bytes) for e in replica.edges) / setting.bandwidth_bytes_per_s,
+        wire_s=max(max(e.forward_bytes, e.backward_bytes) for e in plan.replica.edges) / setting.bandwidth_bytes_per_s,
         period_s=period_s(trace, last), simulated_period_s=period_s(simulated, last),
         step_s=steady_step_s(trace), simulated_step_s=steady_step_s(simulated), late_share=late_share,
     )  # fmt: skip

@@ -43,8 +43,12 @@ def plan_of(sizes: list[tuple[int, int, int]]) -> Plan:
     )
     return Plan(
         model="m", fleet="f", planner="hand", micro_batch_size=1, micro_batches=MICRO_BATCHES,
-        schedule=Schedule("1f1b", classic_in_flight("1f1b", len(sizes), MICRO_BATCHES)),
-        replicas=(Replica(stages=stages, edges=edges),),
+        replicas=(
+            Replica(
+                stages=stages, edges=edges, micro_batches=MICRO_BATCHES,
+                schedule=Schedule("1f1b", classic_in_flight("1f1b", len(sizes), MICRO_BATCHES)),
+            ),
+        ),
         predicted=Prediction(step_s=0, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
     )  # fmt: skip
 

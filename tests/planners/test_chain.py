@@ -210,7 +210,7 @@ def test_memory_decides_how_many_micro_batches_are_in_flight_and_is_in_the_predi
     tight = _fleet([1e8, 1e8], latency=0.5, bandwidth=1e9, memory=most // 2)
     squeezed = plan("chain", problem_of(graph, tight, micro_batches=32))
     assert all(s.memory.total <= most // 2 for s in squeezed.stages)
-    assert max(squeezed.schedule.in_flight) < max(roomy.schedule.in_flight)
+    assert max(squeezed.replica.schedule.in_flight) < max(roomy.replica.schedule.in_flight)
     unaware = build_plan(problem_of(graph, tight, micro_batches=32), ["d0", "d1"], roomy.boundaries(), planner="same")
     assert unaware.predicted.bottleneck.startswith("memory of device d0")
     assert roomy.predicted.step_s < squeezed.predicted.step_s < 0.9 * unaware.predicted.step_s

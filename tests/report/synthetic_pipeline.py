@@ -1,6 +1,6 @@
 """Plans, fleets and traces for the tests of the report: a pipeline played on a heap of events, in eighty lines.
 
-It follows the order policy of `plan.schedule` (backward first, then the lowest micro-batch) and lets each link carry
+It follows the order policy of schedules (backward first, then the lowest micro-batch) and lets each link carry
 one message at a time, but it is no simulator: stages form a chain, and an update takes the time of one forward.
 """
 
@@ -70,12 +70,16 @@ def make_plan(fleet: Fleet, micro_batches: int = 8) -> Plan:
         planner="dp",
         micro_batch_size=4,
         micro_batches=micro_batches,
-        schedule=Schedule("1f1b", classic_in_flight("1f1b", count, micro_batches)),
-        replicas=(Replica(stages=stages, edges=edges),),
+        replicas=(
+            Replica(
+                stages=stages, edges=edges, micro_batches=micro_batches,
+                schedule=Schedule("1f1b", classic_in_flight("1f1b", count, micro_batches)),
+            ),
+        ),
         predicted=Prediction(step_s=1.13, period_s=0.09, fill_s=0.5, eq3_step_s=1.5, bottleneck="device oslo-2"),
         certificate=Certificate(lower_bound_s=1.2, gap=1 / 24, scope="contiguous partitions"),
         notes=("lisbon-0 holds the embedding.",),
-    )
+    )  # fmt: skip
 
 
 def play(
@@ -132,7 +136,7 @@ class _Pipeline:
             self.waiting[s].remove(min(ready))
             self._compute(s, "B", min(ready), now)
         elif f < n and (s == 0 or ("F", s, item, f) in self.arrived) and (
-            len(self.waiting[s]) < self.plan.schedule.in_flight[s]
+            len(self.waiting[s]) < self.plan.replica.schedule.in_flight[s]
         ):
             self.forwards[s] += 1
             self._compute(s, "F" if kind == "train" else "E", f, now)

@@ -17,7 +17,7 @@ from isthmus.cli.planning import plan_for
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.job import fleet_of, load_job, prepare
-from isthmus.plan import Plan, load_plan, save_plan
+from isthmus.plan import Plan, Schedule, load_plan, save_plan
 from isthmus.training.plain import plain_loss
 
 from .commands import Done, edited, isthmus, refused, write_job
@@ -200,8 +200,8 @@ def test_a_plan_as_it_was_made_is_taken_as_it_is(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path))
     prepared, fleet, path = prepare(job), fleet_of(job), tmp_path / "plan.json"
     plan = plan_for(prepared, fleet)
-    limits = msgspec.structs.replace(plan.schedule, in_flight=(1, 1))
-    for kept in (plan, msgspec.structs.replace(plan, schedule=limits)):
+    limited = msgspec.structs.replace(plan.replica, schedule=Schedule("1f1b", (1, 1)))
+    for kept in (plan, msgspec.structs.replace(plan, replicas=(limited,))):
         save_plan(kept, path)
         assert plan_for(prepared, fleet, path) == kept
 

@@ -62,6 +62,8 @@ def make_plan(
         edges=chain(stages) if edges is None else tuple(edges),
         shared=tuple(shared),
         loss_stage=loss_stage,
+        micro_batches=micro_batches,
+        schedule=Schedule("1f1b", limits),
     )
     return Plan(
         model="drawn",
@@ -69,7 +71,6 @@ def make_plan(
         planner="hand",
         micro_batch_size=1,
         micro_batches=micro_batches,
-        schedule=Schedule("1f1b", limits),
         replicas=(replica,),
         predicted=Prediction(step_s=0, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
     )

@@ -24,7 +24,7 @@ class Case(msgspec.Struct, frozen=True):
 
     @property
     def views(self) -> tuple[StageView, ...]:
-        return stage_views(self.plan, clips=False, counts=False, eval_edges=self.options.eval_edges)
+        return stage_views(self.plan.replica, clips=False, counts=False, eval_edges=self.options.eval_edges)
 
     def run(self, **changes: object) -> SimulatedRun:
         options = msgspec.structs.replace(self.options, **changes)

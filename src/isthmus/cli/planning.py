@@ -52,7 +52,8 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
         again = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner=plan.planner)
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
-    if (again.replicas, again.predicted) == (plan.replicas, plan.predicted):
+    as_limited = msgspec.structs.replace(again.replica, schedule=plan.replica.schedule)
+    if (as_limited, again.predicted) == (plan.replica, plan.predicted):
         return plan
     note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
     return msgspec.structs.replace(again, notes=(*again.notes, note))
@@ -65,8 +66,8 @@ def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
         ("model", plan.model, job.model.name),
         ("micro_batches", plan.micro_batches, job.training.micro_batches),
         ("micro_batch_size", plan.micro_batch_size, job.micro_batch_size),
-        ("schedule.name", plan.schedule.name, job.schedule),
         ("replicas", len(plan.replicas), 1),
+        ("schedule.name", plan.replicas[0].schedule.name if plan.replicas else "", job.schedule),
     ):
         if got != expected:
             raise UserError(f"plan file {document}: {field}: got {got!r}, the job has {expected!r}")

@@ -3,18 +3,31 @@
 from __future__ import annotations
 
 import itertools
+from collections import Counter
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
+from typing import NamedTuple
+
+import msgspec
 
 from isthmus.cost.compute import stage_flops
 from isthmus.cost.memory import micro_batch_bytes, stage_memory
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline
+from isthmus.cost.sync import sync_groups, sync_s
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
 from isthmus.plan import Certificate, Edge, Plan, Prediction, Replica, Schedule, SharedParameter, Stage
 from isthmus.units import format_compute, format_size
+
+
+class Layout(NamedTuple):
+    """Where one replica runs: a device per stage, the first operator of every stage but the first, and its share."""
+
+    order: tuple[str, ...]
+    boundaries: tuple[int, ...]
+    micro_batches: int
 
 
 @dataclass(frozen=True)
@@ -58,25 +71,69 @@ def build_plan(
     certificate: Certificate | None = None,
     notes: Mapping[str, str] | None = None,
 ) -> Plan:
-    """The plan that runs operators `boundaries[k-1] .. boundaries[k] - 1` on `order[k]`.
+    """The plan that runs operators `boundaries[k-1] .. boundaries[k] - 1` on `order[k]`: a pipeline, one replica.
 
     `notes` says why, per device; a device without an entry gets the plain facts. Raises FleetTooSmall where a
     stage does not fit even with one micro-batch in flight (GPipe: with all).
     """
-    placed = place(problem, order, boundaries)
-    in_flight = in_flight_limits(problem, placed.times, memory_allows(placed))
+    layout = Layout(tuple(order), tuple(boundaries), problem.micro_batches)
+    return build_replicas(problem, [layout], planner=planner, certificate=certificate, notes=notes)
+
+
+def build_replicas(
+    problem: Problem,
+    layouts: Sequence[Layout],
+    *,
+    planner: str,
+    certificate: Certificate | None = None,
+    notes: Mapping[str, str] | None = None,
+) -> Plan:
+    """The plan of several pipelines that share each batch, as `build_plan` says of one.
+
+    Raises UserError where a device is in two of them, or their micro-batches are not the problem's in sum.
+    """
+    _check_layouts(problem, layouts)
+    placed = [place(_share(problem, x.micro_batches), x.order, x.boundaries) for x in layouts]
+    limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
+    predicted = [_predict(p, limit) for p, limit in zip(placed, limits, strict=True)]
+    sync = sync_groups(problem.flow, [(p.order, p.graphs) for p in placed])
+    averaging_s = sync_s(problem.fleet, sync)
+    slowest = max(predicted, key=lambda p: p.step_s)
     return Plan(
         model=problem.flow.graph.name,
         fleet=problem.fleet.name,
         planner=planner,
         micro_batch_size=problem.micro_batch_size,
         micro_batches=problem.micro_batches,
-        schedule=Schedule(problem.schedule, in_flight),
-        replicas=(Replica(stages=_stages(placed, in_flight), edges=placed.edges, shared=placed.shared),),
-        predicted=_predict(placed, in_flight),
+        replicas=tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True)),
+        sync=sync,
+        predicted=msgspec.structs.replace(
+            slowest, step_s=slowest.step_s + averaging_s, sync_s=averaging_s,
+            eq3_step_s=max(p.eq3_step_s for p in predicted) + averaging_s,
+        ),
         certificate=certificate,
         notes=tuple(_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names),
-    )
+    )  # fmt: skip
+
+
+def _check_layouts(problem: Problem, layouts: Sequence[Layout]) -> None:
+    for device, uses in Counter(name for x in layouts for name in set(x.order)).items():
+        if uses > 1:
+            raise UserError(f"plan: got device {device!r} in {uses} replicas, expected one")
+    got = [x.micro_batches for x in layouts]
+    if sum(got) != problem.micro_batches or min(got, default=0) < 1:
+        raise UserError(f"plan: got {got} micro-batches, expected {problem.micro_batches} in sum, one each at least")
+
+
+def _share(problem: Problem, micro_batches: int) -> Problem:
+    return problem if micro_batches == problem.micro_batches else replace(problem, micro_batches=micro_batches)
+
+
+def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
+    return Replica(
+        stages=_stages(placed, in_flight), edges=placed.edges, shared=placed.shared,
+        micro_batches=placed.problem.micro_batches, schedule=Schedule(placed.problem.schedule, in_flight),
+    )  # fmt: skip
 
 
 def memory_allows(placed: Placement) -> list[int]:
@@ -135,9 +192,10 @@ def _predict(placed: Placement, in_flight: Sequence[int]) -> Prediction:
     )
 
 
-def _note(placed: Placement, name: str, why: str) -> str:
+def _note(replicas: Sequence[Placement], name: str, why: str) -> str:
     reason = f": {why}" if why else ""
-    if name not in placed.order:
+    placed = next((p for p in replicas if name in p.order), None)
+    if placed is None:
         return f"{name} is left out{reason}"
     index = placed.order.index(name)
     problem, operators = placed.problem, placed.problem.flow.operators

@@ -123,7 +123,11 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise UserError(f"fleet {self.name!r}: got {count} devices to keep, expected 1 to {len(self.devices)}")
         members = [[device for device in self.devices if device.region == region] for region in self.regions]
         in_turn = (device for device in chain.from_iterable(zip_longest(*members)) if device is not None)
-        kept = {device.name for device, _ in zip(in_turn, range(count), strict=False)}
+        return self.subset(device.name for device, _ in zip(in_turn, range(count), strict=False))
+
+    def subset(self, names: Iterable[str]) -> Fleet:
+        """The fleet of these devices alone, in their declared order. Raises `UserError` for a name it does not have."""
+        kept = {self.device(name).name for name in names}
         devices = tuple(device for device in self.devices if device.name in kept)
         regions = {device.region for device in devices}
         links = msgspec.structs.replace(

@@ -9,6 +9,7 @@ from isthmus.plan.plan import (
     SharedParameter,
     Stage,
     StageMemory,
+    SyncGroup,
     load_plan,
     save_plan,
 )
@@ -16,5 +17,5 @@ from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_fligh
 
 __all__ = [
     "SCHEDULES", "Certificate", "Edge", "Plan", "Prediction", "Replica", "Schedule", "SharedParameter",
-    "Stage", "StageMemory", "Tasklet", "classic_in_flight", "load_plan", "save_plan",
+    "Stage", "StageMemory", "SyncGroup", "Tasklet", "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip

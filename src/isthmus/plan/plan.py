@@ -12,7 +12,7 @@ import msgspec
 from isthmus.errors import UserError
 from isthmus.plan.schedule import Schedule
 
-PLAN_VERSION = 1
+PLAN_VERSION = 2
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,19 +72,32 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     shared: tuple[SharedParameter, ...] = ()
-    share: float = 1.0
+    micro_batches: int
+    """Of each step's; the micro-batches of all replicas are one batch."""
+    schedule: Schedule
     loss_stage: int = -1
     """The stage that computes the loss: its index, or -1 for the last."""
+
+
+class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
+    """Parameters that the same stages of different replicas hold: their gradients are averaged once per step."""
+
+    devices: tuple[str, ...]
+    """One of each replica, in the order of the replicas."""
+    size_bytes: int
+    """Of the gradients."""
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """What the cost model says of the plan, in seconds per step."""
 
     step_s: float
-    """Closed form with latency hidden inside the step: fill + (n - 1) * period."""
+    """Closed form with latency hidden inside the step: fill + (n - 1) * period of the slowest replica, and the sync."""
     period_s: float
     """Steady time between micro-batches: the slowest stage, or the slowest link's bytes / bandwidth."""
     fill_s: float
+    sync_s: float = 0.0
+    """Averaging the replicas' gradients, after the last backward."""
     eq3_step_s: float
     """FusionLLM Eq. 3, forward and backward, latency counted in the bottleneck term."""
     bottleneck: str
@@ -108,8 +121,9 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     planner: str
     micro_batch_size: int
     micro_batches: int
-    schedule: Schedule
     replicas: tuple[Replica, ...]
+    sync: tuple[SyncGroup, ...] = ()
+    """Whose gradients are averaged; none with one replica."""
     predicted: Prediction
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
@@ -120,10 +134,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return self.micro_batch_size * self.micro_batches
 
     @property
+    def replica(self) -> Replica:
+        """The only replica. UserError when the plan has several, or none."""
+        if len(self.replicas) != 1:
+            raise UserError(f"plan: replicas: got {len(self.replicas)}, expected exactly 1")
+        return self.replicas[0]
+
+    @property
     def stages(self) -> tuple[Stage, ...]:
         """Stages of the only replica."""
-        (replica,) = self.replicas
-        return replica.stages
+        return self.replica.stages
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Of all stages, replica after replica."""
+        return tuple(stage.device for replica in self.replicas for stage in replica.stages)
 
     def boundaries(self) -> list[int]:
         """First operator number of every stage but the first."""

@@ -39,6 +39,11 @@ class Scorer:
 
     def score(self, order: Sequence[int]) -> float:
         """Seconds per step if every device took work and memory in proportion to its speed."""
+        fill_s, period_s = self.fill_and_period(order)
+        return fill_s + (self.micro_batches - 1) * period_s
+
+    def fill_and_period(self, order: Sequence[int]) -> tuple[float, float]:
+        """Seconds of one micro-batch alone, and between micro-batches."""
         chain = np.asarray(order)
         speed = self.speed[chain]
         share = speed / speed.sum()
@@ -50,7 +55,7 @@ class Scorer:
         # A device too small for one micro-batch may still do with less work than its share.
         throttle_s = round_trip_s / np.clip(held, 0.25, None) * (held < self.micro_batches)
         busy_s = max(stage_s, float(self.wire_s[chain[:-1], chain[1:]].max(initial=0.0)), float(throttle_s.max()))
-        return fill_s + (self.micro_batches - 1) * busy_s
+        return fill_s, busy_s
 
 
 def scorer_of(problem: Problem, network: Network, blocks: Blocks) -> Scorer:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable
 
 from isthmus.errors import UserError
-from isthmus.plan.plan import Plan, Replica
+from isthmus.plan.plan import Replica
 from isthmus.protocol.worker import StageView
 
 Pair = tuple[int, int]
@@ -13,19 +13,18 @@ Neighbours = dict[int, tuple[int, ...]]
 
 
 def stage_views(
-    plan: Plan, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
+    replica: Replica, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
 ) -> tuple[StageView, ...]:
-    """The views of the stages of the plan's only replica, in order.
+    """The views of a replica's stages, in order.
 
     `clips`: gradient norms are exchanged before each update. `counts`: the loss is a sum over a count.
     `eval_edges` are the (source, target) pairs that activations take in an evaluation; without it, those of training.
-    Raises `UserError` for a plan whose stages, edges and limits do not fit together.
+    Raises `UserError` for a replica whose stages, edges and limits do not fit together.
     """
-    replica = only_replica(plan)
     forward = [(e.source, e.target) for e in replica.edges]
     evaluation = forward if eval_edges is None else list(eval_edges)
     shared = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]
-    _check_limits(plan, len(replica.stages))
+    _check_limits(replica)
     _check_pairs("edge", [*forward, *evaluation], len(replica.stages), onward=True)
     _check_pairs("shared parameter", shared, len(replica.stages))
     forward_from, forward_to = _neighbours(forward)
@@ -41,7 +40,7 @@ def stage_views(
         StageView(
             stage=s,
             stages=len(replica.stages),
-            in_flight=plan.schedule.in_flight[s],
+            in_flight=replica.schedule.in_flight[s],
             forward_from=forward_from.get(s, ()),
             forward_to=forward_to.get(s, ()),
             backward_from=backward_from.get(s, ()),
@@ -57,13 +56,6 @@ def stage_views(
         )
         for s in range(len(replica.stages))
     )
-
-
-def only_replica(plan: Plan) -> Replica:
-    """Raises `UserError` when the plan has several replicas, or none."""
-    if len(plan.replicas) != 1:
-        raise UserError(f"plan: replicas: got {len(plan.replicas)}, expected exactly 1")
-    return plan.replicas[0]
 
 
 def _neighbours(pairs: Iterable[Pair]) -> tuple[Neighbours, Neighbours]:
@@ -87,8 +79,8 @@ def _loss_stage(replica: Replica) -> int:
     return replica.loss_stage % stages
 
 
-def _check_limits(plan: Plan, stages: int) -> None:
-    limits = plan.schedule.in_flight
+def _check_limits(replica: Replica) -> None:
+    limits, stages = replica.schedule.in_flight, len(replica.stages)
     if len(limits) != stages or min(limits, default=0) < 1:
         raise UserError(f"plan: schedule.in_flight: got {list(limits)}, expected {stages} numbers of at least 1")
 

@@ -120,13 +120,13 @@ def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}
         model=plan.model,
         fleet=plan.fleet,
         planner=plan.planner,
-        schedule=plan.schedule.name,
+        schedule=plan.replicas[0].schedule.name,
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         stages=tuple(
             stage
             for number, replica in enumerate(plan.replicas)
-            for stage in _stages(number, replica, plan.schedule.in_flight, fleet, speed_scale)
+            for stage in _stages(number, replica, fleet, speed_scale)
         ),
         predicted=plan.predicted,
         certificate=plan.certificate,
@@ -135,7 +135,7 @@ def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}
 
 
 def _stages(
-    number: int, replica: Replica, in_flight: tuple[int, ...], fleet: Fleet, speed_scale: Mapping[str, float]
+    number: int, replica: Replica, fleet: Fleet, speed_scale: Mapping[str, float]
 ) -> Iterable[StageSummary]:
     for index, stage in enumerate(replica.stages):
         device = fleet.device(stage.device)
@@ -154,7 +154,7 @@ def _stages(
             backward_s=stage.flops_backward / flops_per_s,
             memory_bytes=stage.memory.total,
             memory_available_bytes=device.memory_bytes,
-            in_flight=in_flight[index],
+            in_flight=replica.schedule.in_flight[index],
             sends=tuple(_sends(index, replica, fleet)),
         )
 

@@ -146,8 +146,7 @@ class TrainingScript:
             for graph in graphs:
                 crossing = [c.spec.nbytes(size) for c in graph.sends if {c.source, c.target} == {a, b}]
                 total += self.job.training.micro_batches * sum(crossing)
-        (replica,) = self._plan.replicas
-        shared = [p.size_bytes for p in replica.shared if {a, b} <= {p.owner, *p.users}]
+        shared = [p.size_bytes for p in self._plan.replica.shared if {a, b} <= {p.owner, *p.users}]
         return total + 4 * sum(shared)
 
     def weights(self, device: str) -> Mapping[str, Tensor]:

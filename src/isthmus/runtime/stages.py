@@ -48,7 +48,7 @@ def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePa
     evaluation += tuple(_empty(k) for k in range(len(evaluation), len(train)))
     _check_parameters(train, evaluation)
     edges = {(c.source, c.target) for stage in evaluation for c in stage.sends}
-    views = stage_views(plan, clips=clips, counts=captured.train.count is not None, eval_edges=sorted(edges))
+    views = stage_views(plan.replica, clips=clips, counts=captured.train.count is not None, eval_edges=sorted(edges))
     return tuple(
         StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e)
         for view, t, e in zip(views, train, evaluation, strict=True)

@@ -5,9 +5,8 @@ from __future__ import annotations
 from collections import defaultdict
 
 from isthmus.fleet import Fleet
-from isthmus.plan.plan import Plan, Replica
+from isthmus.plan.plan import Replica
 from isthmus.protocol.events import Parcel, Work
-from isthmus.protocol.views import only_replica
 from isthmus.simulator.options import SimulationOptions
 
 COUNT_BYTES = 16
@@ -17,10 +16,11 @@ NORMS_BYTES = 64
 class Costs:
     """Durations of one replica's stages in seconds, without jitter, and sizes of its parcels in bytes."""
 
-    def __init__(self, plan: Plan, fleet: Fleet, options: SimulationOptions) -> None:
-        replica = only_replica(plan)
+    def __init__(self, replica: Replica, fleet: Fleet, options: SimulationOptions, first_worker: int = 0) -> None:
+        """`first_worker`: by how much the replica's stages are counted on in `options.durations`."""
         self._options = options
-        self._seconds = _tasklet_seconds(replica, fleet, options)
+        self._first_worker = first_worker
+        self._seconds = _tasklet_seconds(replica, fleet, options, first_worker)
         self._sizes = _parcel_sizes(replica)
         self._eval_sizes = options.eval_edges
 
@@ -28,7 +28,7 @@ class Costs:
         return self._seconds[stage, work] + self._options.overheads.tasklet_s
 
     def update_s(self, stage: int) -> float:
-        return self._options.durations.get((stage, "update"), self._options.update_s)
+        return self._options.durations.get((self._first_worker + stage, "update"), self._options.update_s)
 
     def parcel_bytes(self, parcel: Parcel, source: int, target: int, kind: str = "train") -> int:
         """Tensor bytes of a parcel between two stages, in an item of this kind."""
@@ -41,14 +41,17 @@ class Costs:
         return self._sizes[parcel, source, target]
 
 
-def _tasklet_seconds(replica: Replica, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:
+def _tasklet_seconds(
+    replica: Replica, fleet: Fleet, options: SimulationOptions, first_worker: int
+) -> dict[tuple[int, Work], float]:
     seconds: dict[tuple[int, Work], float] = {}
     for number, stage in enumerate(replica.stages):
         flops_per_s = fleet.device(stage.device).flops_per_s * options.speed_scale.get(stage.device, 1.0)
-        forward = options.durations.get((number, "F"), stage.flops_forward / flops_per_s)
+        worker = first_worker + number
+        forward = options.durations.get((worker, "F"), stage.flops_forward / flops_per_s)
         seconds[number, "F"] = forward
-        seconds[number, "B"] = options.durations.get((number, "B"), stage.flops_backward / flops_per_s)
-        seconds[number, "E"] = options.durations.get((number, "E"), forward)
+        seconds[number, "B"] = options.durations.get((worker, "B"), stage.flops_backward / flops_per_s)
+        seconds[number, "E"] = options.durations.get((worker, "E"), forward)
     return seconds
 
 

@@ -59,7 +59,8 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     speed_scale: Mapping[str, float] = {}
     """Factor on a device's `flops_per_s`; 1 where it is not named."""
     durations: Mapping[tuple[int, Timed], float] = {}
-    """Measured seconds by (stage, work), in place of what the FLOPs say. An evaluation falls back to the forward."""
+    """Measured seconds by (stage, work), stages counted replica after replica, in place
+    of what the FLOPs say. An evaluation falls back to the forward."""
     overheads: Overheads = Overheads()
     update_s: float = 0.0
     save_s: float = 0.0

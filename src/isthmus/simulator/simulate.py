@@ -6,7 +6,9 @@ tensors and sockets. Nothing is decided here.
 
 from __future__ import annotations
 
+from collections.abc import Callable, Iterator
 from functools import partial
+from typing import NamedTuple
 
 import msgspec
 
@@ -43,7 +45,8 @@ from isthmus.protocol.events import (
 )
 from isthmus.protocol.views import stage_views
 from isthmus.protocol.work import Item, RunSpec
-from isthmus.protocol.worker import Worker, WorkerStatistics
+from isthmus.protocol.worker import StageView, Worker, WorkerStatistics
+from isthmus.simulator.averaging import Averaged, Averaging, Shard
 from isthmus.simulator.clock import Clock
 from isthmus.simulator.costs import Costs
 from isthmus.simulator.jitter import Jitter
@@ -67,26 +70,32 @@ def simulate(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions
 
 
 def simulate_run(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions | None = None) -> SimulatedRun:
-    """Run the plan's only replica on a virtual clock. The same arguments give the same result.
+    """Run the plan's replicas on a virtual clock. The same arguments give the same result.
 
     Times in the trace are seconds since the coordinator opened the first item; joining and placing take none.
-    Raises `UserError` for a plan that does not fit the fleet, `InternalError` if the machines wait for each other.
+    Raises `UserError` for a plan that does not fit the fleet, or whose replicas share out another number of
+    micro-batches than the run has; `InternalError` if the machines wait for each other.
     """
+    if len(plan.replicas) > 1 and spec.micro_batches != plan.micro_batches:
+        raise UserError(
+            f"simulation: micro_batches: got {spec.micro_batches}, expected {plan.micro_batches}, "
+            f"which the plan shares out to its {len(plan.replicas)} replicas"
+        )
     return _Simulation(plan, fleet, spec, options or SimulationOptions()).run()
 
 
 class _Simulation:
     def __init__(self, plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions) -> None:
-        eval_edges = None if options.eval_edges is None else options.eval_edges.keys()
-        views = stage_views(plan, clips=options.clips, counts=options.counts, eval_edges=eval_edges)
         self._options = options
         self._devices = _distinct_devices(plan)
-        self._workers = [Worker(view) for view in views]
+        self._numbers = {device: number for number, device in enumerate(self._devices)}
+        self._seats = _seats(plan, fleet, options)
+        self._workers = [Worker(seat.view) for seat in self._seats]
         self._coordinator = Coordinator(self._devices, spec)
         self._clock = Clock(options.seed)
         self._factor = Jitter(options.jitter, options.seed)
-        self._costs = Costs(plan, fleet, options)
         self._network = Network(fleet, options.overheads.message_s, self._factor)
+        self._averaging = Averaging(plan.sync)
         self._items: dict[int, Item] = {}
         self._gone: dict[int, float] = {}
         self._finish: Finish | None = None
@@ -116,60 +125,60 @@ class _Simulation:
                     self._clock.at(self._clock.now_s, ("coordinator", device), ready)
                 case Open(item=item):
                     self._items[item.index] = item
-                    self._tell_all(Opened(item=item))
+                    for worker, seat in enumerate(self._seats):
+                        self._tell_later(worker, Opened(item=seat.share(item)))
                 case Halt():
-                    self._tell_all(Halted())
+                    for worker in range(len(self._workers)):
+                        self._tell_later(worker, Halted())
                 case Finish():
                     self._finish = instruction
                 case _:  # Assign, Advance and Commit cost nothing
                     pass
 
-    def _tell_all(self, event: WorkerEvent) -> None:
+    def _tell_later(self, worker: int, event: WorkerEvent) -> None:
         time_s = self._clock.now_s + self._options.control_latency_s
-        for stage in range(len(self._workers)):
-            self._clock.at(time_s, ("control", stage), partial(self._tell, stage, event))
+        self._clock.at(time_s, ("control", worker), partial(self._tell, worker, event))
 
     def _tell_coordinator(self, event: CoordinatorEvent, device: str, after_s: float = 0.0) -> None:
         time_s = self._clock.now_s + self._options.control_latency_s + after_s
         self._clock.at(time_s, ("coordinator", device), partial(self._coordinate, event))
 
-    def _tell(self, stage: int, event: WorkerEvent) -> None:
-        if stage not in self._gone:
-            for instruction in self._workers[stage].handle(event):
-                self._do(stage, instruction)
+    def _tell(self, worker: int, event: WorkerEvent) -> None:
+        if worker not in self._gone:
+            for instruction in self._workers[worker].handle(event):
+                self._do(worker, instruction)
 
-    def _do(self, stage: int, instruction: WorkerInstruction) -> None:
+    def _do(self, worker: int, instruction: WorkerInstruction) -> None:
+        seat, device = self._seats[worker], self._devices[worker]
         match instruction:
             case Compute(work=work, item=item, micro_batch=micro_batch):
                 done = Computed(work=work, item=item, micro_batch=micro_batch)
-                self._occupy(stage, work, self._costs.tasklet_s(stage, work), done)
+                self._occupy(worker, work, seat.costs.tasklet_s(seat.stage, work), done)
             case Send():
-                self._send(stage, instruction)
+                self._send(worker, instruction)
             case Collect(item=item):
-                collected = partial(self._tell, stage, Collected(item=item))
-                self._clock.at(self._clock.now_s, ("compute", stage), collected)
+                self._exchange(self._averaging.ready(device, item))
             case Update(item=item):
-                self._occupy(stage, "update", self._costs.update_s(stage), Updated(item=item))
+                self._occupy(worker, "update", seat.costs.update_s(seat.stage), Updated(item=item))
             case Save(item=item):
-                self._occupy(stage, "save", self._options.save_s, Saved(item=item))
+                self._occupy(worker, "save", self._options.save_s, Saved(item=item))
             case Report(item=item):
-                device = self._devices[stage]
                 self._tell_coordinator(Reported(device=device, item=item), device)
             case Stop():
-                self._gone[stage] = self._clock.now_s
+                self._gone[worker] = self._clock.now_s
 
-    def _occupy(self, stage: int, name: str, seconds: float, done: Computed | Updated | Saved) -> None:
-        """Hold the stage's compute lane."""
+    def _occupy(self, worker: int, name: str, seconds: float, done: Computed | Updated | Saved) -> None:
+        """Hold the worker's compute lane."""
         start_s = self._clock.now_s
         end_s = start_s + seconds * self._factor()
-        self._clock.at(end_s, ("compute", stage), partial(self._release, stage, name, start_s, done))
+        self._clock.at(end_s, ("compute", worker), partial(self._release, worker, name, start_s, done))
 
-    def _release(self, stage: int, name: str, start_s: float, done: Computed | Updated | Saved) -> None:
-        if stage in self._gone:
+    def _release(self, worker: int, name: str, start_s: float, done: Computed | Updated | Saved) -> None:
+        if worker in self._gone:
             return
         self._spans.append(
             Span(
-                device=self._devices[stage],
+                device=self._devices[worker],
                 track="compute",
                 name=name,
                 start_s=start_s,
@@ -178,54 +187,111 @@ class _Simulation:
                 micro_batch=done.micro_batch if isinstance(done, Computed) else -1,
             )
         )
-        self._tell(stage, done)
+        self._tell(worker, done)
 
-    def _send(self, stage: int, send: Send) -> None:
-        size_bytes = self._costs.parcel_bytes(send.parcel, stage, send.target, self._items[send.item].kind)
+    def _send(self, worker: int, send: Send) -> None:
+        seat = self._seats[worker]
+        size_bytes = seat.costs.parcel_bytes(send.parcel, seat.stage, send.target, self._items[send.item].kind)
+        message = _Message(worker, seat.first + send.target, send.parcel, send.item, size_bytes, send.micro_batch)
+        arrived = Arrived(parcel=send.parcel, source=seat.stage, item=send.item, micro_batch=send.micro_batch)
+        self._transmit(message, lambda: self._tell(message.target, arrived))
+
+    def _exchange(self, steps: Iterator[Shard | Averaged]) -> None:
+        for step in steps:
+            if isinstance(step, Averaged):
+                worker, collected = self._numbers[step.device], Collected(item=step.item)
+                self._clock.at(self._clock.now_s, ("compute", worker), partial(self._tell, worker, collected))
+                continue
+            ends = (self._numbers[step.source], self._numbers[step.target])
+            message = _Message(*ends, "average", step.item, step.size_bytes)
+            self._transmit(message, lambda shard=step: self._exchange(self._averaging.arrived(shard)))
+
+    def _transmit(self, message: _Message, then: Callable[[], None]) -> None:
+        """Put a message on its link; `then` is what its arrival means."""
         handover_s = self._options.overheads.handover_s
         times = self._network.send(
-            self._clock.now_s + handover_s, self._devices[stage], self._devices[send.target],
-            size_bytes + self._options.header_bytes,
+            self._clock.now_s + handover_s, self._devices[message.source], self._devices[message.target],
+            message.size_bytes + self._options.header_bytes,
         )  # fmt: skip
-        arrive = partial(self._arrive, stage, send, size_bytes, times)
-        self._clock.at(times.arrived_s + handover_s, ("link", stage, send.target), arrive)
+        arrive = partial(self._arrive, message, times, then)
+        self._clock.at(times.arrived_s + handover_s, ("link", message.source, message.target), arrive)
 
-    def _arrive(self, source: int, send: Send, size_bytes: int, times: Transmission) -> None:
-        if self._gone.get(source, times.sent_s) < times.sent_s:
+    def _arrive(self, message: _Message, times: Transmission, then: Callable[[], None]) -> None:
+        if self._gone.get(message.source, times.sent_s) < times.sent_s:
             return
         span = Span(
-            device=self._devices[source],
+            device=self._devices[message.source],
             track="send",
-            name=send.parcel,
+            name=message.name,
             start_s=times.start_s,
             end_s=times.sent_s,
-            step=self._items[send.item].step,
-            micro_batch=send.micro_batch,
-            size_bytes=size_bytes,
-            other=self._devices[send.target],
-            wire_bytes=size_bytes + self._options.header_bytes,
+            step=self._items[message.item].step,
+            micro_batch=message.micro_batch,
+            size_bytes=message.size_bytes,
+            other=self._devices[message.target],
+            wire_bytes=message.size_bytes + self._options.header_bytes,
         )
         self._spans.append(span)
-        if send.target in self._gone:
+        if message.target in self._gone:
             return
         window = {"start_s": times.arrival_start_s, "end_s": times.arrived_s}
         self._spans.append(
             msgspec.structs.replace(span, device=span.other, track="receive", other=span.device, **window)
         )
-        arrived = Arrived(parcel=send.parcel, source=source, item=send.item, micro_batch=send.micro_batch)
-        self._tell(send.target, arrived)
+        then()
 
     def _lose(self, fault: Fault) -> None:
-        stage = self._devices.index(fault.device)
-        self._gone.setdefault(stage, self._clock.now_s)
+        worker = self._numbers[fault.device]
+        self._gone.setdefault(worker, self._clock.now_s)
         self._tell_coordinator(Lost(device=fault.device, reason="simulated"), fault.device, fault.noticed_after_s)
+
+
+class _Message(NamedTuple):
+    """What crosses a link. Ends are numbers of workers."""
+
+    source: int
+    target: int
+    name: str
+    item: int
+    size_bytes: int
+    micro_batch: int = -1
+
+
+class _Seat(NamedTuple):
+    """A worker's place in the plan: stage of a replica whose first worker has the number `first`."""
+
+    view: StageView
+    costs: Costs
+    first: int
+    micro_batches: int | None
+    """Its replica's share of each step; None for an only replica, which does all."""
+
+    @property
+    def stage(self) -> int:
+        return self.view.stage
+
+    def share(self, item: Item) -> Item:
+        """A replica trains on its micro-batches of a step. Evaluations are not divided: each does them whole."""
+        whole = self.micro_batches is None or item.kind != "train"
+        return item if whole else msgspec.structs.replace(item, micro_batches=self.micro_batches)
+
+
+def _seats(plan: Plan, fleet: Fleet, options: SimulationOptions) -> list[_Seat]:
+    edges = None if options.eval_edges is None else options.eval_edges.keys()
+    found: list[_Seat] = []
+    for replica in plan.replicas:
+        first, costs = len(found), Costs(replica, fleet, options, first_worker=len(found))
+        views = stage_views(replica, clips=options.clips, counts=options.counts, eval_edges=edges)
+        share = replica.micro_batches if len(plan.replicas) > 1 else None
+        found += [_Seat(view, costs, first, share) for view in views]
+    return found
 
 
 def _distinct_devices(plan: Plan) -> tuple[str, ...]:
     first: dict[str, int] = {}
-    for number, stage in enumerate(plan.stages):
-        if (other := first.setdefault(stage.device, number)) != number:
+    for number, device in enumerate(plan.devices):
+        if (other := first.setdefault(device, number)) != number:
             raise UserError(
-                f"plan: stages {other} and {number} are both on device {stage.device!r}, expected one stage per device"
+                f"plan: stages {other} and {number} are both on device {device!r}, expected one stage per device"
             )
     return tuple(first)

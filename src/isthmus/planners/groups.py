@@ -1,0 +1,195 @@
+"""Which devices form a replica: groups of devices, each a pipeline, scored without cutting the model.
+
+As in `orders`, every device takes work in proportion to its speed. Stages of different replicas that hold the same part
+of the model then average it, over the links between them; so fast links are wanted inside groups for activations, and
+between groups for gradients, and the search weighs one against the other (DT-FM, section 3, decides the same trade-off
+for equal devices).
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import dataclass
+from typing import NamedTuple
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.planners.network import Floats, Network
+from isthmus.planners.orders import Order, Scorer, improve, nearest_neighbour
+
+MOST_MOVES = 4_000
+"""Scores per improvement of one grouping: bounds the time, the same on every machine."""
+SCORES_PER_ORDER = 400
+SHARE_STEPS = 40
+
+
+class Grouping(NamedTuple):
+    """Replicas as orders of devices, the micro-batches of each, and the score in seconds per step."""
+
+    orders: tuple[Order, ...]
+    shares: tuple[int, ...]
+    step_s: float
+
+
+@dataclass(frozen=True)
+class GroupScorer:
+    """`gradient_bytes` are those of the whole model, in float32."""
+
+    pipeline: Scorer
+    network: Network
+    gradient_bytes: float
+
+    def grouping(self, orders: Sequence[Order]) -> Grouping:
+        times = [self.pipeline.fill_and_period(order) for order in orders]
+        shares = share_out(times, self.pipeline.micro_batches)
+        slowest_s = max(fill + (m - 1) * period for (fill, period), m in zip(times, shares, strict=True))
+        return Grouping(tuple(orders), shares, slowest_s + self.averaging_s(orders))
+
+    def averaging_s(self, orders: Sequence[Order]) -> float:
+        """A sharded parameter server per part of the model that the same devices hold."""
+        if len(orders) < 2:
+            return 0.0
+        ends = [np.cumsum(self.network.speed[list(o)]) / self.network.speed[list(o)].sum() for o in orders]
+        marks = np.unique(np.concatenate(ends).round(9))
+        lengths = np.diff(marks, prepend=0.0)
+        middles = marks - lengths / 2
+        parts = [np.minimum(np.searchsorted(e, middles), len(e) - 1) for e in ends]
+        holders = np.stack([np.asarray(o)[p] for o, p in zip(orders, parts, strict=True)], axis=1)
+        a, b = holders[:, :, None], holders[:, None, :]
+        latency = self.network.latency[a, b] + self.network.latency[b, a]
+        byte_s = self.network.byte_s[a, b] + self.network.byte_s[b, a]
+        shard = (lengths * self.gradient_bytes / len(orders))[:, None]
+        seconds = latency.sum(axis=2) + shard * byte_s.sum(axis=2)
+        busy = np.zeros(len(self.network.names))
+        np.add.at(busy, holders, seconds)
+        return float(busy.max())
+
+
+def share_out(times: Sequence[tuple[float, float]], micro_batches: int) -> tuple[int, ...]:
+    """Micro-batches per replica, one at least, so that the last replica ends as early as possible.
+
+    `times` are (fill, period) per replica. The next micro-batch always goes to the replica that would end first with
+    it, which is optimal because a replica's end only rises with its share; all that end before a time at which not all
+    are done yet are handed out at once. AssertionError for too few.
+    """
+    assert micro_batches >= len(times), "every replica needs a micro-batch"
+    fills = np.array([fill for fill, _ in times], dtype=np.float64)
+    periods = np.maximum([period for _, period in times], 1e-300)
+
+    def done(time_s: float) -> NDArray[np.int64]:
+        return 1 + np.clip((time_s - fills) / periods, 0, micro_batches).astype(np.int64)
+
+    low, high = float(fills.min()), float((fills + micro_batches * periods).min())
+    for _ in range(SHARE_STEPS):
+        middle = (low + high) / 2
+        low, high = (middle, high) if done(middle).sum() < micro_batches else (low, middle)
+    shares = done(low) if done(low).sum() <= micro_batches else np.ones(len(times), dtype=np.int64)
+    while shares.sum() < micro_batches:
+        shares[int((fills + shares * periods).argmin())] += 1
+    return tuple(int(share) for share in shares)
+
+
+def every_grouping(devices: int) -> Iterator[tuple[Order, ...]]:
+    """Every way to put the devices 0, 1, ... into groups, in no order (set partitions: 52 for five devices)."""
+    if not devices:
+        yield ()
+        return
+    for orders in every_grouping(devices - 1):
+        yield (*orders, (devices - 1,))
+        for k, order in enumerate(orders):
+            yield (*orders[:k], (*order, devices - 1), *orders[k + 1 :])
+
+
+def groupings(scorer: GroupScorer, regions: Sequence[int], count: int) -> list[Grouping]:
+    """Good groupings into `count` replicas, the best first. `regions` has the region's number per device."""
+    seeds = dict.fromkeys(_seeds(scorer, regions, count))
+    found = {_canonical(g): g for g in (improved(scorer, scorer.grouping(seed)) for seed in seeds)}
+    return sorted(found.values(), key=lambda g: g.step_s)
+
+
+def _canonical(grouping: Grouping) -> tuple[Order, ...]:
+    return tuple(sorted(grouping.orders))
+
+
+def _seeds(scorer: GroupScorer, regions: Sequence[int], count: int) -> Iterator[tuple[Order, ...]]:
+    tour = nearest_neighbour(scorer.pipeline, int(scorer.network.speed.argmax()))
+    yield _ordered(scorer, _cut(tour, scorer.network.speed, count))
+    # Replicas across the regions, so that what averages is near: deal the tour out like cards.
+    yield _ordered(scorer, [tour[k::count] for k in range(count)])
+    # Equal speeds, whatever the links.
+    groups: list[list[int]] = [[] for _ in range(count)]
+    totals = np.zeros(count)
+    for device in sorted(range(len(regions)), key=lambda d: -float(scorer.network.speed[d])):
+        least = int(totals.argmin())
+        groups[least].append(device)
+        totals[least] += float(scorer.network.speed[device])
+    yield _ordered(scorer, groups)
+
+
+def _cut(tour: Order, speed: Floats, count: int) -> list[Order]:
+    """Pieces of about equal speed, none empty."""
+    done = np.cumsum(speed[list(tour)])
+    cuts = [int(np.searchsorted(done, done[-1] * k / count)) + 1 for k in range(1, count)]
+    for k in range(len(cuts)):
+        cuts[k] = min(max(cuts[k], (cuts[k - 1] if k else 0) + 1), len(tour) - (count - 1 - k))
+    return [tour[a:b] for a, b in itertools.pairwise((0, *cuts, len(tour)))]
+
+
+def _ordered(scorer: GroupScorer, groups: Sequence[Sequence[int]]) -> tuple[Order, ...]:
+    return tuple(_order(scorer, group) for group in groups)
+
+
+def _order(scorer: GroupScorer, group: Sequence[int]) -> Order:
+    """The group as a pipeline: from its fastest device to the nearest next one, then improved."""
+    left = set(group)
+    order = [max(left, key=lambda d: float(scorer.network.speed[d]))]
+    left.discard(order[0])
+    while left:
+        order.append(min(left, key=lambda d: (float(scorer.pipeline.pair_s[order[-1], d]), d)))
+        left.discard(order[-1])
+    return improve(scorer.pipeline, tuple(order), SCORES_PER_ORDER)
+
+
+def improved(scorer: GroupScorer, grouping: Grouping) -> Grouping:
+    """First improvement over swaps and moves of devices between replicas, or out of all, until none helps."""
+    left = MOST_MOVES
+    better = True
+    while better:
+        better = False
+        for orders in _neighbours(grouping.orders):
+            left -= 1
+            if left < 0:
+                return grouping
+            other = scorer.grouping(orders)
+            if other.step_s < grouping.step_s * (1 - 1e-12):
+                grouping, better = other, True
+                break
+    return grouping
+
+
+def _neighbours(orders: tuple[Order, ...]) -> Iterator[tuple[Order, ...]]:
+    places = [(r, k) for r, order in enumerate(orders) for k in range(len(order))]
+    for r, k in places:
+        if len(orders[r]) > 1:
+            without = orders[r][:k] + orders[r][k + 1 :]
+            yield _with(orders, {r: without})
+            for other, target in enumerate(orders):
+                if other != r:
+                    for at in range(len(target) + 1):
+                        yield _with(orders, {r: without, other: (*target[:at], orders[r][k], *target[at:])})
+    for (r, k), (s, j) in itertools.combinations(places, 2):
+        first = _replaced(orders[r], k, orders[s][j])
+        if r != s:
+            yield _with(orders, {r: first, s: _replaced(orders[s], j, orders[r][k])})
+        else:
+            yield _with(orders, {r: _replaced(first, j, orders[r][k])})
+
+
+def _replaced(order: Order, place: int, device: int) -> Order:
+    return (*order[:place], device, *order[place + 1 :])
+
+
+def _with(orders: tuple[Order, ...], changed: dict[int, Order]) -> tuple[Order, ...]:
+    return tuple(changed.get(r, order) for r, order in enumerate(orders))

@@ -1,0 +1,134 @@
+"""Local search over whole plans of several replicas.
+
+Replicas that were cut each for itself can gain from each other: cut alike they average with fewer partners, and a
+device whose link averages quickly may be worth a stage although it only slows its pipeline down. Every trial is a whole
+plan, judged by its closed form, so on large models only the few moves that pay most often are tried.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Plan
+from isthmus.planners.threshold_search import TOLERANCE
+
+MOST_PLACES = 64
+"""Places to cut up to which single cuts and devices move."""
+MOST_TRIALS = 4_000
+"""Plans times operators, in thousands: bounds the time, the same on every machine."""
+
+Layouts = tuple[Layout, ...]
+
+
+def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) -> Plan:
+    """First improvement until no move helps or the trials are spent. `places` are the legal ones, 0 and the end among
+    them. FleetTooSmall where already the first layouts do not fit."""
+    best, now = build_replicas(problem, layouts, planner="auto"), tuple(layouts)
+    left = MOST_TRIALS * 1_000 // len(problem.flow.operators)
+    better = True
+    while better:
+        better = False
+        for other in _moves(now, problem.fleet.names, places):
+            left -= 1
+            if left < 0:
+                return best
+            trial = _plan(problem, other)
+            if trial is not None and trial.predicted.step_s < best.predicted.step_s * (1 - TOLERANCE):
+                best, now, better = trial, other, True
+                break
+    return best
+
+
+def _plan(problem: Problem, layouts: Layouts) -> Plan | None:
+    try:
+        return build_replicas(problem, layouts, planner="auto")
+    except FleetTooSmall:
+        return None
+
+
+def _moves(layouts: Layouts, names: Sequence[str], places: Sequence[int]) -> Iterator[Layouts]:
+    yield from _alike(layouts)
+    yield from _shares(layouts)
+    if len(places) > MOST_PLACES:
+        return
+    unused = [name for name in names if all(name not in layout.order for layout in layouts)]
+    for r, layout in enumerate(layouts):
+        for changed in (
+            _cuts(layout, places), _orders(layout, unused), _longer(layout, unused, places), _shorter(layout)
+        ):  # fmt: skip
+            yield from (_with(layouts, r, other) for other in changed)
+    yield from _exchanges(layouts)
+
+
+def _alike(layouts: Layouts) -> Iterator[Layouts]:
+    """A replica copies another's cuts."""
+    for (r, mine), other in itertools.product(enumerate(layouts), layouts):
+        if len(other.order) == len(mine.order) and other.boundaries != mine.boundaries:
+            yield _with(layouts, r, mine._replace(boundaries=other.boundaries))
+
+
+def _shares(layouts: Layouts) -> Iterator[Layouts]:
+    """A micro-batch goes from one replica to another."""
+    for r, s in itertools.permutations(range(len(layouts)), 2):
+        if layouts[s].micro_batches > 1:
+            given = _with(layouts, s, layouts[s]._replace(micro_batches=layouts[s].micro_batches - 1))
+            yield _with(given, r, layouts[r]._replace(micro_batches=layouts[r].micro_batches + 1))
+
+
+def _cuts(layout: Layout, places: Sequence[int]) -> Iterator[Layout]:
+    """One cut moves to the next place on either side."""
+    ends = [0, *(places.index(b) for b in layout.boundaries), len(places) - 1]
+    for k in range(1, len(ends) - 1):
+        for moved in (ends[k] - 1, ends[k] + 1):
+            if ends[k - 1] < moved < ends[k + 1]:
+                cut = (*layout.boundaries[: k - 1], places[moved], *layout.boundaries[k:])
+                yield layout._replace(boundaries=cut)
+
+
+def _orders(layout: Layout, unused: Sequence[str]) -> Iterator[Layout]:
+    """Two devices of the pipeline swap, or one makes room for an unused one."""
+    for i, j in itertools.combinations(range(len(layout.order)), 2):
+        order = list(layout.order)
+        order[i], order[j] = order[j], order[i]
+        yield layout._replace(order=tuple(order))
+    for i, name in itertools.product(range(len(layout.order)), unused):
+        yield layout._replace(order=(*layout.order[:i], name, *layout.order[i + 1 :]))
+
+
+def _longer(layout: Layout, unused: Sequence[str], places: Sequence[int]) -> Iterator[Layout]:
+    """A stage is split and one half given to an unused device."""
+    ends = [0, *layout.boundaries, places[-1]]
+    for k, (start, end) in enumerate(itertools.pairwise(ends)):
+        for place, name, at in itertools.product(places, unused, (k, k + 1)):
+            if start < place < end:
+                yield layout._replace(
+                    order=(*layout.order[:at], name, *layout.order[at:]),
+                    boundaries=tuple(sorted((*layout.boundaries, place))),
+                )
+
+
+def _shorter(layout: Layout) -> Iterator[Layout]:
+    """A stage goes to a neighbour."""
+    for k, cut in itertools.product(range(len(layout.order)), range(len(layout.boundaries))):
+        if cut in (k - 1, k):
+            yield layout._replace(
+                order=(*layout.order[:k], *layout.order[k + 1 :]),
+                boundaries=(*layout.boundaries[:cut], *layout.boundaries[cut + 1 :]),
+            )
+
+
+def _exchanges(layouts: Layouts) -> Iterator[Layouts]:
+    """Two devices of different replicas swap."""
+    for r, s in itertools.combinations(range(len(layouts)), 2):
+        for i, j in itertools.product(range(len(layouts[r].order)), range(len(layouts[s].order))):
+            first, second = list(layouts[r].order), list(layouts[s].order)
+            first[i], second[j] = second[j], first[i]
+            swapped = _with(layouts, r, layouts[r]._replace(order=tuple(first)))
+            yield _with(swapped, s, layouts[s]._replace(order=tuple(second)))
+
+
+def _with(layouts: Layouts, number: int, layout: Layout) -> Layouts:
+    return (*layouts[:number], layout, *layouts[number + 1 :])

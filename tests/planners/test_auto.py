@@ -1,0 +1,118 @@
+"""`auto` against every plan of small problems, and against the other planners on larger ones."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import fleet_of, random_graph
+
+from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.errors import FleetTooSmall
+from isthmus.graph import Flow, cuts
+from isthmus.plan import Plan
+from isthmus.planners.auto import auto, replica_counts
+from isthmus.planners.chain import chain
+from isthmus.planners.groups import share_out
+
+
+def partitions(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
+    """Every way to put some of the devices into ordered groups; groups in no order."""
+    if not devices:
+        yield []
+        return
+    first, rest = devices[0], devices[1:]
+    for groups in partitions(rest):
+        yield groups
+        yield [(first,), *groups]
+        for k, group in enumerate(groups):
+            for at in range(len(group) + 1):
+                yield [*groups[:k], (*group[:at], first, *group[at:]), *groups[k + 1 :]]
+
+
+def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
+    for cut in itertools.combinations(range(1, total), parts - 1):
+        yield tuple(b - a for a, b in itertools.pairwise((0, *cut, total)))
+
+
+def every_plan(problem: Problem) -> Iterator[Plan]:
+    places = [cut.position for cut in cuts(problem.flow)]
+    for groups in partitions(problem.fleet.names):
+        if not groups or len(groups) > problem.micro_batches or max(map(len, groups)) > len(places) + 1:
+            continue
+        choices = [list(itertools.combinations(places, len(group) - 1)) for group in groups]
+        for split in shares(problem.micro_batches, len(groups)):
+            for boundaries in itertools.product(*choices):
+                layouts = [Layout(g, b, m) for g, b, m in zip(groups, boundaries, split, strict=True)]
+                try:
+                    yield build_replicas(problem, layouts, planner="brute")
+                except FleetTooSmall:
+                    continue
+
+
+@given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(2, 4), micro_batches=st.integers(1, 4))
+@settings(max_examples=15, deadline=None)
+def test_auto_is_within_two_percent_of_brute_force_and_above_its_bound(
+    seed: int, devices: int, units: int, micro_batches: int
+) -> None:
+    speeds = [1 + (seed * (k + 3)) % 7 for k in range(devices)]
+    problem = Problem(
+        flow=Flow(random_graph(seed, units)), fleet=fleet_of(speeds, seed), micro_batch_size=2,
+        micro_batches=micro_batches,
+    )  # fmt: skip
+    best_s = min(plan.predicted.step_s for plan in every_plan(problem))
+    found = auto(problem)
+    assert found.certificate is not None
+    assert 0 < found.certificate.lower_bound_s <= best_s * (1 + 1e-9)
+    assert best_s * (1 - 1e-9) <= found.predicted.step_s <= 1.02 * best_s
+    assert found.predicted.step_s <= chain(problem).predicted.step_s
+
+
+@given(
+    times=st.lists(st.tuples(st.floats(0, 10), st.floats(0.01, 5)), min_size=1, max_size=4),
+    more=st.integers(0, 8),
+)
+def test_shares_end_as_early_as_possible(times: list[tuple[float, float]], more: int) -> None:
+    total = len(times) + more
+
+    def end(split: Sequence[int]) -> float:
+        return max(fill + (m - 1) * period for (fill, period), m in zip(times, split, strict=True))
+
+    found = share_out(times, total)
+    assert sum(found) == total and min(found) >= 1
+    assert end(found) == pytest.approx(min(end(split) for split in shares(total, len(times))))
+
+
+def test_replica_counts_are_few_and_reach_both_ends() -> None:
+    assert replica_counts(1) == []
+    assert replica_counts(2) == [2]
+    assert replica_counts(7) == [2, 3, 4, 5, 7]
+    assert replica_counts(64) == [2, 3, 4, 5, 8, 16, 32, 64]
+    assert max(map(len, map(replica_counts, range(1, 2000)))) <= 12
+
+
+def test_many_micro_batches_on_equal_near_devices_make_replicas() -> None:
+    """Nothing to average quickly enough would make one pipeline; here links are fast and cuts are few."""
+    problem = Problem(
+        flow=Flow(random_graph(3, 2)), fleet=fleet_of([1, 1, 1, 1], 0), micro_batch_size=1, micro_batches=16
+    )
+    found = auto(problem)
+    assert len(found.replicas) > 1
+    assert sum(r.micro_batches for r in found.replicas) == 16
+    assert sorted(found.devices) == sorted(problem.fleet.names)
+    assert found.predicted.step_s < chain(problem).predicted.step_s
+
+
+def test_the_scorer_has_the_last_word() -> None:
+    problem = Problem(flow=Flow(random_graph(5, 4)), fleet=fleet_of([1, 2, 3], 1), micro_batch_size=1, micro_batches=8)
+    seen: list[Plan] = []
+
+    def prefers_the_last(plan: Plan) -> float:
+        seen.append(plan)
+        return -len(seen)
+
+    found = auto(problem, prefers_the_last)
+    assert found.replicas == seen[-1].replicas
