@@ -15,22 +15,22 @@ WITHOUT_TORCH = ["planners", "simulator", "fleet", "plan", "cost", "protocol", "
 
 PUBLIC = {
     "cli": "app main",
-    "cost": "EdgeTime OPTIMIZER_TENSORS ParameterState Pipeline Placement Problem build_plan in_flight_limits "
-    "parameter_state place",
+    "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem build_plan "
+    "build_replicas in_flight_limits parameter_state place step_price",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
-    "fleet": "Device Fleet Link Links Route describe dump_fleet load_fleet parse_fleet resolve_fleet topology "
-    "topology_names",
+    "fleet": "Device Fleet Link LinkTrace Links Route Site describe dump_fleet load_fleet parse_fleet resolve_fleet "
+    "topology topology_names",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
-    "plan": "Certificate Edge Plan Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory Tasklet "
-    "classic_in_flight load_plan save_plan",
+    "plan": "Certificate Edge Plan Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory "
+    "SyncGroup SyncIteration SyncPlan SyncWorker Tasklet classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner describe plan planner_names",
     "protocol": "Coordinator Item RunSpec StageView Worker items",
     "report": "ComparisonSummary DeviceUse LinkUse PlanSummary Progress StageSummary Transfer comparison_summary "
     "comparison_table draw_loss draw_timeline fleet_table plan_summary plan_table planners_table prediction_error "
     "topologies_table",
-    "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Wire simulate simulate_run",
+    "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
     "plain_loss plain_step plain_update read_tensors",
     "runtime": "",

@@ -183,6 +183,8 @@ def test_bad_plans(tmp_path: Path) -> None:
         (msgspec.structs.replace(plan, model="unet"), ["model: got 'unet'", "'gpt'"]),
         (msgspec.structs.replace(plan, micro_batches=2), ["micro_batches: got 2", "4"]),
         (msgspec.structs.replace(plan, version=7), ["version: got 7"]),
+        (msgspec.structs.replace(plan, replicas=()), ["replicas: got none"]),
+        (msgspec.structs.replace(plan, replicas=(replica, replica)), ["replicas: got 2", "chain"]),
         (with_stages({"last": 7}, {}), ["0..7", "left a gap"]),
         (with_stages({}, {"last": 99}), ["..99", "another model"]),
         (with_stages({"device": "laptop-1"}, {}), ["laptop-1", "at most once"]),

@@ -33,13 +33,14 @@ def fleet_for(job: Job) -> Fleet:
 
 
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
-    """A new plan; or the one in the document, where people may have moved cuts, swapped devices or set limits.
+    """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices or set limits.
 
-    Where cuts or devices were edited, all else is computed anew.
+    Where cuts or devices were edited, all else is computed anew. UserError for several replicas.
     """
     if document is None:
-        return make_plan(prepared.job.planner, prepared.problem(fleet))
+        return _runnable(make_plan(prepared.job.planner, prepared.problem(fleet)), f"planner {prepared.job.planner!r}")
     plan, problem = read_plan(prepared.job, fleet, document), prepared.problem(fleet)
+    _runnable(plan, f"plan file {document}")
     last = len(problem.flow.operators) - 1
     ends = [-1, *(stage.last for stage in plan.stages)]
     if any(stage.first != end + 1 for stage, end in zip(plan.stages, ends, strict=False)) or ends[-1] != last:
@@ -59,19 +60,29 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     return msgspec.structs.replace(again, notes=(*again.notes, note))
 
 
+def _runnable(plan: Plan, source: str) -> Plan:
+    if len(plan.replicas) != 1:
+        raise UserError(
+            f"{source}: replicas: got {len(plan.replicas)}, expected 1: a run takes one replica, several can be "
+            "planned and simulated; planner 'chain' makes one"
+        )
+    return plan
+
+
 def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
     """A plan document; UserError when it is for another model, batch or schedule, or names an unknown device."""
     plan = load_plan(document)
+    if not plan.replicas:
+        raise UserError(f"plan file {document}: replicas: got none, expected at least one")
     for field, got, expected in (
         ("model", plan.model, job.model.name),
         ("micro_batches", plan.micro_batches, job.training.micro_batches),
         ("micro_batch_size", plan.micro_batch_size, job.micro_batch_size),
-        ("replicas", len(plan.replicas), 1),
-        ("schedule.name", plan.replicas[0].schedule.name if plan.replicas else "", job.schedule),
+        ("schedule.name", plan.replicas[0].schedule.name, job.schedule),
     ):
         if got != expected:
             raise UserError(f"plan file {document}: {field}: got {got!r}, the job has {expected!r}")
-    unknown = [stage.device for stage in plan.stages if stage.device not in fleet.names]
+    unknown = [device for device in plan.devices if device not in fleet.names]
     if unknown:
         raise UserError(f"plan file {document}: {unknown_name('device', unknown[0], fleet.names)}")
     return plan
@@ -84,7 +95,9 @@ def plan_spec(job: Job) -> RunSpec:
 
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
-    """The simulator's view of the job."""
+    """The simulator's view of the job. Of several replicas, evaluations send what training sends."""
+    if len(plan.replicas) > 1:
+        return _options(prepared, None)
     pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.clip_norm > 0)
     size = prepared.job.micro_batch_size
     edges: dict[tuple[int, int], int] = {}
@@ -92,9 +105,13 @@ def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
         for crossing in pair.evaluation.sends:
             key = (crossing.source, crossing.target)
             edges[key] = edges.get(key, 0) + crossing.spec.nbytes(size)
+    return _options(prepared, edges)
+
+
+def _options(prepared: Prepared, eval_edges: dict[tuple[int, int], int] | None) -> SimulationOptions:
     return SimulationOptions(
         clips=prepared.job.training.clip_norm > 0, counts=prepared.captured.train.count is not None,
-        eval_edges=edges, header_bytes=HEADER_BYTES,
+        eval_edges=eval_edges, header_bytes=HEADER_BYTES,
     )  # fmt: skip
 
 

@@ -14,8 +14,10 @@ from isthmus.plan.plan import (
     save_plan,
 )
 from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
+from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 
 __all__ = [
     "SCHEDULES", "Certificate", "Edge", "Plan", "Prediction", "Replica", "Schedule", "SharedParameter",
-    "Stage", "StageMemory", "SyncGroup", "Tasklet", "classic_in_flight", "load_plan", "save_plan",
+    "Stage", "StageMemory", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet",
+    "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip

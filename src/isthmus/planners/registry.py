@@ -13,6 +13,7 @@ from isthmus.cost import Problem
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import load_third_party, third_party
 from isthmus.plan import Plan
+from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
 
@@ -20,7 +21,7 @@ Planner = Callable[[Problem], Plan]
 
 ENTRY_POINTS = "isthmus.planners"
 
-_OURS: Mapping[str, Planner] = {"chain": chain, "even": even}
+_OURS: Mapping[str, Planner] = {"auto": auto, "chain": chain, "even": even}
 
 
 def planner_names() -> list[str]:
