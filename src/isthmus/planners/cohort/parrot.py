@@ -1,0 +1,32 @@
+"""FedML Parrot's task scheduling (Algorithm 3 after its first R_w rounds): the largest client first, greedily."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from isthmus.planners.cohort.problem import CohortProblem, Integers, Schedule, scheduled
+
+
+def parrot(problem: CohortProblem) -> Schedule:
+    """Clients by descending size, each to the executor that then leaves the smallest maximum load (Eq. 4).
+
+    That maximum ties often: while the busiest executor stays the busiest, every other one gives the same. Ties go to
+    the smaller `w_k + N_m t_k + b_k`, then to the executor with the smaller number; equal sizes in the cohort's order.
+    """
+    return scheduled(problem, longest_first(problem), algorithm="parrot")
+
+
+def longest_first(problem: CohortProblem) -> Integers:
+    """(clients,) the executor that Algorithm 3 gives each client; O(clients x executors).
+
+    Eq. 4 with its ties broken is plainly the executor that would finish first: whoever gives the smallest maximum has
+    either the smallest finishing time, or ties with the executor that has it.
+    """
+    executor_of = np.empty(problem.clients, dtype=np.int64)
+    load_s = np.zeros(problem.executors)
+    for client in np.argsort(-problem.sizes, kind="stable"):
+        finished_s = load_s + (problem.sizes[client] * problem.seconds_per_sample + problem.fixed_s)
+        executor = int(finished_s.argmin())
+        executor_of[client] = executor
+        load_s[executor] = finished_s[executor]
+    return executor_of

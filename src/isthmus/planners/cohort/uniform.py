@@ -1,0 +1,13 @@
+"""Parrot's schedule of the first R_w rounds, before any time was recorded: equal numbers of clients (Algorithm 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+
+from isthmus.planners.cohort.problem import CohortProblem, Schedule, scheduled
+
+
+def uniform(problem: CohortProblem) -> Schedule:
+    """Equal numbers of clients per executor, to within one, in turn; sizes and times are not looked at."""
+    executor_of = np.arange(problem.clients, dtype=np.int64) % problem.executors
+    return scheduled(problem, executor_of, algorithm="uniform")
