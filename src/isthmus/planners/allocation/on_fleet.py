@@ -1,0 +1,148 @@
+"""Layer allocation as planners: the blocks between legal cuts are the layers, the fleet's devices the devices.
+
+The workload of a stage is the longer of its compute for one micro-batch and of the bytes it surely receives (or sends
+back) at its first block, over the device's best link. Latency is no part of it, because micro-batches in flight hide it
+(docs/decisions/0004). The workload never exceeds the period of `cost.steptime`, so a bound on it is one on the period.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from dataclasses import dataclass
+
+import numpy as np
+
+from isthmus.cost import Problem, build_plan
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Certificate, Plan
+from isthmus.planners.allocation.certified import certified_layers
+from isthmus.planners.allocation.equal_compute import equal_compute_layers
+from isthmus.planners.allocation.problem import Allocation, Ints, LayerProblem, Transfers
+from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.allocation.sky_optimal import sky_optimal_layers
+from isthmus.planners.blocks import Blocks, coarse
+from isthmus.planners.greedy_fill import greedy_fill
+from isthmus.planners.network import Network, network_of
+from isthmus.planners.stage_tables import StageTables
+
+MOST_BLOCKS = 400
+"""Of more places to cut, those are kept that send the fewest bytes."""
+MIP_TIME_LIMIT_S = 30.0
+
+Allocate = Callable[[LayerProblem], Allocation]
+
+
+def equal_compute(problem: Problem) -> Plan:
+    """Devices in fleet order, each with FLOPs in proportion to its speed (FusionLLM's baseline).
+
+    Raises FleetTooSmall where such a stage does not fit its device.
+    """
+    return _planned(problem, "equal-compute", equal_compute_layers)
+
+
+def sky_heuristic(problem: Problem) -> Plan:
+    """Sky Computing's heuristic: in fleet order, layers move between neighbours towards the mean workload.
+
+    Raises FleetTooSmall where its coarse stage finds no allocation that fits.
+    """
+    return _planned(problem, "sky-heuristic", sky_heuristic_layers)
+
+
+def sky_optimal(problem: Problem) -> Plan:
+    """Sky Computing's optimal allocation: any order of devices, a mixed-integer programme under a time limit.
+
+    Raises FleetTooSmall where no order of the devices fits, or none was found in time.
+    """
+    return _planned(problem, "sky-optimal", lambda layers: sky_optimal_layers(layers, time_limit_s=MIP_TIME_LIMIT_S))
+
+
+def certified(problem: Problem) -> Plan:
+    """The smallest largest stage over any order of the devices, with a proven lower bound.
+
+    Raises FleetTooSmall where no order of the devices fits.
+    """
+    return _planned(problem, "certified", certified_layers)
+
+
+@dataclass(frozen=True)
+class _Layers:
+    """One problem as layers, all of whose stages hold `in_flight` micro-batches."""
+
+    problem: LayerProblem
+    blocks: Blocks
+    in_flight: int
+
+    @property
+    def scope(self) -> str:
+        return (
+            f"largest compute or first receipt of a stage per micro-batch, in seconds; any order and subset of the "
+            f"devices, cuts at {self.blocks.count - 1} places, memory for {self.in_flight} micro-batches in flight"
+        )
+
+
+def layers_of(problem: Problem, network: Network, blocks: Blocks, in_flight: int) -> LayerProblem:
+    """The blocks as layers, with the memory of stages that hold `in_flight` micro-batches."""
+    tables = StageTables(blocks)
+    return LayerProblem(
+        layer_flops=np.diff(blocks.work),
+        layer_memory_bytes=tables.fixed_bytes[:, 0] + in_flight * tables.micro_batch_bytes[:, 0],
+        device_s_per_flop=1.0 / network.speed,
+        device_memory_bytes=network.memory,
+        device_latency_s=np.zeros_like(network.speed),
+        transfers=_transfers(network, tables),
+        memory_reach=_memory_reach(tables, network, in_flight),
+    )
+
+
+def _transfers(network: Network, tables: StageTables) -> Transfers | None:
+    """Only what was made in the block before is sure to come over one link, from the stage before."""
+    if len(network.names) == 1:
+        return None
+    near = tables.near
+    byte_s = network.byte_s + np.diag(np.full(len(network.names), np.inf))
+    return Transfers(
+        boundary_bytes=np.maximum(near.forward[:, 0], near.backward[:, 0]),
+        device_s_per_byte=np.minimum(byte_s.min(axis=0), byte_s.min(axis=1)),
+        overlaps=True,
+    )
+
+
+def _memory_reach(tables: StageTables, network: Network, in_flight: int) -> Ints:
+    """[devices, blocks]: a stage's bytes never fall as it grows, so what fits is a matter of its end."""
+    need = tables.fixed_bytes + in_flight * tables.micro_batch_bytes
+    fitting = [np.searchsorted(row, network.memory, side="right") for row in need]
+    return np.minimum(np.column_stack(fitting) + np.arange(tables.count), tables.count)
+
+
+def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
+    network, blocks = network_of(problem), coarse(Blocks(problem), MOST_BLOCKS)
+    layers, found = _allocated(problem, network, blocks, planner, allocate)
+    order = [network.names[d] for d in found.order]
+    cut = np.cumsum(found.counts)[:-1].tolist()
+    certificate = None
+    if found.lower_bound_s > 0:
+        certificate = Certificate(lower_bound_s=found.lower_bound_s, gap=found.gap, scope=layers.scope)
+    reason = f"{planner} gave it no layers"
+    return build_plan(
+        problem, order, blocks.boundaries(cut), planner=planner, certificate=certificate,
+        notes=dict.fromkeys(set(network.names) - set(order), reason),
+    )  # fmt: skip
+
+
+def _allocated(
+    problem: Problem, network: Network, blocks: Blocks, planner: str, allocate: Allocate
+) -> tuple[_Layers, Allocation]:
+    """With as many micro-batches in flight as the schedule may want, else with as few as it can run on."""
+    most = min(problem.micro_batches, len(network.names))
+    holds = [problem.micro_batches] if problem.schedule == "gpipe" else list(dict.fromkeys((most, 1)))
+    for in_flight in holds:
+        layers = _Layers(layers_of(problem, network, blocks, in_flight), blocks, in_flight)
+        try:
+            return layers, allocate(layers.problem)
+        except FleetTooSmall:
+            continue
+    greedy_fill(problem, network, Blocks(problem))  # raises with the device that is short, unless a placement fits
+    raise FleetTooSmall(
+        f"{planner} found no allocation of model {problem.flow.graph.name!r} that fits fleet {problem.fleet.name!r}, "
+        f"although there is one: choose another planner"
+    )

@@ -1,0 +1,130 @@
+"""The allocations as planners: what they build, what they certify, and what they refuse."""
+
+from __future__ import annotations
+
+import itertools
+import random
+from collections.abc import Callable
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import all_orders_of, every_cut, fleet_of, gpt_graph, problem_of, random_graph
+
+from isthmus.cost import Problem, place
+from isthmus.cost.memory import stage_memory
+from isthmus.errors import FleetTooSmall
+from isthmus.fleet import Fleet, Link, Links
+from isthmus.plan import Plan
+from isthmus.planners.allocation import on_fleet
+from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
+
+PLANNERS = {"certified": certified, "equal-compute": equal_compute, "sky-heuristic": sky_heuristic,
+            "sky-optimal": sky_optimal}  # fmt: skip
+
+named = pytest.mark.parametrize(("name", "planner"), PLANNERS.items(), ids=PLANNERS)
+
+
+def random_problem(seed: int, operators: int, devices: int, *, memory: bool) -> Problem:
+    rng = random.Random(seed)
+    sizes = [rng.randint(300, 5000) for _ in range(devices)] if memory else None
+    fleet = fleet_of([rng.uniform(5, 50) for _ in range(devices)], seed, memory=sizes)
+    return problem_of(random_graph(seed, operators), fleet, schedule=rng.choice(["gpipe", "1f1b"]))
+
+
+def attempt(planner: Callable[[Problem], Plan], problem: Problem) -> Plan | None:
+    try:
+        return planner(problem)
+    except FleetTooSmall:
+        return None
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4), st.booleans())
+def test_certified_stages_are_bounded_from_below_for_every_plan(
+    seed: int, operators: int, devices: int, memory: bool
+) -> None:
+    problem = random_problem(seed, operators, devices, memory=memory)
+    made = attempt(certified, problem)
+    if made is None or made.certificate is None:
+        return
+    held = int(made.certificate.scope.split("memory for ")[1].split()[0])
+    for order in all_orders_of(problem.fleet):
+        for placed in every_cut(problem, order):
+            sizes = [stage_memory(problem, g, held).total for g in placed.graphs]
+            if all(s <= problem.fleet.device(n).memory_bytes for s, n in zip(sizes, order, strict=True)):
+                assert made.certificate.lower_bound_s <= placed.times.bottleneck[0] * (1 + 1e-9)
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.integers(1, 6), st.integers(1, 4))
+def test_the_largest_compute_is_the_least_where_links_are_free(seed: int, operators: int, devices: int) -> None:
+    problem = random_problem(seed, operators, devices, memory=False)
+    made = certified(problem)
+    computes = [max(p.times.compute_s) for order in all_orders_of(problem.fleet) for p in every_cut(problem, order)]
+    order = [s.device for s in made.stages]
+    largest = max(place(problem, order, made.boundaries()).times.compute_s)
+    assert made.certificate is not None
+    assert made.certificate.gap < 1e-8
+    assert min(computes) * (1 - 1e-9) <= largest <= max(min(computes), made.certificate.lower_bound_s) * (1 + 1e-8)
+
+
+@named
+def test_a_plan_names_its_planner_and_its_idle_devices(name: str, planner: Callable[[Problem], Plan]) -> None:
+    fleet = fleet_of([40.0, 1e-3, 20.0], 3)
+    made = planner(problem_of(gpt_graph(2), fleet))
+    assert made.planner == name
+    assert planner.__doc__
+    assert len(planner.__doc__.splitlines()[0]) < 130
+    idle = set(fleet.names) - {s.device for s in made.stages}
+    assert {n.split()[0] for n in made.notes if "gave it no layers" in n} == idle
+    for stage in made.stages:
+        assert stage.memory.total <= fleet.device(stage.device).memory_bytes
+    if name in ("certified", "sky-optimal"):
+        assert made.certificate is not None
+        assert "any order and subset" in made.certificate.scope
+        assert 0 < made.certificate.lower_bound_s <= made.predicted.period_s
+    else:
+        assert made.certificate is None
+
+
+def test_certified_has_the_smallest_period_where_links_are_fast(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(on_fleet, "MIP_TIME_LIMIT_S", 1.0)
+    problem = problem_of(gpt_graph(3), fleet_of([1e6, 3e6, 2e6, 5e6], 1))
+    fast = problem_of(problem.flow.graph, _with_fast_links(problem))
+    periods = {name: planner(fast).predicted.period_s for name, planner in PLANNERS.items()}
+    assert periods["certified"] <= min(periods.values()) * (1 + 1e-9)
+    assert periods["certified"] < periods["sky-heuristic"]
+
+
+def _with_fast_links(problem: Problem) -> Fleet:
+    return Fleet(name="fast", devices=problem.fleet.devices, links=Links(default=Link(0.001, 1e15)))
+
+
+@named
+def test_a_fleet_without_the_memory_is_refused_by_device_and_bytes(
+    name: str, planner: Callable[[Problem], Plan]
+) -> None:
+    problem = problem_of(gpt_graph(1), fleet_of([1.0, 2.0], memory=[1000, 1000]))
+    with pytest.raises(FleetTooSmall, match=r"does not fit fleet 'hand'.*\(device d\d is \d+ bytes short\)"):
+        planner(problem)
+
+
+def test_a_refusal_says_when_another_planner_would_fit_the_fleet() -> None:
+    roomy = problem_of(gpt_graph(2), fleet_of([1.0, 1.0], memory=[1 << 40, 1]))
+    with pytest.raises(FleetTooSmall, match=r"sky-heuristic found no allocation .* although there is one"):
+        sky_heuristic(roomy)
+    assert [s.device for s in certified(roomy).stages] == ["d0"]
+
+
+def test_memory_is_kept_for_the_micro_batches_in_flight_where_it_can_be() -> None:
+    graph = gpt_graph(2)
+    for schedule, held in (("1f1b", 2), ("gpipe", 4)):
+        problem = problem_of(graph, fleet_of([1.0, 1.0]), schedule=schedule)
+        scope = certified(problem).certificate
+        assert scope is not None
+        assert f"memory for {held} micro-batches in flight" in scope.scope
+    needs = [s.memory.total for s in itertools.chain(certified(problem_of(graph, fleet_of([1.0, 1.0]))).stages)]
+    tight = problem_of(graph, fleet_of([1.0, 1.0], memory=[int(max(needs) * 0.9)] * 2))
+    made = certified(tight)
+    assert all(s.memory.total <= max(needs) * 0.9 for s in made.stages)
