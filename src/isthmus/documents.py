@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import re
 import tomllib
 import types
@@ -75,12 +76,14 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
         dot = f"{path}." if path else ""
         for key, inner in typing.cast("Mapping[str, object]", value).items():
             if key not in fields:
-                raise UserError(f"{source}: {unknown_name('key', f'{dot}{key}', [f'{dot}{f}' for f in fields])}")
+                raise UserError(f"{source}: {unknown_name('key', key, fields, prefix=dot)}")
             _check_names(inner, fields[key], source, f"{dot}{key}")
     elif isinstance(value, list):
         (item, *_) = typing.get_args(expected) or (None,)
         for number, inner in enumerate(typing.cast("list[object]", value)):
             _check_names(inner, item, source, f"{path}[{number}]")
+    elif isinstance(value, float) and not math.isfinite(value):
+        raise UserError(f"{source}: {path}: got {value}, expected a finite number")
     elif typing.get_origin(expected) is typing.Literal and isinstance(value, str):
         valid = typing.get_args(expected)
         if value not in valid:

@@ -43,9 +43,12 @@ class InternalError(IsthmusError):
     """A broken invariant of our own."""
 
 
-def unknown_name(kind: str, got: str, valid: Iterable[str]) -> UserError:
-    """A `UserError` for a name that is not in `valid`, offering the nearest name that is."""
+def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") -> UserError:
+    """A `UserError` for a name that is not in `valid`, offering the nearest name that is.
+
+    `prefix` is shown before each name, and does not make names alike.
+    """
     names = sorted(valid)
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f"did you mean {near[0]!r}?" if near else f"expected one of: {', '.join(names)}"
-    return UserError(f"unknown {kind} {got!r}: {hint}")
+    hint = f"did you mean {prefix + near[0]!r}?" if near else f"expected one of: {', '.join(prefix + n for n in names)}"
+    return UserError(f"unknown {kind} {prefix + got!r}: {hint}")

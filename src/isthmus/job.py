@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import math
+import sys
 from collections.abc import Callable
 from pathlib import Path
 from typing import Annotated, Literal
@@ -150,7 +151,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     fingerprints: dict[str, str]
 
     def build(self) -> nn.Module:
-        return build_model(self.job.model)
+        with contextlib.redirect_stdout(sys.stderr):
+            return build_model(self.job.model)
 
     @property
     def flow(self) -> Flow:
@@ -181,6 +183,8 @@ def prepare(job: Job) -> Prepared:
             stack.enter_context(as_eager(columns))  # only now is the module's library imported
             return module
 
+        # stdout is data, and the user's constructor or forward may print.
+        stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=dtype)
     check_optimizers(job.optimizer, captured.train.trainable)
     check_limits(captured.train, {name: c.limit for name, c in train.columns.items() if c.limit is not None})

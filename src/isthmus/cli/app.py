@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 
 from isthmus.cli import planning, runs, training
-from isthmus.errors import InternalError, IsthmusError
+from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.fleet import describe as describe_topology
 from isthmus.fleet import topology_names
 from isthmus.job import Job, load_job, prepare
@@ -45,10 +45,8 @@ def _job(path: Path, fleet: str | None, planner: str | None, devices: int | None
     job = load_job(path)
     if steps is not None:
         job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
-    return msgspec.structs.replace(
-        job, fleet=fleet or job.fleet, planner=planner or job.planner,
-        devices=devices if devices is not None else job.devices,
-    )  # fmt: skip
+    given = {"fleet": fleet, "planner": planner, "devices": devices}
+    return msgspec.structs.replace(job, **{name: value for name, value in given.items() if value is not None})
 
 
 def _out() -> Console:
@@ -150,11 +148,19 @@ def topologies(json: JsonOption = False) -> None:
 @app.command()
 def planners(json: JsonOption = False) -> None:
     """List the planners."""
-    pairs = [(name, describe_planner(name)) for name in planner_names()]
+    pairs = [(name, _described(name)) for name in planner_names()]
     if json:
         typer.echo(msgspec.json.encode(dict(pairs)).decode())
     else:
         _out().print(planners_table(pairs))
+
+
+def _described(planner: str) -> str:
+    """One broken package must not hide the others."""
+    try:
+        return describe_planner(planner)
+    except UserError as e:
+        return str(e)
 
 
 @app.command()
@@ -192,13 +198,16 @@ def main() -> None:
         if debug:
             raise
         print(f"error: {_told(e)}", file=sys.stderr)
-        code = e.exit_code if isinstance(e, IsthmusError) else InternalError.exit_code
+        family = UserError if isinstance(e, OSError) else InternalError
+        code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code
     sys.exit(code if isinstance(code, int) else 0)
 
 
 def _told(error: Exception) -> str:
     """One line, without what could steer a terminal: messages quote files and other parties."""
     text = str(error)
-    if not isinstance(error, IsthmusError | OSError):
+    if isinstance(error, OSError) and error.filename is not None:
+        text = f"{error.filename}: {error.strerror}"
+    elif not isinstance(error, IsthmusError | OSError):
         text = f"internal: {type(error).__name__}: {error} (--debug shows where)"
     return "".join(c if c.isprintable() else " " for c in text)

@@ -13,9 +13,11 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
+import fcntl
 import itertools
+import os
 import shutil
-from collections.abc import Iterator
+from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
 
@@ -54,8 +56,17 @@ class RunFolder:
 
     @classmethod
     def fresh(cls, parent: Path, name: str) -> RunFolder:
-        """A folder that is not there yet: `name`, or `name-2` and so on when that is taken. `begin` makes it."""
-        return cls(next(path for path in _numbered(parent, name) if not path.exists()))
+        """A new folder: `name`, or `name-2` and so on when that is taken. UserError when it cannot be made."""
+        for path in _numbered(parent, name):
+            try:
+                parent.mkdir(parents=True, exist_ok=True)
+                path.mkdir()
+            except FileExistsError:
+                continue
+            except OSError as e:
+                raise UserError(f"run folder {path}: cannot be made: {e.strerror or e}") from None
+            return cls(path)
+        raise AssertionError("numbers do not end")
 
     @classmethod
     def empty(cls, path: Path) -> RunFolder:
@@ -68,7 +79,7 @@ class RunFolder:
 
     @classmethod
     def newest(cls, parent: Path, name: str) -> RunFolder:
-        """The last folder that `fresh` named and `begin` made; UserError when there is none."""
+        """The last folder that `fresh` made and `begin` filled; UserError when there is none."""
         found = [path for path in itertools.takewhile(Path.exists, _numbered(parent, name)) if (path / JOB).is_file()]
         return cls.existing(found[-1] if found else parent / name)
 
@@ -77,6 +88,25 @@ class RunFolder:
         if not (path / JOB).is_file():
             raise UserError(f"run folder {path}: not found, or not a run (no {JOB})")
         return cls(path)
+
+    @contextlib.contextmanager
+    def claimed(self) -> Generator[None]:
+        """Nobody else runs in this folder meanwhile; UserError when somebody does. It is removed if it stays empty."""
+        try:
+            self.path.mkdir(parents=True, exist_ok=True)
+            handle = os.open(self.path, os.O_RDONLY)
+        except OSError as e:
+            raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
+        try:
+            try:
+                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"run folder {self.path}: another process runs in it") from None
+            yield
+        finally:
+            os.close(handle)
+            with contextlib.suppress(OSError):  # only an empty directory can be removed like this
+                self.path.rmdir()
 
     def begin(self, job: Job, fleet: Fleet, plan: Plan, start_step: int) -> None:
         """A session of the run starts. An earlier one that left its traces is kept under `sessions/`; losses after

@@ -43,9 +43,14 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 
 def train(job: Job, choices: Choices, out: Console) -> int:
     """The whole command; returns the exit code."""
+    folder = _folder(job, choices)
+    with folder.claimed():
+        return _train(job, choices, folder, out)
+
+
+def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
     notes = Console(stderr=True)
     hooks = LoadedHooks(job.hooks)
-    folder = _folder(job, choices)
     checkpoint = newest_checkpoint(folder.checkpoints) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
     if start_step >= job.training.steps:
@@ -61,15 +66,18 @@ def train(job: Job, choices: Choices, out: Console) -> int:
     spec = run_spec(prepared, start_step)
     plan = plan_for(prepared, fleet, choices.plan or folder.plan_to_keep(job, fleet))
     predicted = predict(prepared, plan, fleet, spec)
-    folder.begin(job, fleet, plan, start_step)
-    folder.graph.write_bytes(encode(prepared.captured.train))
     (notes if choices.json else out).print(plan_table(plan, fleet, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")
+
+    def begin() -> None:
+        folder.begin(job, fleet, plan, start_step)
+        folder.graph.write_bytes(encode(prepared.captured.train))
+
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
         outcome = run_training(
             prepared, plan, fleet, folder.path, RunOptions(emulate=job.runtime.emulate, resume_from=checkpoint),
-            Watcher(advanced=watch.advanced, saved=watch.saved),
+            Watcher(accepted=begin, advanced=watch.advanced, saved=watch.saved),
         )  # fmt: skip
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans)
     folder.write_traces(predicted, measured)
@@ -99,17 +107,18 @@ def _report(
 ) -> None:
     predicted, measured = traces
     train_points, heldout = _points(folder, "train"), _points(folder, "heldout")
-    if train_points or heldout:
+    if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
         draw_loss(train_points, heldout, folder.loss_picture, unit=_unit(prepared))
-    if not any(s.name == "update" for s in measured.spans):
-        return
-    draw_timeline(predicted, measured, folder.timeline)
-    summary = comparison_summary(predicted, measured, plan)
-    folder.summary.write_bytes(summary.as_json())
+    summary: ComparisonSummary | None = None
+    if any(s.name == "update" for s in measured.spans):
+        draw_timeline(predicted, measured, folder.timeline)
+        summary = comparison_summary(predicted, measured, plan)
+        folder.summary.write_bytes(summary.as_json())
     if choices.json:
         _tell(folder, summary)
         return
-    out.print(comparison_table(predicted, measured, plan))
+    if summary is not None:
+        out.print(comparison_table(predicted, measured, plan))
     if heldout:
         out.print(f"held-out loss {heldout[-1][1]:.4f} {_unit(prepared)} after {heldout[-1][0]} steps", highlight=False)
     out.print(f"run folder: {folder.path}", highlight=False)
@@ -121,9 +130,9 @@ def _points(folder: RunFolder, split: str) -> list[tuple[int, float]]:
 
 def _tell(folder: RunFolder, summary: ComparisonSummary | None) -> None:
     """The run as JSON."""
-    last = {split: points[-1][1] if (points := _points(folder, split)) else None for split in ("train", "heldout")}
+    last = {point.split: point.loss for point in folder.losses()}
     told = {
-        "run": str(folder.path), "loss": last["train"], "heldout_loss": last["heldout"],
+        "run": str(folder.path), "loss": last.get("train"), "heldout_loss": last.get("heldout"),
         "comparison": msgspec.to_builtins(summary),
     }  # fmt: skip
     typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())

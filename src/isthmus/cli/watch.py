@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import sys
 import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
@@ -27,7 +29,8 @@ class LoadedHooks:
         if kind not in self._loaded:
             return
         try:
-            self._loaded[kind](*arguments)
+            with contextlib.redirect_stdout(sys.stderr):  # stdout is data, and a hook may print
+                self._loaded[kind](*arguments)
         except IsthmusError:
             raise
         except Exception as e:

@@ -11,7 +11,7 @@ from isthmus.data.arrays import DigitsOptions, NpzOptions, load_digits, load_npz
 from isthmus.data.dataset import SPLITS, Dataset, Split
 from isthmus.data.pairs import PairsOptions, load_pairs
 from isthmus.data.text import TextOptions, load_text
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import load_third_party, read_options, third_party
 
 ENTRY_POINTS = "isthmus.datasets"
@@ -68,7 +68,12 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
     load = load_third_party(others[spec.kind])
     if not callable(load):
         raise UserError(f"data kind {spec.kind!r}: expected a callable (options, split), got {load!r}")
-    loaded: object = load(spec.options, split)
+    try:
+        loaded: object = load(spec.options, split)
+    except IsthmusError:
+        raise
+    except Exception as e:
+        raise UserError(f"data kind {spec.kind!r} failed: {type(e).__name__}: {e}") from e
     missing = [name for name in ("columns", "fingerprint", "batch", "__len__") if not hasattr(loaded, name)]
     if missing:
         raise UserError(f"data kind {spec.kind!r}: {type(loaded).__name__} has no {', '.join(missing)}")

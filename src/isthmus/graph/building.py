@@ -14,6 +14,7 @@ import torch
 from torch import Tensor, nn
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor, unset_fake_temporarily
+from torch.nn.parameter import is_lazy
 from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
@@ -89,6 +90,11 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
         for table in cast("tuple[dict[str, object], ...]", tables):
             for name, value in table.items():
                 if isinstance(value, Tensor):
+                    if is_lazy(value):
+                        raise UserError(
+                            f"model: parameter {name!r} of a {type(part).__name__} has no shape before the first "
+                            "forward: give its sizes"
+                        )
                     converts = dtype is not torch.float32 and value.is_floating_point() and table is not vars(part)
                     new = _fake(value, dtype if converts else value.dtype)
                     table[name] = fakes.setdefault(id(value), (value, new))[1]

@@ -19,7 +19,8 @@ from torch.export import Dim, ExportedProgram, export
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.building import Held, build_fake, held_by
-from isthmus.graph.capture_errors import ModulePath, check_columns, explain, quiet, refuse_hooks
+from isthmus.graph.capture_checks import check_columns, check_parts, check_unchanged, plain_state
+from isthmus.graph.capture_errors import ModulePath, explain, quiet, refuse_hooks
 from isthmus.graph.convert import convert
 from isthmus.graph.measure import measure
 from isthmus.graph.opgraph import OpGraph
@@ -79,9 +80,16 @@ def capture(
     with FakeTensorMode(allow_non_fake_inputs=True), refuse_hooks():
         module, made = build_fake(build, dtype)
         check_columns(module, columns)
+        check_parts(module)
         for mode in ("train", "eval"):
-            held = held_by(module, made)
-            graph, found = _capture_mode(module.train(mode == "train"), columns, batch, dtype, name, held)
+            held, state = held_by(module, made), plain_state(module)
+            try:
+                graph, found = _capture_mode(module.train(mode == "train"), columns, batch, dtype, name, held)
+            except UserError as e:
+                if mode == "eval":
+                    raise UserError(f"{e} (in eval mode)") from e
+                raise
+            check_unchanged(module, state)
             graphs[mode] = graph
             constants |= found
     train, evaluation = mark_training(graphs["train"], graphs["eval"])

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import io
 import logging
 import re
 import traceback
 import warnings
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Generator, Mapping
 from pathlib import Path
 from types import TracebackType
 from unittest import mock
@@ -82,21 +81,6 @@ def refuse_hooks() -> Generator[None]:
         for name in names:
             stack.enter_context(mock.patch.object(Tensor, name, refuse))
         yield
-
-
-def check_columns(module: nn.Module, columns: Collection[str]) -> None:
-    """UserError unless the module's forward takes exactly these keyword arguments."""
-    parameters = inspect.signature(module.forward).parameters
-    keyword = {n: p for n, p in parameters.items() if p.kind in (p.POSITIONAL_OR_KEYWORD, p.KEYWORD_ONLY)}
-    takes_any = any(p.kind is p.VAR_KEYWORD for p in parameters.values())
-    missing = [n for n, p in keyword.items() if p.default is p.empty and n not in columns]
-    unexpected = [] if takes_any else [c for c in columns if c not in keyword]
-    if missing or unexpected:
-        parts = [f"it needs {missing}" if missing else "", f"it does not take {unexpected}" if unexpected else ""]
-        raise UserError(
-            f"model: forward({', '.join(keyword)}) does not fit the data's columns {list(columns)}: "
-            f"{' and '.join(p for p in parts if p)}"
-        )
 
 
 def explain(error: Exception, path: ModulePath, columns: Mapping[str, Tensor]) -> UserError:

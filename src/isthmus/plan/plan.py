@@ -6,22 +6,26 @@ Everything that the runtime and the simulator need is in it, and everything that
 from __future__ import annotations
 
 from pathlib import Path
+from typing import Annotated
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.errors import UserError
 from isthmus.plan.schedule import Schedule
 
 PLAN_VERSION = 2
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
 
 
 class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     """Bytes that a stage needs on its device."""
 
-    weights: int
-    gradients: int
-    optimizer: int
-    activations: int
+    weights: NotNegative
+    gradients: NotNegative
+    optimizer: NotNegative
+    activations: NotNegative
     """Kept between forward and backward, for all micro-batches in flight at once."""
 
     @property
@@ -33,37 +37,37 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     """A run of operators on one device. FLOPs are for one micro-batch."""
 
     device: str
-    first: int
+    first: NotNegative
     """Number of the stage's first operator in the graph's cut order (`Flow.operators`)."""
-    last: int
+    last: NotNegative
     """Number of its last operator, inclusive."""
     first_op: str
     last_op: str
-    flops_forward: int
-    flops_backward: int
-    parameter_bytes: int
+    flops_forward: NotNegative
+    flops_backward: NotNegative
+    parameter_bytes: NotNegative
     memory: StageMemory
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True):
     """What stage `source` sends to stage `target` for each micro-batch, and the gradients that come back."""
 
-    source: int
-    target: int
+    source: NotNegative
+    target: NotNegative
     values: tuple[str, ...]
     """`op` or `op:index` of each tensor, in the order in which they travel."""
     gradients: tuple[str, ...]
-    forward_bytes: int
-    backward_bytes: int
+    forward_bytes: NotNegative
+    backward_bytes: NotNegative
 
 
 class SharedParameter(msgspec.Struct, frozen=True, kw_only=True):
     """A parameter that several stages use: its value travels once per step, and its gradient back."""
 
     name: str
-    owner: int
+    owner: NotNegative
     users: tuple[int, ...]
-    size_bytes: int
+    size_bytes: NotNegative
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
@@ -72,7 +76,7 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
     shared: tuple[SharedParameter, ...] = ()
-    micro_batches: int
+    micro_batches: Positive
     """Of each step's; the micro-batches of all replicas are one batch."""
     schedule: Schedule
     loss_stage: int = -1
@@ -84,7 +88,7 @@ class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
 
     devices: tuple[str, ...]
     """One of each replica, in the order of the replicas."""
-    size_bytes: int
+    size_bytes: NotNegative
     """Of the gradients."""
 
 
@@ -119,8 +123,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     model: str
     fleet: str
     planner: str
-    micro_batch_size: int
-    micro_batches: int
+    micro_batch_size: Positive
+    micro_batches: Positive
     replicas: tuple[Replica, ...]
     sync: tuple[SyncGroup, ...] = ()
     """Whose gradients are averaged; none with one replica."""

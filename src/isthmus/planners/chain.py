@@ -15,13 +15,18 @@ from isthmus.plan import Certificate, Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s
 from isthmus.planners.even import even
-from isthmus.planners.greedy_fill import greedy_fill
-from isthmus.planners.network import network_of
+from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
+from isthmus.planners.network import Network, network_of
 from isthmus.planners.order_search import Found, OrderSearch
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.tight_memory import every_pipeline
 
 EXACT_SCOPE = (
     "all orders and subsets of the devices, all cuts of the operator order, memory of the classic schedule, closed form"
+)
+THROTTLED_SCOPE = (
+    "all orders and subsets of the devices, all cuts of the operator order, as many micro-batches in flight as memory "
+    "allows, closed form"
 )
 POOLED_SCOPE = (
     "all orders and subsets of the devices, all cuts; the bound pools speeds and takes the cheapest links, and not "
@@ -40,9 +45,18 @@ def chain(problem: Problem) -> Plan:
     plans = _plans(problem, [best])
     closed_form_s = best.step_s if best else 0.0
     # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind.
-    if problem.schedule != "gpipe" and not any(p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans):
+    throttled = problem.schedule != "gpipe" and not any(
+        p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
+    )
+    if throttled:
         plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
     plans += _baseline(problem)
+    if classic.exhaustive and (throttled or _memory_binds(problem, network, blocks)):
+        known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
+        proven = every_pipeline(problem, network, blocks, known_s)
+        if proven is not None and (proven.plan or plans):
+            chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
+            return _certified(problem, chosen, proven.bound_s, THROTTLED_SCOPE)
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
         plans = _plans(problem, [Found(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
@@ -50,6 +64,12 @@ def chain(problem: Problem) -> Plan:
     if best and classic.exhaustive:
         return _certified(problem, chosen, best.bound_s, EXACT_SCOPE)
     return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+
+
+def _memory_binds(problem: Problem, network: Network, blocks: Blocks) -> bool:
+    """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
+    held = min(problem.micro_batches, len(network.names))
+    return problem.schedule != "gpipe" and stage_bytes(blocks, 0, blocks.count, held) > float(network.memory.min())
 
 
 def _plans(problem: Problem, found: Sequence[Found | None]) -> list[Plan]:

@@ -56,11 +56,12 @@ def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
 def _too_small(
     problem: Problem, network: Network, blocks: Blocks, device: int, start: int, end: int, held: int
 ) -> FleetTooSmall:
-    need = stage_bytes(blocks, 0, blocks.count, held)
-    short = stage_bytes(blocks, start, end, held) - int(network.memory[device])
+    whole, stage = stage_bytes(blocks, 0, blocks.count, held), stage_bytes(blocks, start, end, held)
+    capacity = int(network.memory[device])
     hint = f" with {held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
     return FleetTooSmall(
-        f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: needs at least "
-        f"{format_size(need)}{hint}, fleet has {format_size(int(network.memory.sum()))} "
-        f"(device {network.names[device]} is {short} bytes short)"
+        f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
+        f"device {network.names[device]} would have to hold {format_size(stage)}, has {format_size(capacity)}: "
+        f"{stage - capacity} bytes short (the whole model needs {format_size(whole)}{hint}, the fleet has "
+        f"{format_size(int(network.memory.sum()))})"
     )

@@ -46,6 +46,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     data: DataSpec
     shuffle: bool = True
+    evaluates: bool = True
+    """Whether held-out data are needed at all."""
     neighbours: tuple[Neighbour, ...] = ()
     emulation: Emulation | None = None
     norm_positions: tuple[tuple[int, ...], ...] = ()

@@ -152,7 +152,8 @@ class Conductor:
         previous = signal.getsignal(signal.SIGINT)
 
         def interrupt(*_: object) -> None:
-            signal.signal(signal.SIGINT, previous)
+            # Not `previous`: a process that was started in the background inherits a Ctrl-C that is ignored.
+            signal.signal(signal.SIGINT, signal.default_int_handler)
             self._heard.put(Interrupted())
 
         signal.signal(signal.SIGINT, interrupt)

@@ -175,7 +175,7 @@ def _load_data(assignment: Assignment) -> dict[str, Dataset]:
     found: dict[str, Dataset] = {}
     if assignment.train.columns:
         found["train"] = load_dataset(assignment.data, "train")
-    if assignment.evaluation.columns:
+    if assignment.evaluates and assignment.evaluation.columns:
         found["heldout"] = load_dataset(assignment.data, "heldout")
     return found
 

@@ -29,6 +29,8 @@ SPARE_WINDOW_BYTES = 1 << 20
 class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     """Who wants to know of a run's progress."""
 
+    accepted: Callable[[], None] = lambda: None
+    """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
     advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
     saved: Callable[[int, Path], None] = lambda step, directory: None
 
@@ -117,6 +119,7 @@ class TrainingScript:
                 neighbours=self._neighbours(pair, addresses),
                 emulation=emulation if self._options.emulate else None,
                 norm_positions=positions, threads=self.job.runtime.threads, patience_s=self.job.patience_s,
+                evaluates=self.job.training.eval_every > 0,
             )  # fmt: skip
         return found
 
@@ -191,6 +194,7 @@ def train(
 ) -> Outcome:
     """Run the job to its end. Raises UserError for what a device refused; a lost device is an outcome."""
     script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
+    watcher.accepted()
     job = prepared.job
     machine = Coordinator((s.device for s in plan.stages), run_spec(prepared, script.start_step))
     conductor = Conductor(machine, script.run, script, host=options.host, patience_s=job.patience_s)

@@ -66,12 +66,15 @@ class CheckpointWriter:
         return self._directory / f".step-{step:06d}"
 
     def write(self, step: int, part: str, tensors: Mapping[str, Tensor]) -> None:
-        """One part (`stage-0`, `rest`), flushed to disk."""
+        """One part (`stage-0`, `rest`), flushed to disk. UserError when it cannot be written."""
         folder = self._partial(step)
-        folder.mkdir(parents=True, exist_ok=True)
         name = f"{part}.safetensors"
-        save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / name)
-        _flush(folder / name)
+        try:
+            folder.mkdir(parents=True, exist_ok=True)
+            save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / name)
+            _flush(folder / name)
+        except (SafetensorError, OSError) as e:
+            raise UserError(f"checkpoint {folder / name}: cannot be written: {e}") from None
         self._files.setdefault(step, {})[name] = tuple(tensors)
 
     def commit(self, manifest: Manifest) -> Path:

@@ -1,0 +1,85 @@
+"""A placement and what it costs, evaluated exactly as DT-FM defines it."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, replace
+
+import numpy as np
+
+from isthmus.errors import UserError
+from isthmus.planners.placement.landscape import Group, Landscape
+from isthmus.planners.placement.matching import bottleneck_matching
+from isthmus.planners.placement.path import open_path
+from isthmus.planners.placement.problem import Ints, PlacementProblem
+
+
+@dataclass(frozen=True, kw_only=True, eq=False)
+class Grouping:
+    """Which device runs which stage of which replica, and the seconds that this takes.
+
+    `data_parallel_s` is Eq. 2's maximum over groups, `pipeline_s` Eq. 4's path. `compute_s` is ours: every group waits
+    for its slowest device, so it is the sum over groups of the longest computation; the period needs no term, for
+    stages are equal and every device takes part, so it is the same for all placements.
+    """
+
+    devices: Ints
+    """[stages, replicas]: row s is the data-parallel group of stage s, column r the pipeline of replica r."""
+    data_parallel_s: float
+    pipeline_s: float
+    compute_s: float
+    lower_bound_s: float = 0.0
+    """No placement costs less; 0 where nothing was proven."""
+
+    @property
+    def total_s(self) -> float:
+        """DT-FM Eq. 1, and the computation."""
+        return self.data_parallel_s + self.pipeline_s + self.compute_s
+
+    @property
+    def gap(self) -> float:
+        """total / bound - 1; infinite without a bound."""
+        if self.total_s == 0:
+            return 0.0
+        return self.total_s / self.lower_bound_s - 1 if self.lower_bound_s > 0 else float("inf")
+
+    def with_bound(self, lower_bound_s: float) -> Grouping:
+        # A bound is computed in another order of additions: rounding must not let it pass the total.
+        return replace(self, lower_bound_s=min(lower_bound_s, self.total_s))
+
+
+def evaluate(problem: PlacementProblem, groups: Ints, landscape: Landscape | None = None) -> Grouping:
+    """The grouping made of these data-parallel groups, [stages, replicas] device numbers in any order.
+
+    Chooses the order of groups (exact up to ten, see `path`) and who hands over to whom. A landscape made by
+    `landscape_of(problem)` saves work over many calls. Raises UserError unless each device stands in one group.
+    """
+    stages, replicas = problem.task.stages, problem.task.replicas
+    if groups.shape != (stages, replicas) or not np.array_equal(np.sort(groups, axis=None), np.arange(groups.size)):
+        raise UserError(
+            f"placement: groups: got shape {groups.shape}, expected {stages} groups of {replicas} with each device once"
+        )
+    landscape = landscape or landscape_of(problem)
+    kinds = [kinds_of(problem, row) for row in groups]
+    path = open_path(landscape.between(kinds))
+    return Grouping(
+        devices=_joined(problem, groups[path.order]),
+        data_parallel_s=max(landscape.group_s(group) for group in kinds), pipeline_s=path.length_s,
+        compute_s=float(problem.compute_s[groups].max(axis=1).sum()),
+    )  # fmt: skip
+
+
+def landscape_of(problem: PlacementProblem) -> Landscape:
+    return Landscape(problem.sync_s, problem.hop_s)
+
+
+def kinds_of(problem: PlacementProblem, devices: Ints) -> Group:
+    return tuple(int(kind) for kind in np.sort(problem.kind[devices]))
+
+
+def _joined(problem: PlacementProblem, ordered: Ints) -> Ints:
+    """Each row sorted so that a column is one pipeline, following the bottleneck matching of neighbours."""
+    joined = [ordered[0]]
+    for row in ordered[1:]:
+        _, columns = bottleneck_matching(problem.hop_s[np.ix_(problem.kind[joined[-1]], problem.kind[row])])
+        joined.append(row[columns])
+    return np.array(joined)

@@ -1,0 +1,73 @@
+"""Who hands over to whom: the perfect matching between two groups whose slowest pair is as fast as possible (Eq. 3)."""
+
+from __future__ import annotations
+
+import numpy as np
+from numpy.typing import NDArray
+from scipy.sparse import csr_array
+from scipy.sparse.csgraph import maximum_bipartite_matching
+
+from isthmus.planners.network import Floats
+
+_SMALL = 32
+"""Up to so many rows, building scipy's sparse matrix costs more than the matching."""
+
+
+def bottleneck_s(cost: Floats) -> float:
+    """The least t such that the pairs up to t hold a perfect matching. `cost` is [n, n], in seconds."""
+    return _search(cost)[0]
+
+
+def bottleneck_matching(cost: Floats) -> tuple[float, list[int]]:
+    """That t, and for each row the column that it is matched with (DT-FM Eq. 3; supplement: polynomial)."""
+    return _search(cost)
+
+
+def _search(cost: Floats) -> tuple[float, list[int]]:
+    """Bisection over the values that occur, from the dearest cheapest pair of any row or column upward."""
+    floor = max(float(cost.min(axis=1).max()), float(cost.min(axis=0).max()))
+    found = _perfect(cost <= floor)
+    if found is not None:  # the usual case: worth a try before sorting
+        return floor, found
+    values = np.unique(cost[cost > floor])
+    low, high, best = 0, len(values) - 1, list(range(len(cost)))
+    while low <= high:
+        middle = (low + high) // 2
+        found = _perfect(cost <= values[middle])
+        if found is None:
+            low = middle + 1
+        else:
+            best, high = found, middle - 1
+    return float(values[min(low, len(values) - 1)]), best
+
+
+def _perfect(allowed: NDArray[np.bool_]) -> list[int] | None:
+    """A perfect matching of the allowed pairs as a column per row, or None."""
+    if len(allowed) > _SMALL:
+        matched = maximum_bipartite_matching(csr_array(allowed), perm_type="column")
+        return None if (matched < 0).any() else [int(column) for column in matched]
+    rows = (allowed @ _BITS[: len(allowed)]).tolist()
+    owner: dict[int, int] = {}
+    for row in range(len(rows)):
+        if not _augment(rows, row, owner, [0]):
+            return None
+    columns = [0] * len(rows)
+    for bit, row in owner.items():
+        columns[row] = bit.bit_length() - 1
+    return columns
+
+
+def _augment(rows: list[int], row: int, owner: dict[int, int], seen: list[int]) -> bool:
+    """Kuhn's augmenting path from `row`. Columns are single bits; `seen` holds one mask."""
+    free = rows[row] & ~seen[0]
+    while free:
+        bit = free & -free
+        seen[0] |= bit
+        if bit not in owner or _augment(rows, owner[bit], owner, seen):
+            owner[bit] = row
+            return True
+        free = rows[row] & ~seen[0]
+    return False
+
+
+_BITS = 1 << np.arange(_SMALL, dtype=np.int64)

@@ -1,0 +1,111 @@
+"""In which order the groups form the pipeline: the open-loop travelling salesman path of DT-FM's Eq. 4."""
+
+from __future__ import annotations
+
+from functools import cache
+from typing import NamedTuple
+
+import numpy as np
+from scipy.sparse.csgraph import minimum_spanning_tree
+
+from isthmus.planners.network import Floats
+from isthmus.planners.placement.problem import Ints
+
+EXACT_UP_TO = 10
+"""Groups. Twelve would take ten times as long, and searches ask for thousands of paths."""
+
+
+class OpenPath(NamedTuple):
+    order: list[int]
+    length_s: float
+    bound_s: float
+    """No path is shorter: the length itself where the path is exact, else that of a minimum spanning tree."""
+
+
+def open_path(cost: Floats) -> OpenPath:
+    """A short path through all nodes of a symmetric [n, n] matrix of seconds: exact up to ten nodes, 2-opt beyond."""
+    nodes = len(cost)
+    if nodes == 1:
+        return OpenPath([0], 0.0, 0.0)
+    if nodes <= EXACT_UP_TO:
+        order = _held_karp(cost)
+        length = path_length_s(cost, order)
+        return OpenPath(order, length, length)
+    starts = np.unique(np.linspace(0, nodes - 1, 8).astype(np.int64))
+    orders = [_two_opt(cost, _nearest_neighbour(cost, int(start))) for start in starts]
+    order = min(orders, key=lambda o: path_length_s(cost, o))
+    length = path_length_s(cost, order)
+    return OpenPath(order, length, min(length, _tree_s(cost)))
+
+
+def path_length_s(cost: Floats, order: list[int]) -> float:
+    return float(cost[order[:-1], order[1:]].sum())
+
+
+def _held_karp(cost: Floats) -> list[int]:
+    """Held and Karp's dynamic programme: the shortest path over each set of nodes, for each last node."""
+    nodes = len(cost)
+    least = np.full((1 << nodes, nodes), np.inf)
+    before = np.zeros((1 << nodes, nodes), dtype=np.int64)
+    least[1 << np.arange(nodes), np.arange(nodes)] = 0.0
+    for sets, rows, added in _layers(nodes):
+        lengths = least[sets][:, :, None] + cost[None]
+        via = lengths.argmin(axis=1)
+        target = sets[rows] | (1 << added)
+        least[target, added] = lengths.min(axis=1)[rows, added]
+        before[target, added] = via[rows, added]
+    last, visited = int(least[-1].argmin()), (1 << nodes) - 1
+    order = [last]
+    while len(order) < nodes:
+        last, visited = int(before[visited, last]), visited ^ (1 << last)
+        order.append(last)
+    return order
+
+
+@cache
+def _layers(nodes: int) -> list[tuple[Ints, Ints, Ints]]:
+    """For each size below `nodes`: the sets of that size as bit masks, and pairs (row of a set, node outside it)."""
+    masks = np.arange(1 << nodes, dtype=np.int64)
+    inside = (masks[:, None] >> np.arange(nodes)) & 1
+    layers: list[tuple[Ints, Ints, Ints]] = []
+    for size in range(1, nodes):
+        rows = np.flatnonzero(inside.sum(axis=1) == size)
+        outside = np.nonzero(inside[rows] == 0)
+        layers.append((masks[rows], outside[0].astype(np.int64), outside[1].astype(np.int64)))
+    return layers
+
+
+def _nearest_neighbour(cost: Floats, start: int) -> list[int]:
+    left = np.ones(len(cost), dtype=np.bool_)
+    order = [start]
+    left[start] = False
+    while left.any():
+        candidates = np.flatnonzero(left)
+        order.append(int(candidates[cost[order[-1], candidates].argmin()]))
+        left[order[-1]] = False
+    return order
+
+
+def _two_opt(cost: Floats, order: list[int]) -> list[int]:
+    """Reverses the stretch that shortens most, until none does. Ends are free: a node of cost 0 closes the loop."""
+    nodes = len(cost)
+    closed = np.zeros((nodes + 1, nodes + 1))
+    closed[:nodes, :nodes] = cost
+    tour = np.array([nodes, *order])
+    while True:
+        here, after = tour, np.roll(tour, -1)
+        step = closed[here, after]
+        change = closed[here[:, None], here] + closed[after[:, None], after] - step[:, None] - step
+        change[np.tril_indices(nodes + 1)] = 0.0
+        i, j = np.unravel_index(int(change.argmin()), change.shape)
+        if change[i, j] >= -1e-12 * (1.0 + float(step.sum())):
+            break
+        tour[i + 1 : j + 1] = tour[i + 1 : j + 1][::-1].copy()
+    cut = int(np.flatnonzero(tour == nodes)[0])
+    return [int(node) for node in np.roll(tour, -cut)[1:]]
+
+
+def _tree_s(cost: Floats) -> float:
+    # Shifted by one second, because scipy takes a weight of zero for a missing edge.
+    tree = minimum_spanning_tree(np.triu(cost + 1.0, 1))
+    return max(float(tree.sum()) - (len(cost) - 1), 0.0)

@@ -1,0 +1,214 @@
+"""The paper's local searches against slow transcriptions, and all searches against brute force."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from placement_cases import all_groupings, literal_cost_s, random_problem
+
+from isthmus.errors import UserError
+from isthmus.planners.placement import PLACEMENTS, dtfm_genetic, dtfm_kl, evaluate, islands, place, random_groups
+from isthmus.planners.placement.annealing import Annealer
+from isthmus.planners.placement.cyclic import cyclic_search
+from isthmus.planners.placement.dtfm_genetic import fastest_link_gain
+from isthmus.planners.placement.dtfm_kl import kernighan_lin_gain
+from isthmus.planners.placement.hybrid_genetic import crossover, groups_of, labels_of
+from isthmus.planners.placement.landscape import Landscape
+from isthmus.planners.placement.structured import structured_groups
+
+Table = list[list[float]]
+NO = -math.inf
+
+
+def links(seed: int, devices: int) -> np.ndarray:
+    cost = np.triu(np.random.default_rng(seed).integers(0, 9, size=(devices, devices)).astype(float), 1)
+    return cost + cost.T
+
+
+def some_labels(seed: int, groups: int, size: int) -> np.ndarray:
+    return np.random.default_rng(seed).permutation(np.repeat(np.arange(groups), size))
+
+
+def slow_fastest_link(hop: np.ndarray, labels: list[int], groups: int, movable: list[bool]) -> Table:
+    """Sec. 3.4: for each group the ends of its fastest link, and half of Gain for each other group."""
+    devices = range(len(labels))
+
+    def fastest(d: int) -> float:
+        return min((hop[d][e] for e in devices if e != d and labels[e] == labels[d]), default=math.inf)
+
+    gain = [[NO] * groups for _ in devices]
+    for own in range(groups):
+        ends = [d for d in devices if labels[d] == own and movable[d]]
+        least = min((fastest(d) for d in ends), default=math.inf)
+        for d in ends:
+            for other in range(groups):
+                members = [e for e in devices if labels[e] == other]
+                if other != own and fastest(d) == least:
+                    mean = sum(hop[d][e] for e in members) / max(len(members), 1)
+                    gain[d][other] = mean - (0.0 if math.isinf(least) else least)
+    return gain
+
+
+def slow_kernighan_lin(weight: np.ndarray, labels: list[int], groups: int, movable: list[bool]) -> Table:
+    devices = range(len(labels))
+    gain = [[NO] * groups for _ in devices]
+    for d in devices:
+        for other in range(groups):
+            if movable[d] and other != labels[d]:
+                towards = sum(weight[d][e] for e in devices if labels[e] == other)
+                gain[d][other] = towards - sum(weight[d][e] for e in devices if e != d and labels[e] == labels[d])
+    return gain
+
+
+def slow_cyclic(labels: list[int], groups: int, gain_of) -> list[int]:
+    """Rings of moves, each closed at its best place; of all rings the best prefix."""
+    movable, visited = [True] * len(labels), set()
+    states, sums = [list(labels)], [0.0]
+    for _ in range(groups):
+        now, moves = list(states[-1]), []
+        gain = gain_of(now, movable)
+        home = here = now[max(range(len(now)), key=lambda d: max(gain[d]))]
+        while True:
+            choices = [(d, g) for d in range(len(now)) if now[d] == here for g in range(groups) if gain[d][g] > NO]
+            if not choices:
+                break
+            device, target = max(choices, key=lambda c: gain[c[0]][c[1]])
+            moves.append((device, target, gain[device][target], 0.0 if here == home else gain[device][home]))
+            now[device], movable[device] = target, False
+            visited.add(target)
+            here = target
+            if here == home:
+                break
+            gain = gain_of(now, movable)
+        if not moves:
+            break
+        values = [sum(move[2] for move in moves[:k]) + moves[k][3] for k in range(len(moves))]
+        last = values.index(max(values))
+        closed = list(states[-1])
+        if values[last] > 0:
+            for device, target, _, _ in moves[:last]:
+                closed[device] = target
+            closed[moves[last][0]] = home
+        states.append(closed)
+        sums.append(sums[-1] + max(values[last], 0.0))
+        if len(visited) == groups:
+            break
+    return states[sums.index(max(sums))]
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4), st.integers(1, 3))
+def test_gains_are_those_written_out(seed: int, groups: int, size: int) -> None:
+    hop, sync, labels = links(seed, groups * size), links(seed + 1, groups * size), some_labels(seed, groups, size)
+    labels[0] = (labels[0] + 1) % groups  # in the middle of a ring sizes differ
+    movable = np.random.default_rng(seed).random(groups * size) < 0.7
+    got = fastest_link_gain(hop, groups)(labels, movable)
+    np.testing.assert_allclose(got, slow_fastest_link(hop, labels.tolist(), groups, movable.tolist()))
+    got = kernighan_lin_gain(hop, sync, groups)(labels, movable)
+    np.testing.assert_allclose(got, slow_kernighan_lin(hop - sync, labels.tolist(), groups, movable.tolist()))
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(2, 4), st.sampled_from([1, 2, 4]))
+def test_circular_search_is_that_written_out(seed: int, groups: int, size: int) -> None:
+    hop, sync, labels = links(seed, groups * size), links(seed + 1, groups * size), some_labels(seed, groups, size)
+    # Tables of one and the same gain function: what is compared is the rings.
+    for gain in (fastest_link_gain(hop, groups), kernighan_lin_gain(hop, sync, groups)):
+        found = cyclic_search(labels, groups, gain)
+        expected = slow_cyclic(
+            labels.tolist(), groups, lambda now, free, g=gain: g(np.array(now), np.array(free)).tolist()
+        )
+        assert found.tolist() == expected
+        assert np.bincount(found, minlength=groups).tolist() == [size] * groups
+
+
+def test_the_fastest_link_leaves_its_group() -> None:
+    """Two pairs of neighbours, 1 apart, 9 from each other: one of each pair ends up in each group."""
+    hop = np.full((4, 4), 9.0)
+    hop[0, 1] = hop[1, 0] = hop[2, 3] = hop[3, 2] = 1.0
+    found = cyclic_search(np.array([0, 0, 1, 1]), 2, fastest_link_gain(hop, 2))
+    assert found[0] != found[1] and found[2] != found[3]
+
+
+def test_crossover_takes_points_and_repairs_in_order() -> None:
+    first, second = np.array([1, 1, 0, 0, 2, 2]), np.array([0, 0, 1, 1, 2, 2])
+    assert crossover(first, second, 3, np.array([0])).tolist() == [0, 0, 1, 1, 2, 2]
+    assert crossover(first, second, 3, np.array([0, 1])).tolist() == [0, 0, 1, 1, 2, 2]
+    assert crossover(first, second, 3, np.array([0, 2])).tolist() == [1, 0, 0, 1, 2, 2]
+
+
+@given(st.integers(0, 10**6), st.integers(1, 4), st.integers(1, 4))
+def test_labels_and_groups_are_the_same_thing(seed: int, groups: int, size: int) -> None:
+    labels = some_labels(seed, groups, size)
+    assert labels_of(groups_of(labels, groups)).tolist() == labels.tolist()
+
+
+@settings(max_examples=30, deadline=None)
+@given(st.integers(0, 10**6), st.sampled_from([(2, 2), (2, 3), (3, 2)]), st.sampled_from([0, 2]), st.booleans())
+def test_no_search_beats_brute_force_and_ours_reaches_it(
+    seed: int, shape: tuple[int, int], sites: int, compute: bool
+) -> None:
+    problem, latency, bandwidth = random_problem(seed, *shape, sites=sites, compute=compute)
+    devices = tuple(range(shape[0] * shape[1]))
+    best = min(literal_cost_s(problem, latency, bandwidth, g) for g in all_groupings(devices, shape[1]))
+    ours = islands(problem, seed=seed, iterations=500)
+    assert ours.total_s == pytest.approx(best)
+    for other in (dtfm_genetic, dtfm_kl):
+        assert other(problem, seed=seed, population=4, trials=10).total_s >= best - 1e-9
+    assert random_groups(problem, seed=seed, draws=5).total_s >= best - 1e-9
+
+
+@pytest.mark.parametrize("seed", range(4))
+def test_structured_starts_are_groupings(seed: int) -> None:
+    problem, _, _ = random_problem(seed, 5, 4, sites=seed * 3, compute=True)
+    compute = np.zeros(len(problem.kind_sizes))
+    compute[problem.kind] = problem.compute_s
+    found = list(structured_groups(problem.hop_s, compute, problem.kind, 5))
+    assert len({np.sort(groups, axis=1).tobytes() for groups in found}) == len(found) > 1
+    for groups in found:
+        assert groups.shape == (5, 4)
+        assert sorted(groups.ravel().tolist()) == list(range(20))
+
+
+def test_annealing_keeps_its_books() -> None:
+    problem, _, _ = random_problem(5, 5, 3, sites=4)
+    annealer = Annealer(Landscape(problem.sync_s, problem.hop_s), [float(k) for k in range(len(problem.kind_sizes))])
+    start = annealer.chain([tuple(sorted(row)) for row in problem.kind.reshape(5, 3).tolist()])
+    found = annealer.run(start, iterations=3000, seed=1)
+    again = annealer.chain(found.groups)
+    assert found.total_s == pytest.approx(again.total_s)
+    assert found.hops_s == again.hops_s and found.sync_s == again.sync_s and found.compute_s == again.compute_s
+    assert found.total_s < start.total_s
+    assert sorted(k for group in found.groups for k in group) == sorted(problem.kind.tolist())
+
+
+def test_many_speeds_are_bundled_and_still_counted_exactly() -> None:
+    problem, _, _ = random_problem(7, 20, 5, sites=2)
+    compute = np.random.default_rng(7).uniform(1, 2, 100)
+    problem = type(problem)(
+        task=problem.task, kind=problem.kind, latency_s=problem.latency_s,
+        bandwidth_bytes_per_s=problem.bandwidth_bytes_per_s, compute_s=compute,
+    )  # fmt: skip
+    found = islands(problem, iterations=200, starts=2)
+    assert found.compute_s == pytest.approx(compute[found.devices].max(axis=1).sum())
+    assert found.compute_s < random_groups(problem).compute_s
+
+
+@pytest.mark.parametrize("name", sorted(PLACEMENTS))
+def test_a_seed_finds_the_same_again_with_its_bound(name: str) -> None:
+    problem, _, _ = random_problem(11, 3, 3, sites=3)
+    found, again = place(name, problem, seed=4), place(name, problem, seed=4)
+    assert found.devices.tolist() == again.devices.tolist()
+    assert 0 < found.lower_bound_s <= found.total_s == again.total_s
+    assert found.gap == pytest.approx(found.total_s / found.lower_bound_s - 1)
+    assert evaluate(problem, found.devices).total_s == pytest.approx(found.total_s)
+
+
+def test_an_unknown_placement_is_refused() -> None:
+    problem, _, _ = random_problem(1, 2, 2)
+    with pytest.raises(UserError, match="did you mean 'islands'"):
+        place("island", problem)

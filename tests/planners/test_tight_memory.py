@@ -1,0 +1,77 @@
+"""`chain` where memory decides how many micro-batches are in flight: still the best of all plans."""
+
+from __future__ import annotations
+
+import itertools
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import all_orders_of, fleet_of, problem_of, random_graph
+
+from isthmus.cost import Problem, build_plan
+from isthmus.errors import FleetTooSmall
+from isthmus.graph import cuts
+from isthmus.planners import plan
+from isthmus.planners.blocks import Blocks
+from isthmus.planners.chain import EXACT_SCOPE, THROTTLED_SCOPE
+from isthmus.planners.network import network_of
+from isthmus.planners.tight_memory import every_pipeline
+
+
+def tight_problem(seed: int, operators: int, devices: int) -> Problem:
+    """Devices that hold between half and one and a half of what an even share of the model needs."""
+    rng = random.Random(seed)
+    graph = random_graph(seed, operators)
+    whole = problem_of(graph, fleet_of([1.0], 0, memory=[1 << 40]))
+    need = build_plan(whole, ["d0"], [], planner="hand").stages[0].memory.total
+    memory = [int(need * rng.uniform(0.5, 1.5) / devices) + 1 for _ in range(devices)]
+    return problem_of(graph, fleet_of([rng.choice([1, 2, 5]) for _ in range(devices)], seed, memory=memory))
+
+
+def best_of_all(problem: Problem) -> float:
+    """The least predicted step time of every order and cut that fits; infinite where none does."""
+    positions = [cut.position for cut in cuts(problem.flow)]
+    best = float("inf")
+    for order in all_orders_of(problem.fleet):
+        for boundaries in itertools.combinations(positions, len(order) - 1):
+            try:
+                made = build_plan(problem, order, boundaries, planner="hand")
+            except FleetTooSmall:
+                continue
+            best = min(best, made.predicted.step_s)
+    return best
+
+
+@settings(max_examples=60, deadline=None)
+@given(st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 3))
+def test_chain_is_the_best_of_all_plans(seed: int, operators: int, devices: int) -> None:
+    problem = tight_problem(seed, operators, devices)
+    best = best_of_all(problem)
+    if best == float("inf"):
+        with pytest.raises(FleetTooSmall):
+            plan("chain", problem)
+        return
+    made = plan("chain", problem)
+    assert made.certificate is not None
+    assert made.predicted.step_s == pytest.approx(best)
+    assert made.certificate.gap == 0
+    assert made.certificate.scope in (EXACT_SCOPE, THROTTLED_SCOPE)
+
+
+def test_some_of_these_are_throttled_by_memory() -> None:
+    scopes = set[str]()
+    for seed in range(40):
+        try:
+            made = plan("chain", tight_problem(seed, 5, 3))
+        except FleetTooSmall:
+            continue
+        assert made.certificate is not None
+        scopes.add(made.certificate.scope)
+    assert THROTTLED_SCOPE in scopes
+
+
+def test_too_many_to_try_is_said() -> None:
+    problem = problem_of(random_graph(1, 40), fleet_of([1.0] * 6, 1))
+    assert every_pipeline(problem, network_of(problem), Blocks(problem), float("inf")) is None
