@@ -332,3 +332,48 @@ def test_nothing_of_torch_is_printed(capfd: pytest.CaptureFixture[str]):
     message(lambda: Model(lambda _, x: x @ torch.zeros(5, 5)))
     captured = capfd.readouterr()
     assert captured.out == captured.err == ""
+
+
+def test_a_hook_on_a_modules_backward_is_refused() -> None:
+    def build() -> nn.Module:
+        module = Model(lambda _, x: x)
+        module.blocks[0].register_full_backward_hook(lambda _, grads, __: (grads[0] * 2,))
+        return module
+
+    assert "'blocks.0' has a hook on its backward" in message(build)
+
+
+class Remembers(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+        self.calls = 0
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        self.calls += 1
+        return F.cross_entropy(self.head(x), y) * (1 + 0.1 * self.calls)
+
+
+def test_plain_state_that_the_forward_changes_is_refused() -> None:
+    text = message(Remembers)
+    assert "in module 'Remembers': forward changes self.calls from 0 to" in text
+    assert "register_buffer" in text
+
+
+def test_parameters_without_a_shape_are_refused() -> None:
+    text = message(lambda: nn.Sequential(nn.LazyLinear(4)))
+    assert "'weight' of a LazyLinear has no shape" in text
+
+
+class LogitsInEval(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.head = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        logits = self.head(x)
+        return F.cross_entropy(logits, y) if self.training else logits
+
+
+def test_what_goes_wrong_in_eval_mode_only_says_so() -> None:
+    assert message(LogitsInEval).endswith("(in eval mode)")

@@ -50,6 +50,8 @@ SCHEDULE = "[learning_rate]"
         ("[training]", "[training]]", ["not valid TOML", "line 15"]),
         ("[model]", '[runtime]\npatience = "5 parsecs"\n[model]', ["runtime.patience", "parsecs"]),
         (SCHEDULE, "[[optimizer]]\nlr = -1.0\n[learning_rate]", ["optimizer[0].lr", "got -1.0"]),
+        (SCHEDULE, "[[optimizer]]\nlr = inf\n[learning_rate]", ["optimizer[0].lr", "got inf", "finite"]),
+        (SCHEDULE, "[[optimizer]]\nlearn_rate = 1\n[learning_rate]", ["optimizer[0].learn_rate", "optimizer[0].lr"]),
         (SCHEDULE, '[[optimizer]]\npattern = "*.bias"\n[learning_rate]', ["no pattern matches", "'token.weight'"]),
         (
             SCHEDULE,
@@ -137,7 +139,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
     refused(isthmus("train", job, "--resume"), 2, "runs/small", "not found")
     refused(isthmus("train", job, "--resume", "--run", tmp_path), 2, "not a run")
     refused(isthmus("train", job, "--run", tmp_path), 2, "not an empty directory")
-    refused(isthmus("train", job, "--run", job / "below"), 2, "cannot be written")
+    refused(isthmus("train", job, "--run", job / "below"), 2, "cannot be made")
 
 
 def test_too_large_a_model(tmp_path: Path) -> None:
@@ -186,6 +188,7 @@ def test_bad_plans(tmp_path: Path) -> None:
         (msgspec.structs.replace(plan, replicas=()), ["replicas: got none"]),
         (msgspec.structs.replace(plan, replicas=(replica, replica)), ["replicas: got 2", "chain"]),
         (with_stages({"last": 7}, {}), ["0..7", "left a gap"]),
+        (with_stages({"flops_forward": -1}, {}), ["stages[0].flops_forward", ">= 0"]),
         (with_stages({}, {"last": 99}), ["..99", "another model"]),
         (with_stages({"device": "laptop-1"}, {}), ["laptop-1", "at most once"]),
         (with_stages({"device": "desktop"}, {}), ["unknown device 'desktop'", "laptop-0"]),

@@ -53,19 +53,23 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.graph = path / "graph.json"
         self._losses = path / "losses.jsonl"
+        self._made: list[Path] = []
+        """Directories that are there for this run only, outermost first."""
 
     @classmethod
     def fresh(cls, parent: Path, name: str) -> RunFolder:
         """A new folder: `name`, or `name-2` and so on when that is taken. UserError when it cannot be made."""
+        made = _make(parent)
         for path in _numbered(parent, name):
             try:
-                parent.mkdir(parents=True, exist_ok=True)
                 path.mkdir()
             except FileExistsError:
                 continue
             except OSError as e:
                 raise UserError(f"run folder {path}: cannot be made: {e.strerror or e}") from None
-            return cls(path)
+            folder = cls(path)
+            folder._made = [*made, path]
+            return folder
         raise AssertionError("numbers do not end")
 
     @classmethod
@@ -91,12 +95,10 @@ class RunFolder:
 
     @contextlib.contextmanager
     def claimed(self) -> Generator[None]:
-        """Nobody else runs in this folder meanwhile; UserError when somebody does. It is removed if it stays empty."""
-        try:
-            self.path.mkdir(parents=True, exist_ok=True)
-            handle = os.open(self.path, os.O_RDONLY)
-        except OSError as e:
-            raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
+        """Nobody else runs in this folder meanwhile; UserError when somebody does. What was made for it and stays
+        empty is removed again."""
+        self._made += _make(self.path)
+        handle = os.open(self.path, os.O_RDONLY)
         try:
             try:
                 fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -105,8 +107,9 @@ class RunFolder:
             yield
         finally:
             os.close(handle)
-            with contextlib.suppress(OSError):  # only an empty directory can be removed like this
-                self.path.rmdir()
+            for made in reversed(self._made):
+                with contextlib.suppress(OSError):  # only an empty directory can be removed like this
+                    made.rmdir()
 
     def begin(self, job: Job, fleet: Fleet, plan: Plan, start_step: int) -> None:
         """A session of the run starts. An earlier one that left its traces is kept under `sessions/`; losses after
@@ -182,6 +185,16 @@ class RunFolder:
             with contextlib.suppress(msgspec.MsgspecError):
                 found.append(msgspec.json.decode(line, type=LossPoint))
         return found
+
+
+def _make(path: Path) -> list[Path]:
+    """Make a directory; returns those that were missing, outermost first. UserError when it cannot be made."""
+    missing = [p for p in (*reversed(path.parents), path) if not p.exists()]
+    try:
+        path.mkdir(parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"run folder {path}: cannot be made: {e.strerror or e}") from None
+    return missing
 
 
 def _numbered(parent: Path, name: str) -> Iterator[Path]:

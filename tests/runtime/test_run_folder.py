@@ -1,0 +1,148 @@
+"""A run's folder: one run at a time, and nothing is changed by a run that is refused."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isthmus.cli.folder import RunFolder
+from isthmus.errors import UserError
+from isthmus.job import load_job
+from isthmus.training.checkpoint import latest_checkpoint
+
+from .commands import edited, isthmus, refused, start, wait_until, write_job
+
+
+def snapshot(folder: Path) -> dict[str, bytes]:
+    return {str(p.relative_to(folder)): p.read_bytes() for p in sorted(folder.rglob("*")) if p.is_file()}
+
+
+@pytest.fixture(scope="module")
+def finished(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("finished")
+    done = isthmus("train", write_job(folder, steps=4), "--run", folder / "run")
+    assert done.code == 0, done.err
+    return folder
+
+
+@pytest.mark.parametrize(
+    ("old", "new", "words"),
+    [
+        ("width = 16", "width = 32", ["shape"]),
+        ("seed = 3", "seed = 4", ["training.seed"]),
+    ],
+)
+def test_a_refused_resume_changes_nothing(finished: Path, old: str, new: str, words: list[str]) -> None:
+    before = snapshot(finished / "run")
+    job = write_job(finished, steps=8)
+    edited(job, (old, new) if old in job.read_text() else ("[training]", f"[training]\n{new}"))
+    refused(isthmus("train", job, "--run", finished / "run", "--resume"), 2, *words)
+    assert snapshot(finished / "run") == before
+
+
+def test_a_truncated_checkpoint_changes_nothing(finished: Path) -> None:
+    job = write_job(finished, steps=8)
+    part = next(latest_checkpoint(finished / "run" / "checkpoints").glob("stage-0.safetensors"))
+    whole = part.read_bytes()
+    part.write_bytes(whole[:100])
+    try:
+        before = snapshot(finished / "run")
+        refused(isthmus("train", job, "--run", finished / "run", "--resume"), 2, "stage-0.safetensors", "truncated")
+        assert snapshot(finished / "run") == before
+    finally:
+        part.write_bytes(whole)
+
+
+def test_one_process_runs_in_a_folder(tmp_path: Path) -> None:
+    job = write_job(tmp_path, steps=1_000_000)
+    process = start("train", job, "--run", tmp_path / "run")
+    try:
+        wait_until(lambda: len(RunFolder(tmp_path / "run").losses()) >= 2, process)
+        refused(isthmus("train", job, "--run", tmp_path / "run", "--resume"), 2, "run", "another process")
+    finally:
+        os.killpg(process.pid, signal.SIGINT)
+        process.communicate(timeout=60)
+    assert process.returncode == 130
+
+
+def test_runs_of_one_name_get_folders_of_their_own(tmp_path: Path) -> None:
+    first, second = RunFolder.fresh(tmp_path, "r"), RunFolder.fresh(tmp_path, "r")
+    assert (first.path.name, second.path.name) == ("r", "r-2")
+    with first.claimed(), second.claimed():
+        (second.path / "something").write_text("")
+    assert not first.path.exists(), "nothing was written into it"
+    assert second.path.exists()
+    with first.claimed(), pytest.raises(UserError, match="another process"), RunFolder(first.path).claimed():
+        pass
+
+
+def test_a_refused_job_leaves_no_folder(tmp_path: Path) -> None:
+    job = edited(write_job(tmp_path), ("layers = 2", "layrs = 2"))
+    refused(isthmus("train", job), 2, "layrs")
+    assert not Path(load_job(job).run_dir, load_job(job).name).exists()
+
+
+def npz_job(folder: Path, values: np.ndarray, **training: int) -> Path:
+    np.savez(folder / "data.npz", x=values.astype(np.float32), y=np.arange(len(values)) % 3)
+    lines = "\n".join(f"{key} = {value}" for key, value in training.items())
+    path = folder / "npz.toml"
+    path.write_text(f"""
+name = "npz"
+planner = "even"
+run_dir = "{folder}"
+[model]
+name = "user_arrays:Model"
+[data]
+kind = "npz"
+options = {{ path = "{folder}/data.npz", holdout = 0 }}
+[training]
+steps = 2
+batch_size = 4
+micro_batches = 2
+{lines}
+""")
+    (folder / "user_arrays.py").write_text("""
+import torch
+from torch import nn
+from torch.nn import functional as F
+
+class Model(nn.Module):
+    def __init__(self):
+        super().__init__()
+        self.first, self.second = nn.Linear(4, 8), nn.Linear(8, 3)
+        print("building")
+
+    def forward(self, x, y):
+        print("forward")
+        return F.cross_entropy(self.second(torch.relu(self.first(x))), y)
+
+def on_step(step, loss):
+    print("step", step)
+""")
+    return path
+
+
+def test_without_held_out_data_and_with_a_model_that_prints(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = npz_job(tmp_path, np.random.default_rng(0).normal(size=(20, 4)))
+    job.write_text(job.read_text() + '[hooks]\nstep = "user_arrays:on_step"\n')
+    monkeypatch.syspath_prepend(tmp_path)
+    done = isthmus("train", job, "--json")
+    assert done.code == 0, done.err
+    assert json.loads(done.out)["loss"] > 0
+    assert "building" in done.err and "step 2" in done.err
+
+
+def test_a_loss_that_is_no_number_is_told_as_it_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    job = npz_job(tmp_path, np.full((20, 4), np.nan))
+    monkeypatch.syspath_prepend(tmp_path)
+    done = isthmus("train", job, "--json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    assert told["loss"] is None and told["comparison"]["measured_step_s"] > 0
+    assert (tmp_path / "npz" / "timeline.png").exists()
+    assert not (tmp_path / "npz" / "loss.png").exists()
