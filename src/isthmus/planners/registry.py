@@ -13,6 +13,7 @@ from isthmus.cost import Problem
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import load_third_party, third_party
 from isthmus.plan import Plan
+from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
 from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
@@ -21,7 +22,15 @@ Planner = Callable[[Problem], Plan]
 
 ENTRY_POINTS = "isthmus.planners"
 
-_OURS: Mapping[str, Planner] = {"auto": auto, "chain": chain, "even": even}
+_OURS: Mapping[str, Planner] = {
+    "auto": auto,
+    "certified": certified,
+    "chain": chain,
+    "equal-compute": equal_compute,
+    "even": even,
+    "sky-heuristic": sky_heuristic,
+    "sky-optimal": sky_optimal,
+}
 
 
 def planner_names() -> list[str]:
