@@ -42,9 +42,21 @@ BERT = {
 }  # fmt: skip
 RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 10}
 
+GPT2 = {
+    "n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 16, "resid_pdrop": 0.0,
+    "embd_pdrop": 0.0, "attn_pdrop": 0.0,
+}  # fmt: skip
+LLAMA = {
+    "num_hidden_layers": 3, "hidden_size": 16, "intermediate_size": 32, "num_attention_heads": 2,
+    "num_key_value_heads": 1, "vocab_size": 256, "max_position_embeddings": 16,
+}  # fmt: skip
+CAUSAL = DataSpec(kind="text", options={**TEXT.options, "shift_labels": False})
+
 CASES: dict[str, tuple[str, dict[str, object], Callable[[Path], DataSpec], int, bool]] = {
     "gpt-5": ("gpt", GPT, lambda _: TEXT, 5, True),
     "gpt-tied-3": ("gpt", {**GPT, "tie_embedding": True}, lambda _: TEXT, 3, False),
+    "hf-gpt2-2": ("hf-gpt2", GPT2, lambda _: CAUSAL, 2, False),
+    "hf-llama-6": ("hf-llama", LLAMA, lambda _: CAUSAL, 6, True),
     "unet-3": ("unet", {"channels": 1, "classes": 10, "width": 8, "depth": 2}, lambda _: DIGITS, 3, False),
     "hf-bert-3": ("hf-bert-classifier", BERT, _pairs, 3, False),
     "hf-resnet-3": ("hf-resnet", RESNET, _npz, 3, False),

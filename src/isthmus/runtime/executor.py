@@ -40,7 +40,7 @@ from isthmus.protocol.worker import Worker
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.links import Links, Signature
 from isthmus.trace import Span
-from isthmus.training.engine import TorchEngine, received_spec, sent_spec
+from isthmus.training.engine import Engine, received_spec, sent_spec
 
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
@@ -81,7 +81,7 @@ class Executor:
     def __init__(
         self,
         assignment: Assignment,
-        engine: TorchEngine,
+        engine: Engine,
         data: Mapping[str, Dataset],
         inbox: queue.SimpleQueue[object],
         report: Callable[[Done], None],

@@ -46,8 +46,26 @@ class Engine(Protocol):
         """Forward of the evaluation graph: keeps nothing."""
         ...
 
+    @property
+    def count(self) -> float:
+        """Items that the training loss counted since the last `take_loss`."""
+        ...
+
+    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Compute-type values of parameters (op names) that other stages borrow."""
+        ...
+
+    def set_shared(self, values: Mapping[str, Tensor]) -> None:
+        """Take this step's values of borrowed parameters."""
+        ...
+
+    def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """Gradients of borrowed parameters, summed over the step's micro-batches; float32."""
+        ...
+
     def collect(self, count: float | None, shared: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Final gradients of the step; returns their norms in the order of `owned`, -1 where there is no gradient."""
+        """Final gradients of the step, those of borrowers added; returns the norms of owned parameters, -1 where there
+        is no gradient."""
         ...
 
     def update(self, step: int, norms: Tensor | None) -> None:
@@ -205,7 +223,6 @@ class TorchEngine:
 
     @property
     def count(self) -> float:
-        """Items that the training loss counted since the last `take_loss`."""
         return sum(count for _, count in self._told["train"])
 
     def take_loss(self) -> tuple[float, float] | None:
@@ -220,17 +237,14 @@ class TorchEngine:
         return sum(loss for loss, _ in told), sum(count for _, count in told)
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Compute-type values of parameters (op names) that other stages borrow."""
         return {n: self._variables[n].detach() for n in names}
 
     def set_shared(self, values: Mapping[str, Tensor]) -> None:
-        """Take this step's values of borrowed parameters."""
         with torch.no_grad():
             for name, value in values.items():
                 self._variables[name].copy_(value)
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients of borrowed parameters, summed over the step's micro-batches; float32."""
         return {
             n: self._gradients.pop(n) if n in self._gradients else torch.zeros_like(self._variables[n].float())
             for n in names
