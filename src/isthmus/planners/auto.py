@@ -13,8 +13,6 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost import Layout, Problem, build_replicas
-from isthmus.cost.memory import elements, trainable
-from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Certificate, Plan
 from isthmus.planners.blocks import Blocks, coarse
@@ -70,9 +68,8 @@ class _Search:
         self.network = network_of(problem)
         self.blocks = Blocks(problem)
         self._regions = [problem.fleet.regions.index(device.region) for device in problem.fleet.devices]
-        variables = (op for op in problem.flow.graph.ops if trainable(op))
         self._pipelines: dict[tuple[frozenset[int], int], Layout | None] = {}
-        self._gradient_bytes = float(sum(FLOAT32_BYTES * elements(op) for op in variables))
+        self._gradient_bytes = float(sum(variable.gradient_bytes for variable in self.blocks.variables))
 
     def replicas_bound_s(self) -> float:
         return replicas_bound_s(self.network, self.blocks, self.problem.micro_batches, self._gradient_bytes)

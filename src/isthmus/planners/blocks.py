@@ -14,7 +14,8 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.cost import Problem
-from isthmus.cost.memory import trainable, variable_bytes
+from isthmus.cost.memory import elements, trainable, variable_bytes
+from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.graph import Op, Ref, cuts
 from isthmus.plan import StageMemory
 from isthmus.planners.network import Floats
@@ -37,6 +38,8 @@ class Variable(NamedTuple):
     uses: tuple[int, ...]
     owned_bytes: int
     borrowed_bytes: int
+    gradient_bytes: int
+    """What replicas average: float32, 0 where nothing is trained."""
 
 
 class Blocks:
@@ -94,8 +97,9 @@ class Blocks:
                 # The last stage holds what nothing uses.
                 uses = self._users(op) or [len(self.problem.flow.operators) - 1]
                 blocks = tuple(sorted({self.block_of(u) for u in uses}))
-                sizes = (_fixed(variable_bytes(self.problem, op, borrowed=b)) for b in (False, True))
-                found.append(Variable(blocks, *sizes))
+                owned, borrowed = (_fixed(variable_bytes(self.problem, op, borrowed=b)) for b in (False, True))
+                gradient = FLOAT32_BYTES * elements(op) if trainable(op) else 0
+                found.append(Variable(blocks, owned, borrowed, gradient))
         return tuple(found)
 
     def _users(self, variable: Op) -> list[int]:

@@ -17,6 +17,7 @@ from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_h
 from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
+from isthmus.planners.placement.on_fleet import dtfm_genetic, dtfm_kl, islands, random
 
 Planner = Callable[[Problem], Plan]
 
@@ -26,8 +27,12 @@ _OURS: Mapping[str, Planner] = {
     "auto": auto,
     "certified": certified,
     "chain": chain,
+    "dtfm-genetic": dtfm_genetic,
+    "dtfm-kl": dtfm_kl,
     "equal-compute": equal_compute,
     "even": even,
+    "islands": islands,
+    "random": random,
     "sky-heuristic": sky_heuristic,
     "sky-optimal": sky_optimal,
 }
