@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from functools import lru_cache
+
 import msgspec
 
 from isthmus.graph.flow import Flow
@@ -28,7 +30,8 @@ class Cut(msgspec.Struct, frozen=True):
         return sum(flow.by_name[r.op].outputs[r.index].nbytes(batch) for r in self.gradients)
 
 
-def cuts(flow: Flow) -> list[Cut]:
+@lru_cache(maxsize=8)  # planners ask again for every part of a fleet that they look at
+def cuts(flow: Flow) -> tuple[Cut, ...]:
     """Every place where a stage may end, in order. Places inside the life of a written buffer are left out."""
     position = {op.name: i for i, op in enumerate(flow.operators)}
     spans = live_spans(flow)
@@ -59,7 +62,7 @@ def cuts(flow: Flow) -> list[Cut]:
                 shared=tuple(name for name, (a, b) in shared.items() if a < i <= b),
             )
         )
-    return found
+    return tuple(found)
 
 
 def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:

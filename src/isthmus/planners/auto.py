@@ -34,6 +34,8 @@ MOST_SHIFTED = 4
 """Of these, how many have their cuts and shares moved together."""
 MOST_SCORED = 3
 """Plans that the scorer judges."""
+PROMISING = 1.5
+"""Times the best single pipeline: what scores or takes longer is not looked at any further."""
 ROUGH_BLOCKS = 64
 SCOPE = (
     "any number of replicas, any devices, orders, cuts and shares of the batch; the bound pools speeds and takes the "
@@ -51,7 +53,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     replicas hold either.
     """
     search, single = _Search(problem), chain(problem)
-    plans = sorted([single, *search.replicated()], key=_step_s)
+    plans = sorted([single, *search.replicated(_step_s(single))], key=_step_s)
     if score is not None:
         plans = sorted(plans[:MOST_SCORED], key=score)
     proven_s = single.certificate.lower_bound_s if single.certificate else 0.0
@@ -74,8 +76,8 @@ class _Search:
     def replicas_bound_s(self) -> float:
         return replicas_bound_s(self.network, self.blocks, self.problem.micro_batches, self._gradient_bytes)
 
-    def replicated(self) -> Iterator[Plan]:
-        """Plans of two replicas and more, each the best of its grouping."""
+    def replicated(self, single_s: float) -> Iterator[Plan]:
+        """Plans of two replicas and more, each the best of its grouping, where one pipeline takes `single_s`."""
         rough = coarse(self.blocks, ROUGH_BLOCKS)
         scorer = GroupScorer(
             scorer_of(self.problem, self.network, rough), self.network, self._gradient_bytes
@@ -84,11 +86,14 @@ class _Search:
         if len(self.network.names) <= MOST_EXHAUSTIVE:
             found = [scorer.grouping(g) for g in every_grouping(len(self.network.names)) if 1 < len(g) <= most]
         else:
-            found = [g for count in replica_counts(most) for g in groupings(scorer, self._regions, count)]
-            found = sorted(found, key=lambda g: g.step_s)[:MOST_CUT]
+            worth_s = PROMISING * single_s
+            found = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
+            found = sorted((g for g in found if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
         cut = [layouts for grouping in found if (layouts := self._cut(grouping)) is not None]
-        cut.sort(key=lambda layouts: _step_s(build_replicas(self.problem, layouts, planner="auto")))
-        yield from (shifted(self.problem, layouts, self.blocks.places) for layouts in cut[:MOST_SHIFTED])
+        plans = [(_step_s(build_replicas(self.problem, x, planner="auto")), n) for n, x in enumerate(cut)]
+        for step_s, number in sorted(plans)[:MOST_SHIFTED]:
+            if step_s <= PROMISING * single_s:
+                yield shifted(self.problem, cut[number], self.blocks.places)
 
     def _cut(self, grouping: Grouping) -> list[Layout] | None:
         """Each replica cut for itself; None where one does not fit."""

@@ -19,7 +19,7 @@ from numpy.typing import NDArray
 from isthmus.planners.network import Floats, Network
 from isthmus.planners.orders import Order, Scorer, improve, nearest_neighbour
 
-MOST_MOVES = 4_000
+MOST_MOVES = 1_500
 """Scores per improvement of one grouping: bounds the time, the same on every machine."""
 SCORES_PER_ORDER = 400
 SHARE_STEPS = 40
@@ -102,11 +102,14 @@ def every_grouping(devices: int) -> Iterator[tuple[Order, ...]]:
             yield (*orders[:k], (*order, devices - 1), *orders[k + 1 :])
 
 
-def groupings(scorer: GroupScorer, regions: Sequence[int], count: int) -> list[Grouping]:
-    """Good groupings into `count` replicas, the best first. `regions` has the region's number per device."""
-    seeds = dict.fromkeys(_seeds(scorer, regions, count))
-    found = {_canonical(g): g for g in (improved(scorer, scorer.grouping(seed)) for seed in seeds)}
-    return sorted(found.values(), key=lambda g: g.step_s)
+def groupings(scorer: GroupScorer, regions: Sequence[int], count: int, worth_s: float) -> list[Grouping]:
+    """Good groupings into `count` replicas, the best first. `regions` has the region's number per device.
+
+    Those that begin with a score above `worth_s` are not improved.
+    """
+    seeds = [scorer.grouping(seed) for seed in dict.fromkeys(_seeds(scorer, regions, count))]
+    better = [improved(scorer, seed) if seed.step_s <= worth_s else seed for seed in seeds]
+    return sorted({_canonical(g): g for g in better}.values(), key=lambda g: g.step_s)
 
 
 def _canonical(grouping: Grouping) -> tuple[Order, ...]:
@@ -118,6 +121,15 @@ def _seeds(scorer: GroupScorer, regions: Sequence[int], count: int) -> Iterator[
     yield _ordered(scorer, _cut(tour, scorer.network.speed, count))
     # Replicas across the regions, so that what averages is near: deal the tour out like cards.
     yield _ordered(scorer, [tour[k::count] for k in range(count)])
+    # The fastest regions, a replica each; and one region alone, dealt out.
+    members: dict[int, list[int]] = {}
+    for device, region in enumerate(regions):
+        members.setdefault(region, []).append(device)
+    by_speed = sorted(members.values(), key=lambda group: -float(scorer.network.speed[group].sum()))
+    if 1 < count <= len(by_speed):
+        yield _ordered(scorer, by_speed[:count])
+    if count <= len(by_speed[0]) and len(by_speed) > 1:
+        yield _ordered(scorer, [by_speed[0][k::count] for k in range(count)])
     # Equal speeds, whatever the links.
     groups: list[list[int]] = [[] for _ in range(count)]
     totals = np.zeros(count)

@@ -17,7 +17,7 @@ from isthmus.planners.threshold_search import TOLERANCE
 
 MOST_PLACES = 64
 """Places to cut up to which single cuts and devices move."""
-MOST_TRIALS = 4_000
+MOST_TRIALS = 400
 """Plans times operators, in thousands: bounds the time, the same on every machine."""
 
 Layouts = tuple[Layout, ...]
