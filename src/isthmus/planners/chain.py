@@ -51,7 +51,8 @@ def chain(problem: Problem) -> Plan:
     if throttled:
         plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
     plans += _baseline(problem)
-    if classic.exhaustive and (throttled or _memory_binds(problem, network, blocks)):
+    tight = throttled or _memory_binds(problem, network, blocks)
+    if classic.exhaustive and tight:
         known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
         proven = every_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):
@@ -61,7 +62,7 @@ def chain(problem: Problem) -> Plan:
         fallback = greedy_fill(problem, network, blocks)
         plans = _plans(problem, [Found(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
     chosen = min(plans, key=lambda p: p.predicted.step_s)
-    if best and classic.exhaustive:
+    if best and classic.exhaustive and not tight:
         return _certified(problem, chosen, best.bound_s, EXACT_SCOPE)
     return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
 
