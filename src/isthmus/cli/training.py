@@ -21,6 +21,7 @@ from isthmus.report import (
     comparison_summary,
     comparison_table,
     draw_loss,
+    draw_plan,
     draw_timeline,
     plan_table,
 )
@@ -63,6 +64,7 @@ def train(job: Job, choices: Choices, out: Console) -> int:
     predicted = predict(prepared, plan, fleet, spec)
     folder.begin(job, fleet, plan, start_step)
     folder.graph.write_bytes(encode(prepared.captured.train))
+    draw_plan(plan, fleet, folder.plan_picture)
     (notes if choices.json else out).print(plan_table(plan, fleet, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")
     with Progress(notes, plan) as progress:
