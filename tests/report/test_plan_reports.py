@@ -202,7 +202,7 @@ def share(image: np.ndarray, colour: str) -> float:
     return float((image == rgb).all(axis=-1).mean())
 
 
-@pytest.mark.parametrize("count", [1, 2, 4, 12, 64])
+@pytest.mark.parametrize("count", [1, 4, 64])
 def test_a_picture_holds_stages_idle_devices_and_the_slowest_links(count: int, tmp_path: Path) -> None:
     on = fleet([100.0] * (count + 1))
     stages = min(count, 7)

@@ -16,10 +16,7 @@ from isthmus.verify import Question, state_bytes, verify
 from isthmus.verify.reading import Reading
 
 
-MODELS = ["gpt-tied", "cnn", "UsedThrice", "Constants", "InPlace", "Written", "Counted"]
-
-
-@pytest.mark.parametrize("name", MODELS)
+@pytest.mark.parametrize("name", ["gpt-tied", "UsedThrice", "Written", "Counted"])
 def test_plans_of_captured_models_pass(name: str) -> None:
     captured = capture_of(*model(name))
     size = captured.train.batch or 3
