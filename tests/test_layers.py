@@ -11,7 +11,9 @@ import pytest
 
 import isthmus
 
-WITHOUT_TORCH = ["planners", "simulator", "fleet", "plan", "cost", "protocol", "trace", "units", "graph", "errors"]
+WITHOUT_TORCH = [
+    "planners", "verify", "simulator", "fleet", "plan", "cost", "protocol", "trace", "units", "graph", "errors",
+]  # fmt: skip
 
 PUBLIC = {
     "cli": "app main",
@@ -27,13 +29,15 @@ PUBLIC = {
     "SyncGroup SyncIteration SyncPlan SyncWorker Tasklet classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner describe plan planner_names",
     "protocol": "Coordinator Item RunSpec StageView Worker items",
-    "report": "ComparisonSummary DeviceUse LinkUse PlanSummary Progress StageSummary Transfer comparison_summary "
-    "comparison_table draw_loss draw_timeline fleet_table plan_summary plan_table planners_table prediction_error "
-    "topologies_table",
+    "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
+    "Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss draw_plan "
+    "draw_timeline explain explanation_text fleet_table improvements least_headroom plan_summary plan_table "
+    "planners_table prediction_error ranked topologies_table verdict_table",
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
     "plain_loss plain_step plain_update read_tensors",
     "runtime": "",
+    "verify": "BoundCheck Difference Question StateBytes Verdict state_bytes verify",
 }
 """What people may rely on: a change here is a change of the public API."""
 
@@ -50,6 +54,15 @@ def test_planning_and_simulating_need_no_torch() -> None:
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
+
+
+def test_verifying_loads_neither_planners_nor_the_cost_model() -> None:
+    code = (
+        "import sys, isthmus.verify\n"
+        "print([m for m in sys.modules if m.startswith(('isthmus.planners', 'isthmus.cost'))])"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)
+    assert (done.returncode, done.stdout.strip()) == (0, "[]"), done.stderr
 
 
 @pytest.mark.parametrize("package", PUBLIC)

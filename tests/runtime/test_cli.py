@@ -249,8 +249,9 @@ def test_train_leaves_a_folder_that_explains_it(trained: Trained) -> None:
     assert trained.done.code == 0, trained.done.err
     told = json.loads(trained.done.out)
     assert told["run"] == str(trained.run) and told["comparison"]["measured_step_s"] > 0
-    for name in ("plan.json", "trace.jsonl", "predicted.jsonl", "timeline.png", "loss.png", "checkpoints/latest"):
+    for name in ("plan.json", "trace.jsonl", "predicted.jsonl", "plan.png", "timeline.png", "loss.png"):
         assert (trained.run / name).exists(), name
+    assert (trained.run / "checkpoints/latest").exists()
     asked, used = load_plan(trained.plan), load_plan(trained.run / "plan.json")
     assert [s.device for s in used.stages] == [s.device for s in asked.stages]
     assert "computed anew" in used.notes[-1] and used.predicted != asked.predicted

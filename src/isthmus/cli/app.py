@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli import planning, runs, training
+from isthmus.cli import comparing, explaining, planning, runs, training, verifying
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.fleet import describe as describe_topology
 from isthmus.fleet import topology_names
@@ -59,18 +59,23 @@ def plan(
     fleet: FleetOption = None,
     planner: PlannerOption = None,
     devices: DevicesOption = None,
+    compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
+    explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
+    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the plan on its fleet: a PNG.")] = None,
+    verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan where each part of the model runs, and print the plan (with --json: the plan document)."""
+    """Plan where each part of the model runs; or compare planners, or check a plan. With --json: the plan document."""
     job = _job(job_file, fleet, planner, devices)
-    chosen, prepared = planning.fleet_for(job), prepare(job)
-    found = make_plan(job.planner, prepared.problem(chosen))
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(found), indent=1).decode())
-    else:
-        _out().print(plan_table(found, chosen, prepared.captured.train))
-        for note in found.notes:
-            _out().print(note, markup=False, highlight=False)
+    alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
+    extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
+    if alone and len(alone) + len(extra) > 1:
+        raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
+    if compare is not None:
+        raise typer.Exit(comparing.compare(job, compare, _out(), json=json))
+    if verify is not None:
+        raise typer.Exit(verifying.verify_document(job, verify, _out(), json=json))
+    explaining.show_plan(job, _out(), words=explain, picture=picture, json=json)
 
 
 @app.command(name="simulate")

@@ -4,7 +4,7 @@ runs/NAME/
   job.json  fleet.json  plan.json  graph.json     what was run
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
   losses.jsonl                                    one line per step and per evaluation
-  timeline.png  loss.png  summary.json
+  plan.png  timeline.png  loss.png  summary.json
   logs/DEVICE.log                                 what each device's process wrote to standard error
   checkpoints/
   sessions/1/                                     of a resumed run: plan and traces of the sessions before
@@ -48,6 +48,7 @@ class RunFolder:
         self.path = path
         self.checkpoints = path / "checkpoints"
         self.timeline = path / "timeline.png"
+        self.plan_picture = path / "plan.png"
         self.loss_picture = path / "loss.png"
         self.perfetto = path / "trace.perfetto.json"
         self.summary = path / "summary.json"
@@ -135,7 +136,8 @@ class RunFolder:
         session.mkdir()
         for name in (JOB, FLEET, PLAN):
             shutil.copy(self.path / name, session / name)
-        for name in (PREDICTED, self.timeline.name, self.summary.name, self.perfetto.name, MEASURED):
+        pictures = self.plan_picture.name, self.timeline.name
+        for name in (PREDICTED, *pictures, self.summary.name, self.perfetto.name, MEASURED):
             if (self.path / name).exists():
                 (self.path / name).rename(session / name)
 

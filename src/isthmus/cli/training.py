@@ -21,6 +21,7 @@ from isthmus.report import (
     comparison_summary,
     comparison_table,
     draw_loss,
+    draw_plan,
     draw_timeline,
     plan_table,
 )
@@ -72,6 +73,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
     def begin() -> None:
         folder.begin(job, fleet, plan, start_step)
         folder.graph.write_bytes(encode(prepared.captured.train))
+        draw_plan(plan, fleet, folder.plan_picture)
 
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)

@@ -1,5 +1,8 @@
 """Reports: terminal tables, live progress, pictures, and the summaries that machines read."""
 
+from isthmus.report.compared import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
+from isthmus.report.explanation import Explanation, explain, explanation_text
+from isthmus.report.fleet_picture import draw_plan
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
 from isthmus.report.loss import draw_loss
 from isthmus.report.progress import Progress
@@ -16,23 +19,38 @@ from isthmus.report.summary import (
 )
 from isthmus.report.tables import comparison_table, plan_table
 from isthmus.report.timeline import draw_timeline
+from isthmus.report.verdict_table import verdict_table
+from isthmus.report.what_if import Change, improvements
 
 __all__ = [
+    "Change",
+    "ComparedPlan",
+    "Comparison",
     "ComparisonSummary",
     "DeviceUse",
+    "Explanation",
+    "Headroom",
     "LinkUse",
     "PlanSummary",
     "Progress",
     "StageSummary",
     "Transfer",
+    "compared_table",
     "comparison_summary",
     "comparison_table",
     "draw_loss",
+    "draw_plan",
     "draw_timeline",
+    "explain",
+    "explanation_text",
     "fleet_table",
+    "improvements",
+    "least_headroom",
     "plan_summary",
     "plan_table",
     "planners_table",
     "prediction_error",
+    "ranked",
     "topologies_table",
+    "verdict_table",
 ]

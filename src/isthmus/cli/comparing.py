@@ -1,0 +1,83 @@
+"""`isthmus plan JOB --compare`: the plans of several planners side by side."""
+
+from __future__ import annotations
+
+import time
+
+import msgspec
+import typer
+from rich.console import Console
+
+from isthmus.cli.planning import predict
+from isthmus.cost import step_price
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Fleet
+from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.planners import plan as make_plan
+from isthmus.planners import planner_names
+from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
+from isthmus.runtime.run import run_spec
+from isthmus.trace import steady_step_s
+
+
+def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
+    """Plan with each planner, simulate each plan, print one table. The model is captured once.
+
+    The exit code: 0, or where every planner refused that of the first refusal.
+    """
+    names, fleet = chosen_planners(planners), fleet_of(job)
+    prepared = prepare(job)
+    rows, codes = list[ComparedPlan](), list[int]()
+    for name in names:
+        row, code = _row(name, prepared, fleet)
+        rows.append(row)
+        codes.append(code)
+    comparison = Comparison(
+        model=job.model.name, fleet=fleet.name, micro_batch_size=job.micro_batch_size,
+        micro_batches=job.training.micro_batches, rows=ranked(rows),
+    )  # fmt: skip
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=1).decode())
+    else:
+        out.print(compared_table(comparison))
+    return 0 if 0 in codes else codes[0]
+
+
+def chosen_planners(text: str) -> list[str]:
+    """`all`, or names parted by commas, each once. UserError for an unknown name, or none."""
+    if text == "all":
+        return planner_names()
+    names = list(dict.fromkeys(name.strip() for name in text.split(",") if name.strip()))
+    if not names:
+        raise UserError(f"--compare: got {text!r}, expected 'all' or planners such as 'even,chain'")
+    for name in names:
+        if name not in planner_names():
+            raise unknown_name("planner", name, [*planner_names(), "all"])
+    return names
+
+
+def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int]:
+    """The planner's row, and the exit code that it would have had alone."""
+    problem = prepared.problem(fleet)  # a new one each: no planner profits from what another left in its caches
+    start_s = time.perf_counter()
+    try:
+        plan = make_plan(name, problem)
+    except UserError as refusal:
+        plan_s = time.perf_counter() - start_s
+        return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal.exit_code
+    plan_s = time.perf_counter() - start_s
+    simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared)))
+    certificate = plan.certificate
+    row = ComparedPlan(
+        planner=name,
+        plan_s=plan_s,
+        step_s=plan.predicted.step_s,
+        simulated_step_s=simulated_s,
+        price_per_1000_steps=1000 * step_price(plan, fleet, simulated_s).total,
+        lower_bound_s=None if certificate is None else certificate.lower_bound_s,
+        gap=None if certificate is None else certificate.gap,
+        headroom=least_headroom(plan, fleet),
+        devices=len(plan.devices),
+        replicas=len(plan.replicas),
+    )
+    return row, 0

@@ -1,0 +1,37 @@
+"""`isthmus plan JOB`: one plan, printed, explained and drawn."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+
+from isthmus.cli.planning import fleet_for
+from isthmus.errors import UserError
+from isthmus.job import Job, prepare
+from isthmus.planners import plan as make_plan
+from isthmus.report import draw_plan, explain, explanation_text, plan_table
+
+
+def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json: bool) -> None:
+    """With `json` the plan document; with `words` too, both in one object. UserError where no PNG can be written."""
+    if picture is not None and not picture.parent.is_dir():  # said before the model is captured, which takes longer
+        raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
+    fleet, prepared = fleet_for(job), prepare(job)
+    problem = prepared.problem(fleet)
+    plan = make_plan(job.planner, problem)
+    if picture is not None:
+        try:
+            draw_plan(plan, fleet, picture)
+        except OSError as e:
+            raise UserError(f"--picture {picture}: cannot be written: {e.strerror or e}") from None
+    explanation = explain(problem, plan) if words else None
+    if json:
+        told = plan if explanation is None else {"plan": plan, "explanation": explanation}
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
+        return
+    out.print(plan_table(plan, fleet, prepared.captured.train))
+    if explanation is not None:
+        out.print(explanation_text(explanation))

@@ -1,0 +1,39 @@
+"""`isthmus plan JOB --verify PLAN.json`: a plan document against figures computed anew."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+
+from isthmus.job import Job, fleet_of, prepare
+from isthmus.plan import load_plan
+from isthmus.report import verdict_table
+from isthmus.verify import Question, StateBytes, state_bytes, verify
+
+
+def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> int:
+    """The exit code: 0 when every figure holds, 1 when one does not. UserError for what is not a plan document."""
+    plan, fleet = load_plan(document), fleet_of(job)
+    question = Question(
+        graph=prepare(job).captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
+        micro_batches=job.training.micro_batches, schedule=job.schedule, state=_state(job),
+    )  # fmt: skip
+    verdict = verify(plan, question)
+    if json:
+        told = {"holds": verdict.holds, **msgspec.to_builtins(verdict)}
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
+    else:
+        out.print(verdict_table(verdict, plan, str(document)))
+    return 0 if verdict.holds else 1
+
+
+def _state(job: Job) -> StateBytes:
+    """Of the optimizer that keeps the most: a stage may hold parameters of any."""
+    narrow = job.training.precision == "bf16"
+    return max(
+        (state_bytes(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer),
+        key=lambda state: state.optimizer,
+    )

@@ -1,0 +1,112 @@
+"""Plans of several planners for one problem, side by side."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import msgspec
+from rich.console import RenderableType
+from rich.text import Text
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Plan
+from isthmus.report.tables import new_table, titled
+from isthmus.units import format_duration, format_size
+
+
+class Headroom(msgspec.Struct, frozen=True, kw_only=True):
+    """Memory that is left on a device while a plan runs."""
+
+    device: str
+    free_bytes: int
+    share: float
+    """Of the device's memory, 0 to 1; below 0 where the plan does not fit."""
+
+
+class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
+    """One planner's row. Of a planner that refused, all but its name, its reason and its time are None."""
+
+    planner: str
+    plan_s: float
+    """Time that planning took."""
+    refused: str | None = None
+    step_s: float | None = None
+    """Closed form."""
+    simulated_step_s: float | None = None
+    price_per_1000_steps: float | None = None
+    """Devices and egress, in the fleet's unit, for steps as long as simulated."""
+    lower_bound_s: float | None = None
+    gap: float | None = None
+    headroom: Headroom | None = None
+    """Of the device that has the least left, as a share."""
+    devices: int | None = None
+    replicas: int | None = None
+
+
+class Comparison(msgspec.Struct, frozen=True, kw_only=True):
+    """Rows in the order of their simulated step, the refusals last."""
+
+    model: str
+    fleet: str
+    micro_batch_size: int
+    micro_batches: int
+    rows: tuple[ComparedPlan, ...]
+
+
+def least_headroom(plan: Plan, fleet: Fleet) -> Headroom:
+    """UserError for a plan on a device that is not in the fleet."""
+    found: list[Headroom] = []
+    for replica in plan.replicas:
+        for stage in replica.stages:
+            room = fleet.device(stage.device).memory_bytes
+            free = room - stage.memory.total
+            found.append(Headroom(device=stage.device, free_bytes=free, share=free / room))
+    return min(found, key=lambda headroom: headroom.share)
+
+
+def ranked(rows: Sequence[ComparedPlan]) -> tuple[ComparedPlan, ...]:
+    """The fastest first; of equals, the one that was planned sooner."""
+
+    def key(row: ComparedPlan) -> tuple[bool, float, float]:
+        return row.simulated_step_s is None, row.simulated_step_s or 0.0, row.plan_s
+
+    return tuple(sorted(rows, key=key))
+
+
+def compared_table(comparison: Comparison) -> RenderableType:
+    numbers = (
+        "closed form", "simulated", "price of\n1,000 steps", "lower bound", "gap", "time to\nplan", "memory\nleft",
+        "devices",
+    )  # fmt: skip
+    table = new_table(("planner", *numbers), numbers)
+    for row in comparison.rows:
+        if row.refused is None:
+            table.add_row(*(Text(cell) for cell in _cells(row)))
+    title = (
+        f"{comparison.model} on {comparison.fleet}: {comparison.micro_batches} micro-batches of "
+        f"{comparison.micro_batch_size}"
+    )
+    refusals = [f"{row.planner} made no plan: {row.refused}" for row in comparison.rows if row.refused is not None]
+    caption = "step times by the closed form and by the simulator; gap = closed form / lower bound - 1; price: devices "
+    caption += "for steps as simulated, and egress; memory left: least of all devices, as a share of its own"
+    return titled(title, table, "\n".join([*refusals, caption]))
+
+
+def _cells(row: ComparedPlan) -> tuple[str, ...]:
+    price, headroom = row.price_per_1000_steps, row.headroom
+    devices = f"{row.devices}" if row.replicas == 1 else f"{row.devices} in {row.replicas}"
+    return (
+        row.planner,
+        _duration(row.step_s),
+        _duration(row.simulated_step_s),
+        f"{price:.4g}" if price else "-",
+        _duration(row.lower_bound_s),
+        "-" if row.gap is None else f"{row.gap:.2%}",
+        format_duration(row.plan_s),
+        "-" if headroom is None else f"{headroom.share:.0%}, {format_size(headroom.free_bytes)}\non {headroom.device}",
+        devices,
+    )
+
+
+def _duration(seconds: float | None) -> str:
+    return "-" if seconds is None else f"{seconds * 1e3:.4g} ms" if seconds < 1 else f"{seconds:.4g} s"

@@ -1,0 +1,199 @@
+"""Why a plan looks as it does, in sentences: every number in them is computed from the plan and its problem."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+
+import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from isthmus.cost import Placement, Problem
+from isthmus.plan import Plan, Replica
+from isthmus.report.what_if import Change, improvements, placements, with_device
+from isthmus.units import format_bandwidth, format_duration, format_size
+
+MOST_CHANGES = 5
+LEAST_SAVED = 0.0005
+"""Of a step: less is not worth a line."""
+MOST_LEFT_OUT = 8
+MOST_CROSSINGS = 24
+
+
+class Explanation(msgspec.Struct, frozen=True, kw_only=True):
+    """Sentences by subject, and the changes that would help most, the best first."""
+
+    step: tuple[str, ...]
+    bottleneck: tuple[str, ...]
+    stages: tuple[str, ...]
+    links: tuple[str, ...]
+    left_out: tuple[str, ...]
+    helps: tuple[Change, ...]
+
+
+def explain(problem: Problem, plan: Plan) -> Explanation:
+    """What the plan does and what holds it up. UserError where the plan is not one for the problem."""
+    placed = placements(problem, plan)
+    steps_s = [_step_s(p, r) for p, r in zip(placed, plan.replicas, strict=True)]
+    slowest = max(range(len(placed)), key=steps_s.__getitem__)
+    return Explanation(
+        step=tuple(_step(problem, plan, placed[slowest], steps_s)),
+        bottleneck=tuple(_bottleneck(placed[slowest], plan.replicas[slowest])),
+        stages=tuple(_stages(problem, plan, placed)),
+        links=tuple(_links(problem, plan, placed)),
+        left_out=tuple(_left_out(problem, plan)),
+        helps=tuple(c for c in improvements(problem, plan)[:MOST_CHANGES] if c.saved >= LEAST_SAVED),
+    )
+
+
+def explanation_text(explanation: Explanation) -> RenderableType:
+    """One heading per subject that has something to say."""
+    helps = [
+        f"{change.what}: a step of {format_duration(change.step_s)}, saves {change.saved:.1%}"
+        for change in explanation.helps
+    ] or ["no single device, link or uplink twice as good would save 0.05 % of a step"]
+    sections = (
+        ("The step", explanation.step),
+        ("What sets the pace", explanation.bottleneck),
+        ("Who does what", explanation.stages),
+        ("What crosses links", explanation.links),
+        ("Who is left out", explanation.left_out),
+        ("What would help most, with the plan as it is (planning anew may save more)", helps),
+    )
+    parts: list[Text] = []
+    for title, lines in sections:
+        if lines:
+            parts += [Text(title, "bold"), *(Text(f"  {line}") for line in lines), Text()]
+    return Group(*parts)
+
+
+def _period_s(placed: Placement, replica: Replica) -> float:
+    return placed.times.throttled_period_s(replica.schedule.in_flight, replica.micro_batches)
+
+
+def _step_s(placed: Placement, replica: Replica) -> float:
+    return placed.times.step_s(replica.micro_batches, _period_s(placed, replica))
+
+
+def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[float]) -> Iterator[str]:
+    said, times = plan.predicted, slowest.times
+    compute_s = sum(times.compute_s)
+    share = slowest.problem.micro_batches
+    yield (
+        f"A step takes {format_duration(said.step_s)}: {format_duration(said.fill_s)} for one micro-batch alone "
+        f"({format_duration(compute_s)} computing, {format_duration(said.fill_s - compute_s)} on links), then "
+        f"{share - 1} more, one every {format_duration(said.period_s)}."
+    )
+    if times.shared_s:
+        yield f"Shared parameters travel once per step, which takes {format_duration(times.shared_s)} of it."
+    if said.sync_s:
+        others = ", ".join(format_duration(s) for s in sorted(steps_s, reverse=True))
+        yield (
+            f"{len(plan.replicas)} replicas take {others}; averaging their gradients "
+            f"{format_duration(said.sync_s)}, {said.sync_s / said.step_s:.1%} of the step."
+        )
+    work = problem.cumulative_flops[-1]
+    speed = sum(problem.speed(problem.fleet.device(name)) for name in plan.devices)
+    busy = plan.micro_batches * work / speed / said.step_s if said.step_s else 0.0
+    used = f"{len(plan.devices)} of {len(problem.fleet.names)}"
+    yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
+    if plan.certificate is not None:
+        yield (
+            f"No plan can take less than {format_duration(plan.certificate.lower_bound_s)} "
+            f"(gap {plan.certificate.gap:.2%}; {plan.certificate.scope})."
+        )
+
+
+def _claims(placed: Placement, replica: Replica) -> list[tuple[float, str]]:
+    """(seconds per micro-batch, what takes them) of all that could set the period, the longest first."""
+    times = placed.times
+    found = [(s, f"device {name}, computing") for s, name in zip(times.compute_s, times.devices, strict=True)]
+    for e in times.edges:
+        a, b = times.devices[e.source], times.devices[e.target]
+        found += [(e.forward_wire_s, f"link {a} -> {b}, activations")]
+        found += [(e.backward_wire_s, f"link {b} -> {a}, gradients")]
+    found += [(s, f"the shared uplink of {region}") for region, s in times.uplinks_s]
+    # A limit that hides the round trip is a choice; only one that does not is for want of memory.
+    limits = zip(times.round_trips_s, replica.schedule.in_flight, times.devices, strict=True)
+    found += [
+        (round_trip_s / limit, f"memory of {name}, which holds {limit} micro-batches at once")
+        for round_trip_s, limit, name in limits
+        if limit < replica.micro_batches and round_trip_s / limit > times.bottleneck[0]
+    ]
+    return sorted(found, key=lambda claim: -claim[0])
+
+
+def _bottleneck(placed: Placement, replica: Replica) -> Iterator[str]:
+    (first_s, first), *others = _claims(placed, replica)
+    yield f"{first}: {format_duration(first_s)} per micro-batch."
+    for seconds, name in others[:2]:
+        behind = 1 - seconds / first_s if first_s else 0.0
+        yield f"Next is {name}: {format_duration(seconds)}, {behind:.1%} less."
+    if replica.micro_batches == 1:
+        yield "With one micro-batch nothing overlaps: the step is the sum of all compute and all messages."
+
+
+def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterator[str]:
+    work = max(problem.cumulative_flops[-1], 1)
+    for number, (p, replica) in enumerate(zip(placed, plan.replicas, strict=True)):
+        if len(plan.replicas) > 1:
+            yield (
+                f"Replica {number} takes {replica.micro_batches} of {plan.micro_batches} micro-batches, "
+                f"{format_duration(_step_s(p, replica))}:"
+            )
+        period_s = _period_s(p, replica)
+        for k, stage in enumerate(replica.stages):
+            share = (stage.flops_forward + stage.flops_backward) / work
+            room = problem.fleet.device(stage.device).memory_bytes
+            yield (
+                f"{stage.device}: operators {stage.first}..{stage.last}, {share:.1%} of the FLOPs, computes "
+                f"{p.times.compute_s[k] / period_s if period_s else 0:.0%} of each period; "
+                f"{format_size(stage.memory.total)} of {format_size(room)}, "
+                f"{replica.schedule.in_flight[k]} micro-batches in flight"
+            )
+
+
+def _links(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterator[str]:
+    lines = [line for pair in zip(placed, plan.replicas, strict=True) for line in _crossings(problem, *pair)]
+    lines += [
+        f"{', '.join(group.devices)} average {format_size(group.size_bytes)} of gradients, once per step"
+        for group in plan.sync
+    ]
+    yield from lines[:MOST_CROSSINGS]
+    if len(lines) > MOST_CROSSINGS:
+        yield f"... and {len(lines) - MOST_CROSSINGS} more"
+
+
+def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterator[str]:
+    names, fleet, period_s = placed.order, problem.fleet, _period_s(placed, replica)
+    for edge, time in zip(placed.edges, placed.times.edges, strict=True):
+        a, b = names[edge.source], names[edge.target]
+        link, far = fleet.link(a, b), fleet.device(a).region != fleet.device(b).region
+        where = f"{fleet.device(a).region} to {fleet.device(b).region}" if far else f"inside {fleet.device(a).region}"
+        busy = max(time.forward_wire_s, time.backward_wire_s) / period_s if period_s else 0.0
+        yield (
+            f"{a} -> {b} ({where}, {format_bandwidth(link.bandwidth_bytes_per_s)}, "
+            f"{format_duration(link.latency_s)}): {format_size(edge.forward_bytes)} there in "
+            f"{format_duration(time.forward_s)}, {format_size(edge.backward_bytes)} back in "
+            f"{format_duration(time.backward_s)}; busy {busy:.0%} of each period"
+        )
+    for p in replica.shared:
+        users = ", ".join(names[user] for user in p.users)
+        yield f"{names[p.owner]} lends {p.name} ({format_size(p.size_bytes)}) to {users}, once per step"
+
+
+def _left_out(problem: Problem, plan: Plan) -> Iterator[str]:
+    idle = [name for name in problem.fleet.names if name not in set(plan.devices)]
+    for name in itertools.islice(idle, MOST_LEFT_OUT):
+        best = with_device(problem, plan, name)
+        if best is None:
+            yield f"{name}: no stage fits it, in place of another device or beside it"
+        elif best.saved > LEAST_SAVED:
+            yield f"{name}: {best.what} a step would be {best.saved:.1%} shorter, which planner {plan.planner} missed"
+        else:
+            # A plan that is hardly longer is no reason to use one more device.
+            longer = f"{-best.saved:.1%} longer" if best.saved < -LEAST_SAVED else "no shorter"
+            yield f"{name}: the best place found for it is {best.what}, and a step would be {longer}"
+    if len(idle) > MOST_LEFT_OUT:
+        yield f"... and {len(idle) - MOST_LEFT_OUT} more, for which no place was tried"

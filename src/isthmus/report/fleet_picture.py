@@ -1,0 +1,231 @@
+"""The picture of a plan on its fleet: every link's bandwidth, who runs which stage, and the slowest links in use.
+
+               to:  stage 0  1  2  | left out
+    from  stage 0     .  [#]  .        a cell: the link from row to column, darker is faster
+                1    [#]  .  [#]       [#] framed: the plan sends something there in every micro-batch
+                2     .  [#]  .        numbered: the slowest of these, listed below with what they carry
+
+Devices stand in the order of the plan, so that neighbours in the pipeline are neighbours here; unused ones come last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import NamedTuple
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.cm import ScalarMappable
+from matplotlib.collections import PatchCollection
+from matplotlib.colors import LinearSegmentedColormap, LogNorm, to_rgb
+from matplotlib.figure import Figure
+from matplotlib.patches import Rectangle
+from matplotlib.patheffects import withStroke
+from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullFormatter, NullLocator
+from numpy.typing import NDArray
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Plan
+from isthmus.report.seats import Seat, Use, seats_of, uses_of
+from isthmus.units import format_bandwidth, format_duration, format_size
+
+MOST_MARKED = 5
+MOST_WRITTEN = 10
+"""Devices up to which each cell holds its figures."""
+
+_INK, _FAINT, _FRAME, _SLOW = "#222222", "#666666", "#111111", "#D55E00"
+_HEAT = LinearSegmentedColormap.from_list("heat", ["#F7F4EC", "#C9D3DC", "#8AA4BC", "#4D6F93", "#1D3C66"])
+_DPI = 160
+
+
+class _Shape(NamedTuple):
+    """Inches."""
+
+    cell: float
+    side: float
+    names: float
+    width: float
+    height: float
+
+
+def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
+    """Write a PNG. UserError when the plan names a device that is not in the fleet; OSError where the disk refuses."""
+    seats, undrawn = seats_of(plan, fleet)
+    uses = uses_of(plan, fleet, {seat.device: number for number, seat in enumerate(seats)})
+    slowest = sorted(uses, key=lambda use: -use.seconds)[:MOST_MARKED]
+    shape = _shape(seats, len(slowest))
+    figure = Figure(figsize=(shape.width, shape.height), dpi=_DPI)
+    FigureCanvasAgg(figure)
+    bottom = 0.6 + 0.2 * len(slowest)
+    axes = figure.add_axes(
+        (shape.names / shape.width, bottom / shape.height, shape.side / shape.width, shape.side / shape.height)
+    )
+    matrix, norm = _matrix(fleet, seats)
+    axes.imshow(matrix, cmap=_HEAT, norm=norm, interpolation="nearest", zorder=1)
+    _frame(axes, uses, slowest, shape)
+    if len(seats) <= MOST_WRITTEN:
+        _write_cells(axes, fleet, seats, norm, shape)
+    _draw_seats(axes, seats, shape)
+    if np.isfinite(matrix).any():
+        _draw_bar(figure, norm, shape, bottom)
+    _draw_words(figure, plan, shape, undrawn, [(use, seats) for use in slowest])
+    figure.savefig(path, format="png", metadata={"Software": "isthmus"})
+
+
+def _shape(seats: Sequence[Seat], marked: int) -> _Shape:
+    count = len(seats)
+    cell = 0.92 if count <= 4 else 0.8 if count <= MOST_WRITTEN else max(0.115, min(0.42, 9.0 / count))
+    side = cell * count
+    names = 0.55 + 0.075 * max(len(_short(seat.device)) for seat in seats)
+    return _Shape(cell, side, names, max(6.4, names + side + 1.5), side + names + 1.2 + 0.2 * marked)
+
+
+def _matrix(fleet: Fleet, seats: Sequence[Seat]) -> tuple[NDArray[np.float64], LogNorm]:
+    """[source, target] bits per second; NaN where source is target."""
+    matrix = np.full((len(seats), len(seats)), np.nan)
+    for i, a in enumerate(seats):
+        for j, b in enumerate(seats):
+            if i != j:
+                matrix[i, j] = 8 * fleet.link(a.device, b.device).bandwidth_bytes_per_s
+    low, high = (np.nanmin(matrix), np.nanmax(matrix)) if len(seats) > 1 else (1.0, 1.0)
+    # One bandwidth only is drawn in the middle of the scale.
+    return matrix, LogNorm(low / 2, high * 2) if low == high else LogNorm(low, high)
+
+
+def _frame(axes: Axes, uses: Sequence[Use], slowest: Sequence[Use], shape: _Shape) -> None:
+    thin = min(1.8, max(0.8, 5 * shape.cell))
+    frames = [_inside(use) for use in uses if use not in slowest]
+    halo = [withStroke(linewidth=thin + 1.4, foreground="white")]  # or it is lost on the darkest cells
+    axes.add_collection(
+        PatchCollection(frames, facecolor="none", edgecolor=_FRAME, linewidth=thin, zorder=4, path_effects=halo)
+    )
+    for rank, use in enumerate(slowest, 1):
+        frame = _inside(use)
+        frame.set(facecolor="none", edgecolor=_SLOW, linewidth=1.6 * thin, zorder=5, path_effects=halo)
+        axes.add_patch(frame)
+        if shape.cell >= 0.25:
+            axes.annotate(
+                str(rank), (use.target - 0.5, use.source - 0.5), (3, -3), textcoords="offset points", ha="left",
+                va="top", fontsize=8, fontweight="bold", color=_INK, zorder=6,
+                bbox={"boxstyle": "circle,pad=0.15", "facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8},
+            )  # fmt: skip
+        else:  # the number stands beside a small cell, on the side away from the diagonal
+            side = 1 if use.target > use.source else -1
+            axes.annotate(
+                str(rank), (use.target, use.source), (side * 9, side * 9), textcoords="offset points", ha="center",
+                va="center", fontsize=8, fontweight="bold", color=_INK, zorder=6, annotation_clip=False,
+                bbox={"boxstyle": "circle,pad=0.12", "facecolor": "white", "edgecolor": _SLOW, "linewidth": 0.8},
+            )  # fmt: skip
+
+
+def _inside(use: Use) -> Rectangle:
+    """A frame within the cell, so that neighbours do not share a side."""
+    return Rectangle((use.target - 0.44, use.source - 0.44), 0.88, 0.88)
+
+
+def _write_cells(axes: Axes, fleet: Fleet, seats: Sequence[Seat], norm: LogNorm, shape: _Shape) -> None:
+    for i, a in enumerate(seats):
+        for j, b in enumerate(seats):
+            if i != j:
+                link = fleet.link(a.device, b.device)
+                text = f"{format_bandwidth(link.bandwidth_bytes_per_s)}\n{format_duration(link.latency_s)}"
+                ground = to_rgb(_HEAT(norm(8 * link.bandwidth_bytes_per_s)))
+                axes.text(
+                    j, i + 0.12, text, ha="center", va="center", fontsize=6.5 if shape.cell < 0.9 else 7.5,
+                    color=_ink_on(ground), zorder=3, linespacing=1.35,
+                )  # fmt: skip
+
+
+def _ink_on(ground: str | tuple[float, float, float]) -> str:
+    red, green, blue = to_rgb(ground)
+    return "white" if 0.3 * red + 0.59 * green + 0.11 * blue < 0.5 else _INK
+
+
+def _draw_seats(axes: Axes, seats: Sequence[Seat], shape: _Shape) -> None:
+    """Names and stage colours along the left and above; every name where there is room for it."""
+    count, strip = len(seats), 0.2 / shape.cell
+    gap = 0.05 / shape.cell
+    size = min(9.0, max(4.5, 52 * shape.cell))
+    for k, seat in enumerate(seats):
+        for corner, width, height in (
+            ((-0.5 - gap - strip, k - 0.5), strip, 1.0), ((k - 0.5, -0.5 - gap - strip), 1.0, strip),
+        ):  # fmt: skip
+            axes.add_patch(
+                Rectangle(corner, width, height, facecolor=seat.colour, edgecolor="white", linewidth=0.5, clip_on=False)
+            )
+        if seat.label and shape.cell >= 0.2:
+            middle = -0.5 - gap - strip / 2
+            for x, y in ((middle, k), (k, middle)):
+                axes.text(
+                    x, y, seat.label, ha="center", va="center", fontsize=min(8.0, size), color=_ink_on(seat.colour),
+                    clip_on=False,
+                )  # fmt: skip
+        away = -0.5 - 2 * gap - strip
+        colour = _INK if seat.label else _FAINT
+        for x, y, across, along, turned in ((away, k, "right", "center", 0), (k, away, "center", "bottom", 90)):
+            axes.text(
+                x, y, _short(seat.device), ha=across, va=along, rotation=turned, fontsize=size, color=colour,
+                clip_on=False, parse_math=False,
+            )  # fmt: skip
+    axes.set_xlim(-0.5, count - 0.5)
+    axes.set_ylim(count - 0.5, -0.5)
+    axes.xaxis.set_major_locator(NullLocator())
+    axes.yaxis.set_major_locator(NullLocator())
+    for spine in axes.spines.values():
+        spine.set_color(_FAINT)
+        spine.set_linewidth(0.6)
+    axes.set_facecolor("white")
+
+
+def _draw_bar(figure: Figure, norm: LogNorm, shape: _Shape, bottom: float) -> None:
+    tall = max(1.2, min(shape.side, 4.0))
+    axes = figure.add_axes(
+        ((shape.names + shape.side + 0.25) / shape.width, (bottom + shape.side - tall) / shape.height,
+         0.16 / shape.width, tall / shape.height)
+    )  # fmt: skip
+    bar = figure.colorbar(ScalarMappable(norm, _HEAT), cax=axes)
+    bar.outline.set_linewidth(0.5)  # type: ignore[operator]
+    low, high = norm.vmin or 1.0, norm.vmax or 1.0
+    wide = high / low > 20
+    axes.yaxis.set_major_locator(LogLocator(10) if wide else FixedLocator(list(np.geomspace(low, high, 4))))
+    axes.yaxis.set_minor_formatter(NullFormatter())
+    axes.yaxis.set_major_formatter(FuncFormatter(lambda bits, _: format_bandwidth(bits / 8)))
+    axes.tick_params(labelsize=7.5, colors=_FAINT)
+    axes.set_title("bandwidth", fontsize=8, color=_FAINT, loc="left")
+
+
+def _draw_words(
+    figure: Figure, plan: Plan, shape: _Shape, undrawn: int, slowest: Sequence[tuple[Use, Sequence[Seat]]]
+) -> None:
+    left, top = 0.12 / shape.width, 1 - 0.1 / shape.height
+    title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.step_s)}"
+    figure.text(left, top, title, ha="left", va="top", fontsize=11, fontweight="bold", color=_INK, parse_math=False)
+    devices = f"{len(plan.devices)} devices in {len(plan.replicas)} replicas" if len(plan.replicas) > 1 else (
+        "one stage" if len(plan.devices) == 1 else f"{len(plan.devices)} stages"
+    )  # fmt: skip
+    lines = f"planner {plan.planner}, {devices}; {plan.predicted.bottleneck} sets the period"
+    if undrawn:
+        lines += f"; {undrawn} devices not drawn"
+    figure.text(
+        left, 1 - 0.34 / shape.height, lines, ha="left", va="top", fontsize=8.5, color=_FAINT, parse_math=False
+    )
+    figure.text(
+        left, (0.3 + 0.2 * len(slowest)) / shape.height,
+        "Links from row to column; framed: used by the plan" + ("; the slowest of these:" if slowest else ""),
+        ha="left", va="center", fontsize=8.5, color=_INK,
+    )  # fmt: skip
+    for rank, (use, seats) in enumerate(slowest):
+        text = (
+            f"{rank + 1}  {seats[use.source].device} to {seats[use.target].device}: {format_size(use.size_bytes)} of "
+            f"{use.what} in {format_duration(use.seconds)}"
+        )
+        figure.text(
+            left, (0.22 + 0.2 * (len(slowest) - 1 - rank)) / shape.height, text, ha="left", va="center", fontsize=8,
+            color=_FAINT, parse_math=False,
+        )  # fmt: skip
+
+
+def _short(device: str) -> str:
+    return device if len(device) <= 22 else f"{device[:21]}…"

@@ -1,0 +1,84 @@
+"""Who sits where in a picture of a plan, and which links between them the plan uses."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import NamedTuple
+
+from matplotlib.colors import LinearSegmentedColormap
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Plan
+
+MOST_DEVICES = 96
+"""Beyond this a cell would be smaller than a frame: the devices in use are drawn first, and the rest is counted."""
+_IDLE = "#D9D9D9"
+_STAGES = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00")
+"""Okabe and Ito's; beyond them, stages are shades from light to dark."""
+
+
+class Seat(NamedTuple):
+    """A device on both axes."""
+
+    device: str
+    label: str
+    colour: str
+
+
+class Use(NamedTuple):
+    """A directed link that the plan uses, by seat, and its longest message."""
+
+    source: int
+    target: int
+    size_bytes: float
+    seconds: float
+    what: str
+
+
+def seats_of(plan: Plan, fleet: Fleet) -> tuple[list[Seat], int]:
+    """The devices drawn, and how many are not."""
+    found: list[Seat] = []
+    for number, replica in enumerate(plan.replicas):
+        colours = _stage_colours(len(replica.stages))
+        for index, stage in enumerate(replica.stages):
+            label = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
+            found.append(Seat(fleet.device(stage.device).name, label, colours[index]))
+    used = set(plan.devices)
+    found += [Seat(name, "", _IDLE) for name in fleet.names if name not in used]
+    return found[:MOST_DEVICES], max(0, len(found) - MOST_DEVICES)
+
+
+def _stage_colours(count: int) -> list[str]:
+    if count <= len(_STAGES):
+        return list(_STAGES[:count])
+    shades = LinearSegmentedColormap.from_list("stages", ["#F0E442", "#E69F00", "#CC79A7", "#0072B2", "#003B4F"])
+    return ["#{:02x}{:02x}{:02x}".format(*(round(255 * c) for c in shades(k / (count - 1))[:3])) for k in range(count)]
+
+
+def uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[Use]:
+    """One per directed pair of seats, given each device's; of several messages the slowest."""
+    found: dict[tuple[int, int], Use] = {}
+
+    def add(source: str, target: str, size_bytes: float, what: str) -> None:
+        if not size_bytes or source not in number or target not in number:
+            return
+        pair = number[source], number[target]
+        seconds = fleet.link(source, target).transfer_s(size_bytes)
+        if pair not in found or seconds > found[pair].seconds:
+            found[pair] = Use(*pair, size_bytes, seconds, what)
+
+    for replica in plan.replicas:
+        names = [stage.device for stage in replica.stages]
+        for edge in replica.edges:
+            add(names[edge.source], names[edge.target], edge.forward_bytes, "activations per micro-batch")
+            add(names[edge.target], names[edge.source], edge.backward_bytes, "gradients per micro-batch")
+        for shared in replica.shared:
+            for user in shared.users:
+                add(names[shared.owner], names[user], shared.size_bytes, "a shared parameter per step")
+                add(names[user], names[shared.owner], shared.size_bytes, "a shared parameter's gradient per step")
+    for group in plan.sync:
+        for a in group.devices:
+            for b in group.devices:
+                if a != b:
+                    add(a, b, group.size_bytes / len(group.devices), "a shard of the average per step")
+    return list(found.values())

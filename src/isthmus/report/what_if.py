@@ -1,0 +1,177 @@
+"""What one change of the fleet would do to a plan that stays as it is: computed with the cost model, not guessed."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+
+import msgspec
+
+from isthmus.cost import Layout, Placement, Problem, build_replicas, in_flight_limits, place
+from isthmus.cost.assemble import memory_allows
+from isthmus.cost.steptime import pipeline
+from isthmus.cost.sync import sync_s
+from isthmus.errors import FleetTooSmall
+from isthmus.fleet import Fleet, Route
+from isthmus.graph import cuts
+from isthmus.plan import Plan
+
+MOST_SWAPS = 8
+"""Stages, the busiest first, in whose place a device that is left out is tried."""
+
+ABREAST = 0.9
+"""Share of the period from which on a device counts as being as slow as the slowest."""
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that could be better, and the step that the same plan would then take."""
+
+    what: str
+    step_s: float
+    saved: float
+    """Of the step, 0 to 1; below 0 where it would take longer."""
+
+
+def layouts_of(plan: Plan) -> list[Layout]:
+    return [
+        Layout(tuple(s.device for s in r.stages), tuple(s.first for s in r.stages[1:]), r.micro_batches)
+        for r in plan.replicas
+    ]
+
+
+def placements(problem: Problem, plan: Plan) -> list[Placement]:
+    """Each replica of the plan with its durations. UserError where the plan is not one for the problem."""
+    return [place(replace(problem, micro_batches=x.micro_batches), x.order, x.boundaries) for x in layouts_of(plan)]
+
+
+def improvements(problem: Problem, plan: Plan) -> list[Change]:
+    """Each device, link and uplink that the plan uses made twice as good, one at a time; the best first."""
+    placed = placements(problem, plan)
+    now_s = _step_s(problem, plan, placed)
+    better = [*_better(problem, plan), *_abreast(problem, plan, placed)]
+    found = [_change(what, now_s, _step_s(changed, plan, placed)) for what, changed in better]
+    return sorted(found, key=lambda change: change.step_s)
+
+
+def with_device(problem: Problem, plan: Plan, name: str) -> Change | None:
+    """The best of the plans tried that use a device which this one leaves out: in place of another, or sharing the
+    slowest stage with its device. None where it fits nowhere."""
+    found: list[Change] = []
+    for what, layouts in _alternatives(problem, plan, name):
+        try:
+            tried = build_replicas(problem, layouts, planner="tried").predicted.step_s
+        except FleetTooSmall:
+            continue
+        found.append(_change(what, plan.predicted.step_s, tried))
+    return min(found, key=lambda change: change.step_s, default=None)
+
+
+def _change(what: str, now_s: float, then_s: float) -> Change:
+    return Change(what=what, step_s=then_s, saved=1 - then_s / now_s if now_s else 0.0)
+
+
+def _step_s(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> float:
+    """The step of graphs cut once, under a problem that differs in its fleet or speeds only."""
+    slowest_s = 0.0
+    for p in placed:
+        share = replace(problem, micro_batches=p.problem.micro_batches)
+        times = pipeline(share, p.order, p.flops, p.edges, p.shared)
+        limits = in_flight_limits(share, times, memory_allows(replace(p, problem=share)))
+        period_s = times.throttled_period_s(limits, share.micro_batches)
+        slowest_s = max(slowest_s, times.step_s(share.micro_batches, period_s))
+    return slowest_s + sync_s(problem.fleet, plan.sync)
+
+
+def _abreast(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterator[tuple[str, Problem]]:
+    """Devices that are equally slow, all at once: one alone would leave the period to the others."""
+    period_s = plan.predicted.period_s
+    slow = [d for p in placed for d, s in zip(p.order, p.times.compute_s, strict=True) if s >= ABREAST * period_s]
+    if len(slow) > 1:
+        scale = {**problem.speed_scale, **{name: 2 * problem.speed_scale.get(name, 1.0) for name in slow}}
+        names = " and ".join(slow) if len(slow) <= 3 else f"the {len(slow)} slowest devices"
+        yield f"{names} twice as fast, together", replace(problem, speed_scale=scale)
+
+
+def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
+    fleet = problem.fleet
+    for name in plan.devices:
+        scale = {**problem.speed_scale, name: 2 * problem.speed_scale.get(name, 1.0)}
+        yield f"{name} twice as fast", replace(problem, speed_scale=scale)
+        yield f"{name} with twice the memory", replace(problem, fleet=_roomier(fleet, name))
+    for a, b in _pairs(plan):
+        yield f"twice the bandwidth between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 1.0, 2.0))
+        yield f"half the latency between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 0.5, 1.0))
+    for number, site in enumerate(fleet.sites):
+        if site.uplink_bytes_per_s is not None:
+            wider = msgspec.structs.replace(site, uplink_bytes_per_s=2 * site.uplink_bytes_per_s)
+            sites = (*fleet.sites[:number], wider, *fleet.sites[number + 1 :])
+            yield f"twice the uplink of {site.region}", replace(problem, fleet=_with(fleet, sites=sites))
+
+
+def _with(fleet: Fleet, **fields: object) -> Fleet:
+    return msgspec.structs.replace(fleet, **fields)
+
+
+def _roomier(fleet: Fleet, name: str) -> Fleet:
+    devices = tuple(
+        msgspec.structs.replace(d, memory_bytes=2 * d.memory_bytes) if d.name == name else d for d in fleet.devices
+    )
+    return _with(fleet, devices=devices)
+
+
+def _relinked(fleet: Fleet, a: str, b: str, latency: float, bandwidth: float) -> Fleet:
+    """Both directions of a pair, scaled; the link as stated, without the uplink of its site."""
+    bare = _with(fleet, sites=())
+    changed = [
+        Route(x, y, msgspec.structs.replace(
+            link, latency_s=latency * link.latency_s, bandwidth_bytes_per_s=bandwidth * link.bandwidth_bytes_per_s
+        ))
+        for x, y in ((a, b), (b, a)) for link in (bare.link(x, y),)
+    ]  # fmt: skip
+    kept = tuple(route for route in fleet.links.devices if {route.source, route.target} != {a, b})
+    return _with(fleet, links=msgspec.structs.replace(fleet.links, devices=(*kept, *changed)))
+
+
+def _pairs(plan: Plan) -> list[tuple[str, str]]:
+    """Pairs of devices that exchange something, each once."""
+    found: dict[tuple[str, str], None] = {}
+    for replica in plan.replicas:
+        names = [stage.device for stage in replica.stages]
+        ends = [(e.source, e.target) for e in replica.edges]
+        ends += [(p.owner, user) for p in replica.shared for user in p.users]
+        found.update(dict.fromkeys((names[min(pair)], names[max(pair)]) for pair in ends))
+    for group in plan.sync:
+        found.update(dict.fromkeys(itertools.combinations(group.devices, 2)))
+    return list(found)
+
+
+def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str, list[Layout]]]:
+    layouts = layouts_of(plan)
+    busiest = sorted(
+        ((problem.cumulative_flops[s.last + 1] - problem.cumulative_flops[s.first])
+         / problem.speed(problem.fleet.device(s.device)), r, k)
+        for r, replica in enumerate(plan.replicas) for k, s in enumerate(replica.stages)
+    )[::-1]  # fmt: skip
+    for _, r, k in busiest[:MOST_SWAPS]:
+        order = layouts[r].order
+        swapped = layouts[r]._replace(order=(*order[:k], name, *order[k + 1 :]))
+        yield f"in place of {order[k]}", [*layouts[:r], swapped, *layouts[r + 1 :]]
+    _, r, k = busiest[0]
+    order, boundaries = layouts[r].order, layouts[r].boundaries
+    for pair in ((name, order[k]), (order[k], name)):
+        middle = _middle(problem, plan.replicas[r].stages[k].first, plan.replicas[r].stages[k].last, pair)
+        if middle is not None:
+            shared = layouts[r]._replace(
+                order=(*order[:k], *pair, *order[k + 1 :]), boundaries=tuple(sorted((*boundaries, middle)))
+            )
+            yield f"sharing the stage of {order[k]}", [*layouts[:r], shared, *layouts[r + 1 :]]
+
+
+def _middle(problem: Problem, first: int, last: int, pair: tuple[str, str]) -> int | None:
+    """The place at which two devices would share the operators most evenly, by their speeds."""
+    work = problem.cumulative_flops
+    a, b = (problem.speed(problem.fleet.device(name)) for name in pair)
+    wanted = work[first] + (work[last + 1] - work[first]) * a / (a + b)
+    places = [cut.position for cut in cuts(problem.flow) if first < cut.position <= last]
+    return min(places, key=lambda place: abs(work[place] - wanted), default=None)

@@ -1,0 +1,11 @@
+"""A second opinion on a plan document: every figure computed again, with no code of the planners or the cost model.
+
+What these share with the rest is the words: graphs, fleets and plans as they are written down. Two programs that were
+written apart seldom make the same mistake, so a plan that passes is right, or wrong in the definitions.
+"""
+
+from isthmus.verify.check import verify
+from isthmus.verify.question import Question, StateBytes, state_bytes
+from isthmus.verify.verdict import BoundCheck, Difference, Verdict
+
+__all__ = ["BoundCheck", "Difference", "Question", "StateBytes", "Verdict", "state_bytes", "verify"]

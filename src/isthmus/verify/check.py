@@ -1,0 +1,192 @@
+"""A plan document against figures computed anew, field by field.
+
+First what a plan must be at all: known devices, each once, stages that cover the operators. Only then do figures mean
+anything. `planner`, `notes` and the certificate's `scope` are words, and not judged.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Sequence
+
+from isthmus.errors import UserError
+from isthmus.plan import Plan, Prediction, Replica, Stage, SyncGroup
+from isthmus.verify.certificate import Setup, check_certificate
+from isthmus.verify.cutting import CutGraph, Part, cut
+from isthmus.verify.question import Question
+from isthmus.verify.reading import Reading
+from isthmus.verify.timing import Timed, averaging_groups, averaging_s
+from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger, Verdict
+
+_UNCHECKED = BoundCheck(method="none", told="the bound was not checked: this is no plan for the problem")
+
+
+def verify(plan: Plan, question: Question) -> Verdict:
+    """Every figure of the document beside one computed from the graph and the fleet alone.
+
+    Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
+    """
+    ledger, reading = Ledger(), Reading(question)
+    graphs = _cut_as_stated(ledger, plan, reading) if _structure(ledger, plan, reading) else None
+    if graphs is None:
+        return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=_UNCHECKED)
+    timed: list[Timed] = []
+    for number, (replica, graph) in enumerate(zip(plan.replicas, graphs, strict=True)):
+        where = f"replicas[{number}]"
+        for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
+            _stage(ledger, f"{where}.stages[{index}]", stage, part, replica.schedule.in_flight[index])
+            room = question.fleet.device(stage.device).memory_bytes
+            need = part.memory_bytes(replica.schedule.in_flight[index])
+            ledger.judge(f"{where}.stages[{index}].memory", need <= room, need, f"at most {room} on {stage.device}")
+            _ends(ledger, f"{where}.stages[{index}]", stage, reading)
+        _edges(ledger, where, replica, graph)
+        _shared(ledger, where, replica, graph)
+        timed.append(Timed(question, graph, [stage.device for stage in replica.stages]))
+    groups = averaging_groups([(t.devices, g) for t, g in zip(timed, graphs, strict=True)])
+    _sync(ledger, plan.sync, groups)
+    step_s = _predicted(ledger, plan, timed, averaging_s(question.fleet, groups))
+    bound = check_certificate(ledger, reading, plan.certificate, step_s, [_setup(r) for r in plan.replicas])
+    return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
+
+
+def _setup(replica: Replica) -> Setup:
+    return Setup(
+        tuple(stage.device for stage in replica.stages), tuple(stage.first for stage in replica.stages),
+        replica.micro_batches,
+    )  # fmt: skip
+
+
+def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
+    """Whether the document is a plan for this problem at all."""
+    question = reading.question
+    ledger.same("model", plan.model, question.graph.name)
+    ledger.same("fleet", plan.fleet, question.fleet.name)
+    held = [
+        ledger.same("micro_batch_size", plan.micro_batch_size, question.micro_batch_size),
+        ledger.same("micro_batches", plan.micro_batches, question.micro_batches),
+        ledger.judge("replicas", bool(plan.replicas), len(plan.replicas), "at least one"),
+        ledger.same(
+            "replicas: micro_batches in sum", sum(r.micro_batches for r in plan.replicas), question.micro_batches
+        ),
+    ]
+    for name, uses in Counter(plan.devices).items():
+        held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} stages", "one stage"))
+        held.append(ledger.judge(f"device {name!r}", name in question.fleet.names, name, "a device of the fleet"))
+    for number, replica in enumerate(plan.replicas):
+        held += _replica(ledger, f"replicas[{number}]", replica, reading)
+    return all(held)
+
+
+def _replica(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> list[bool]:
+    count, schedule = len(replica.stages), replica.schedule
+    held = [
+        ledger.judge(f"{where}.micro_batches", replica.micro_batches >= 1, replica.micro_batches, "at least 1"),
+        ledger.judge(f"{where}.stages", count > 0, count, "at least one"),
+        ledger.same(f"{where}.schedule.name", schedule.name, reading.question.schedule),
+        ledger.same(f"{where}.schedule.in_flight: entries", len(schedule.in_flight), count),
+    ]
+    for stage, limit in enumerate(schedule.in_flight):
+        least = replica.micro_batches if schedule.name == "gpipe" else 1
+        allowed = f"{least} to {replica.micro_batches}"
+        fits = least <= limit <= replica.micro_batches
+        held.append(ledger.judge(f"{where}.schedule.in_flight[{stage}]", fits, limit, allowed))
+    starts = [0, *(stage.last + 1 for stage in replica.stages)]
+    for index, stage in enumerate(replica.stages):
+        name = f"{where}.stages[{index}]"
+        held.append(ledger.same(f"{name}.first", stage.first, starts[index]))
+        held.append(ledger.judge(f"{name}.last", stage.last >= stage.first, stage.last, "not before first"))
+    held.append(ledger.same(f"{where}: operators in all stages", starts[-1], len(reading.operators)))
+    return held
+
+
+def _cut_as_stated(ledger: Ledger, plan: Plan, reading: Reading) -> list[CutGraph] | None:
+    found: list[CutGraph] = []
+    for number, replica in enumerate(plan.replicas):
+        starts = [stage.first for stage in replica.stages]
+        try:
+            found.append(cut(reading, starts))
+        except UserError as error:
+            ledger.judge(f"replicas[{number}].stages", False, f"cuts at {starts[1:]}", str(error))
+            return None
+        loss = sum(start <= reading.loss for start in starts) - 1
+        stated = len(starts) - 1 if replica.loss_stage == -1 else replica.loss_stage
+        ledger.same(f"replicas[{number}].loss_stage", stated, loss)
+    return found
+
+
+def _stage(ledger: Ledger, where: str, stage: Stage, part: Part, in_flight: int) -> None:
+    ledger.same(f"{where}.flops_forward", stage.flops_forward, part.forward_flops)
+    ledger.same(f"{where}.flops_backward", stage.flops_backward, part.backward_flops)
+    ledger.same(f"{where}.parameter_bytes", stage.parameter_bytes, part.parameter_bytes)
+    ledger.same(f"{where}.memory.weights", stage.memory.weights, part.weights)
+    ledger.same(f"{where}.memory.gradients", stage.memory.gradients, part.gradients)
+    ledger.same(f"{where}.memory.optimizer", stage.memory.optimizer, part.optimizer)
+    ledger.same(f"{where}.memory.activations", stage.memory.activations, in_flight * part.kept_bytes)
+
+
+def _ends(ledger: Ledger, where: str, stage: Stage, reading: Reading) -> None:
+    ledger.same(f"{where}.first_op", stage.first_op, reading.operators[stage.first].name)
+    ledger.same(f"{where}.last_op", stage.last_op, reading.operators[stage.last].name)
+
+
+def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> None:
+    stated = sorted((edge.source, edge.target) for edge in replica.edges)
+    needed = {(f.source, f.target): f for f in graph.flowing}
+    ledger.same(f"{where}.edges", _arrows(stated), _arrows(sorted(needed)))
+    for edge in replica.edges:
+        flow = needed.get((edge.source, edge.target))
+        if flow is not None:
+            name = f"{where}.edges[{edge.source} -> {edge.target}]"
+            ledger.same(f"{name}.values", ", ".join(edge.values), ", ".join(flow.values))
+            ledger.same(f"{name}.gradients", ", ".join(edge.gradients), ", ".join(flow.gradients))
+            ledger.same(f"{name}.forward_bytes", edge.forward_bytes, flow.forward_bytes)
+            ledger.same(f"{name}.backward_bytes", edge.backward_bytes, flow.backward_bytes)
+
+
+def _arrows(pairs: Sequence[tuple[int, int]]) -> str:
+    return ", ".join(f"{a} -> {b}" for a, b in pairs) or "none"
+
+
+def _shared(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> None:
+    needed = {p.name: p for p in graph.lent}
+    stated = sorted(p.name for p in replica.shared)
+    ledger.same(f"{where}.shared", ", ".join(stated) or "none", ", ".join(sorted(needed)) or "none")
+    for p in replica.shared:
+        lent = needed.get(p.name)
+        if lent is not None:
+            ledger.same(f"{where}.shared[{p.name}].owner", p.owner, lent.owner)
+            ledger.same(f"{where}.shared[{p.name}].users", str(list(p.users)), str(list(lent.users)))
+            ledger.same(f"{where}.shared[{p.name}].size_bytes", p.size_bytes, lent.size_bytes)
+
+
+def _sync(ledger: Ledger, stated: Sequence[SyncGroup], needed: dict[tuple[str, ...], int]) -> None:
+    names = [", ".join(group.devices) for group in stated]
+    ledger.same("sync", "; ".join(sorted(names)) or "none", "; ".join(sorted(map(", ".join, needed))) or "none")
+    for group in stated:
+        if group.devices in needed:
+            ledger.same(f"sync[{', '.join(group.devices)}].size_bytes", group.size_bytes, needed[group.devices])
+
+
+def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: float) -> float:
+    """The step time as computed here."""
+    shares = [(r.schedule.in_flight, r.micro_batches) for r in plan.replicas]
+    steps_s = [t.step_s(*share) for t, share in zip(timed, shares, strict=True)]
+    slowest_s, said = max(steps_s), plan.predicted
+    # Equal replicas: the document may speak of any of them.
+    tied = [k for k, s in enumerate(steps_s) if s >= slowest_s * (1 - CLOSE)]
+    periods_s = {k: timed[k].periods_s(*shares[k]) for k in tied}
+    meant = min(tied, key=lambda k: _distance(said, timed[k].fill_s, periods_s[k]))
+    period_s = max(periods_s[meant].values())
+    ledger.close("predicted.step_s", said.step_s, slowest_s + averaging_s)
+    ledger.close("predicted.period_s", said.period_s, period_s)
+    ledger.close("predicted.fill_s", said.fill_s, timed[meant].fill_s)
+    ledger.close("predicted.sync_s", said.sync_s, averaging_s)
+    eq3_s = max(t.eq3_s(share[1]) for t, share in zip(timed, shares, strict=True))
+    ledger.close("predicted.eq3_step_s", said.eq3_step_s, eq3_s + averaging_s)
+    longest = [name for name, seconds in periods_s[meant].items() if seconds >= period_s * (1 - CLOSE)]
+    ledger.judge("predicted.bottleneck", said.bottleneck in longest, said.bottleneck, " or ".join(longest))
+    return slowest_s + averaging_s
+
+
+def _distance(said: Prediction, fill_s: float, periods_s: dict[str, float]) -> tuple[bool, float]:
+    return said.bottleneck not in periods_s, abs(said.fill_s - fill_s) + abs(said.period_s - max(periods_s.values()))

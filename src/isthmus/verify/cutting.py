@@ -1,0 +1,129 @@
+"""A graph cut into stages: what each computes, keeps, sends and lends. Bytes and FLOPs only, no device yet."""
+
+from __future__ import annotations
+
+import bisect
+from collections.abc import Sequence
+from typing import NamedTuple
+
+from isthmus.errors import UserError
+from isthmus.verify.reading import Reading
+
+
+class Part(NamedTuple):
+    """One stage. FLOPs and bytes kept are for one micro-batch."""
+
+    forward_flops: int
+    backward_flops: int
+    parameter_bytes: int
+    weights: int
+    gradients: int
+    optimizer: int
+    kept_bytes: int
+    """From forward to backward: what operators save, and what was received."""
+
+    def memory_bytes(self, in_flight: int) -> int:
+        return self.weights + self.gradients + self.optimizer + in_flight * self.kept_bytes
+
+
+class Flowing(NamedTuple):
+    """What stage `source` sends stage `target`, and what comes back; names in the graph's order."""
+
+    source: int
+    target: int
+    values: tuple[str, ...]
+    gradients: tuple[str, ...]
+    forward_bytes: int
+    backward_bytes: int
+
+
+class Lent(NamedTuple):
+    """A trained parameter that other stages use too."""
+
+    name: str
+    owner: int
+    users: tuple[int, ...]
+    size_bytes: int
+
+
+class CutGraph(NamedTuple):
+    parts: tuple[Part, ...]
+    flowing: tuple[Flowing, ...]
+    lent: tuple[Lent, ...]
+    owners: dict[str, tuple[int, int]]
+    """By the op of a trained parameter: (stage that updates it, elements)."""
+
+
+def cut(reading: Reading, starts: Sequence[int]) -> CutGraph:
+    """Stage k runs positions `starts[k] .. starts[k + 1] - 1`; `starts[0]` is 0.
+
+    Raises UserError where a buffer that is written has users in two stages.
+    """
+    flowing = _flowing(reading, starts)
+    received = [sum(f.forward_bytes for f in flowing if f.target == k) for k in range(len(starts))]
+    ends = [*starts[1:], len(reading.operators)]
+    held, lent, owners = _variables(reading, starts)
+    parts = tuple(
+        Part(
+            reading.work[0][end] - reading.work[0][start],
+            reading.work[1][end] - reading.work[1][start],
+            *held[k],
+            kept_bytes=reading.kept[end] - reading.kept[start] + received[k],
+        )
+        for k, (start, end) in enumerate(zip(starts, ends, strict=True))
+    )
+    return CutGraph(parts, flowing, lent, owners)
+
+
+def _stages(positions: Sequence[int], starts: Sequence[int]) -> list[int]:
+    return sorted({bisect.bisect_right(starts, position) - 1 for position in positions})
+
+
+def _flowing(reading: Reading, starts: Sequence[int]) -> tuple[Flowing, ...]:
+    found: dict[tuple[int, int], list[tuple[str, bool, int]]] = {}
+    for value in reading.values:
+        end = value.uses[-1]
+        source = bisect.bisect_right(starts, value.made) - 1
+        if source + 1 == len(starts) or end < starts[source + 1]:
+            continue  # all its users are at home
+        back = _stages(value.returns, starts)
+        for target in _stages(value.uses, starts):
+            if target != source:
+                found.setdefault((target, source), []).append((value.name, target in back, value.size_bytes))
+    return tuple(
+        Flowing(
+            source=source,
+            target=target,
+            values=tuple(name for name, _, _ in sent),
+            gradients=tuple(name for name, back, _ in sent if back),
+            forward_bytes=sum(size for _, _, size in sent),
+            backward_bytes=sum(size for _, back, size in sent if back),
+        )
+        for (target, source), sent in sorted(found.items())
+    )
+
+
+def _variables(
+    reading: Reading, starts: Sequence[int]
+) -> tuple[list[tuple[int, int, int, int]], tuple[Lent, ...], dict[str, tuple[int, int]]]:
+    """Per stage (parameter bytes, weights, gradients, optimizer); what is lent; who updates what."""
+    held = [[0, 0, 0, 0] for _ in starts]
+    state = reading.question.state
+    lent: list[Lent] = []
+    owners: dict[str, tuple[int, int]] = {}
+    for v in reading.variables:
+        # What nothing uses stays with the last stage.
+        users = _stages(v.uses, starts) or [len(starts) - 1]
+        if v.written and len(users) > 1:
+            raise UserError(f"buffer {v.name!r}: got users in stages {users}, expected one stage: it is written there")
+        for stage in users:
+            row, owned = held[stage], stage == users[0]
+            row[0] += v.size_bytes if v.parameter else 0
+            row[1] += v.size_bytes + (v.elements * state.master if v.trained and owned else 0)
+            row[2] += v.elements * state.gradient if v.trained else 0
+            row[3] += v.elements * state.optimizer if v.trained and owned else 0
+        if v.trained:
+            owners[v.op] = (users[0], v.elements)
+            if len(users) > 1:
+                lent.append(Lent(v.name, users[0], tuple(users[1:]), v.size_bytes))
+    return [(a, b, c, d) for a, b, c, d in held], tuple(lent), owners

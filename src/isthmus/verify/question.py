@@ -1,0 +1,71 @@
+"""What a plan document is held against: the model, the fleet and the batch that it says it is for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from types import MappingProxyType
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Fleet
+from isthmus.graph.opgraph import OpGraph
+
+FLOAT32_BYTES = 4
+_KEPT_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
+"""float32 tensors of the parameter's shape that an optimizer keeps from step to step."""
+
+
+class StateBytes(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes per element of a trainable parameter, beside the tensor that computes."""
+
+    master: int = 0
+    gradient: int = FLOAT32_BYTES
+    optimizer: int = 0
+
+
+def state_bytes(optimizer: str, *, momentum: bool = False, narrow: bool = False) -> StateBytes:
+    """What an optimizer keeps; `narrow` where parameters compute in less than float32 and have a float32 master copy.
+
+    Raises UserError for an unknown optimizer.
+    """
+    name = "momentum" if optimizer == "sgd" and momentum else optimizer
+    if name not in _KEPT_TENSORS:
+        raise unknown_name("optimizer", optimizer, _KEPT_TENSORS)
+    return StateBytes(master=FLOAT32_BYTES if narrow else 0, optimizer=FLOAT32_BYTES * _KEPT_TENSORS[name])
+
+
+def _as_stated() -> Mapping[str, float]:
+    return MappingProxyType({})
+
+
+@dataclass(frozen=True, kw_only=True)
+class Question:
+    """The problem that the document claims to solve.
+
+    Raises UserError for a graph that is not a train graph or was captured for another batch, and for sizes below one.
+    """
+
+    graph: OpGraph
+    fleet: Fleet
+    micro_batch_size: int
+    micro_batches: int
+    """Of a step, over all replicas."""
+    schedule: str
+    state: StateBytes = field(default_factory=StateBytes)
+    speed_scale: Mapping[str, float] = field(default_factory=_as_stated)
+    """Factor on a device's stated speed; 1 where absent."""
+
+    def __post_init__(self) -> None:
+        if self.graph.mode != "train":
+            raise UserError(f"graph {self.graph.name!r}: got mode {self.graph.mode!r}, expected 'train'")
+        for name, size in (("micro_batch_size", self.micro_batch_size), ("micro_batches", self.micro_batches)):
+            if size < 1:
+                raise UserError(f"{name}: got {size}, expected at least 1")
+        if self.graph.batch not in (None, self.micro_batch_size):
+            expected = f"{self.graph.batch}, the only size at which {self.graph.name!r} could be captured"
+            raise UserError(f"micro_batch_size: got {self.micro_batch_size}, expected {expected}")
+
+    def flops_per_s(self, device: str) -> float:
+        return self.speed_scale.get(device, 1.0) * self.fleet.device(device).flops_per_s

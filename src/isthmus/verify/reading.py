@@ -1,0 +1,184 @@
+"""An operator graph read once, by position: who makes what, who takes it, and what it weighs.
+
+Positions number the operators that a plan assigns, in execution order. Operators that no input and nothing trained
+reaches (masks, positions) have none: every stage computes its own.
+"""
+
+from __future__ import annotations
+
+import itertools
+import math
+from dataclasses import dataclass
+from functools import cached_property
+from typing import NamedTuple
+
+from isthmus.errors import UserError
+from isthmus.graph.opgraph import Op, Ref
+from isthmus.verify.question import Question
+
+
+class Value(NamedTuple):
+    """A tensor of each micro-batch."""
+
+    name: str
+    made: int
+    """Position of its operator; of its first user, where it is a column of the batch."""
+    uses: tuple[int, ...]
+    returns: tuple[int, ...]
+    """Those of the users that send a gradient back."""
+    size_bytes: int
+
+
+class Variable(NamedTuple):
+    """A parameter, buffer or constant."""
+
+    op: str
+    name: str
+    """The module's own."""
+    uses: tuple[int, ...]
+    """Positions, also of operators that take it through others without a position."""
+    parameter: bool
+    trained: bool
+    written: bool
+    elements: int
+    size_bytes: int
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Raises UserError, on first use, for a graph in which no operator has a position."""
+
+    question: Question
+
+    @cached_property
+    def by_name(self) -> dict[str, Op]:
+        return {op.name: op for op in self.question.graph.ops}
+
+    @cached_property
+    def operators(self) -> tuple[Op, ...]:
+        """By position."""
+        ops = self.question.graph.ops
+        written = {name for op in ops for name in op.mutates}
+        reached: set[str] = set()
+        for op in ops:
+            source = op.kind == "placeholder" or bool(op.mutates)
+            changes = op.name in written or op.written or _trained(op)
+            if source or changes or any(ref.op in reached for ref in op.refs()):
+                reached.add(op.name)
+        found = tuple(op for op in ops if op.kind == "operator" and op.name in reached)
+        if not found:
+            raise UserError(f"graph {self.question.graph.name!r}: got no operator that an input reaches")
+        return found
+
+    @cached_property
+    def position(self) -> dict[str, int]:
+        return {op.name: number for number, op in enumerate(self.operators)}
+
+    @cached_property
+    def work(self) -> tuple[tuple[int, ...], tuple[int, ...]]:
+        """(forward, backward) FLOPs of the operators before each position, for one micro-batch."""
+        size = self.question.micro_batch_size
+        return (
+            tuple(itertools.accumulate((op.flops_forward.at(size) for op in self.operators), initial=0)),
+            tuple(itertools.accumulate((op.flops_backward.at(size) for op in self.operators), initial=0)),
+        )
+
+    @cached_property
+    def kept(self) -> tuple[int, ...]:
+        """Bytes that the operators before each position keep until their backward, for one micro-batch."""
+        size = self.question.micro_batch_size
+        return tuple(itertools.accumulate((op.saved_bytes.at(size) for op in self.operators), initial=0))
+
+    @cached_property
+    def loss(self) -> int:
+        """Position of the operator that makes the loss."""
+        return self.position[self.question.graph.loss.op]
+
+    @cached_property
+    def values(self) -> tuple[Value, ...]:
+        """Everything that a stage could send another, in the graph's order."""
+        graph, size = self.question.graph, self.question.micro_batch_size
+        found: list[Value] = []
+        for op in graph.ops:
+            if op.kind != "placeholder" and op.name not in self.position:
+                continue
+            for index, spec in enumerate(op.outputs):
+                ref = Ref(op.name, index)
+                takers = self._takers.get(ref, [])
+                uses = {self.position[name] for name in takers} | ({self.loss} if ref == graph.count else set())
+                if uses:
+                    found.append(
+                        Value(
+                            name=op.name if len(op.outputs) == 1 else f"{op.name}:{index}",
+                            made=self.position.get(op.name, min(uses)),
+                            uses=tuple(sorted(uses)),
+                            returns=tuple(sorted(self.position[n] for n in takers if self._sends_back(ref, n))),
+                            size_bytes=spec.nbytes(size),
+                        )
+                    )
+        return tuple(found)
+
+    @cached_property
+    def variables(self) -> tuple[Variable, ...]:
+        written = {name for op in self.question.graph.ops for name in op.mutates}
+        return tuple(
+            Variable(
+                op=op.name,
+                name=op.target,
+                uses=tuple(sorted(self._reaches[op.name])),
+                parameter=op.kind == "parameter",
+                trained=_trained(op),
+                written=op.name in written,
+                elements=math.prod(op.outputs[0].shape_at(1)),
+                size_bytes=op.outputs[0].nbytes(1),
+            )
+            for op in self.question.graph.ops
+            if op.kind in ("parameter", "buffer", "constant")
+        )
+
+    @cached_property
+    def places(self) -> tuple[int, ...]:
+        """Positions at which a stage may start: not between two users of a buffer that is written."""
+        lives = [(v.uses[0], v.uses[-1]) for v in self.variables if v.written and v.uses]
+        return tuple(p for p in range(1, len(self.operators)) if not any(a < p <= b for a, b in lives))
+
+    @cached_property
+    def _takers(self) -> dict[Ref, list[str]]:
+        found: dict[Ref, list[str]] = {}
+        for op in self.operators:
+            for ref in set(op.refs()):
+                found.setdefault(ref, []).append(op.name)
+        return found
+
+    @cached_property
+    def _reaches(self) -> dict[str, set[int]]:
+        """For each op, the positions of its users; an op without a position passes on its own users'."""
+        graph = self.question.graph
+        found: dict[str, set[int]] = {op.name: set() for op in graph.ops}
+        if graph.count is not None:
+            found[graph.count.op].add(self.loss)
+        for op in reversed(graph.ops):
+            own = {self.position[op.name]} if op.name in self.position else found[op.name]
+            for ref in op.refs():
+                found[ref.op] |= own
+        return found
+
+    @cached_property
+    def _learning(self) -> frozenset[Ref]:
+        """Values that the loss sends a gradient to: walked backwards from it."""
+        found: set[Ref] = set()
+        ahead = [self.question.graph.loss]
+        while ahead:
+            ref = ahead.pop()
+            if ref not in found and self.by_name[ref.op].requires_grad[ref.index]:
+                found.add(ref)
+                ahead += self.by_name[ref.op].refs()
+        return frozenset(found)
+
+    def _sends_back(self, ref: Ref, taker: str) -> bool:
+        outputs = range(len(self.by_name[taker].outputs))
+        return ref in self._learning and any(Ref(taker, index) in self._learning for index in outputs)
+
+
+def _trained(op: Op) -> bool:
+    return op.kind == "parameter" and any(op.requires_grad)

@@ -1,0 +1,142 @@
+"""Seconds of a placed pipeline: the closed form, FusionLLM's Eq. 3, and what averaging replicas takes.
+
+    step = fill + (n - 1) * period + shared parameters + averaging
+
+`fill` is one micro-batch alone. `period` is the longest of: a stage's forward and backward; one direction of an edge
+without latency; what leaves a site over its shared uplink; a stage's round trip over the micro-batches it may hold.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import cached_property
+
+from isthmus.fleet import Fleet
+from isthmus.verify.cutting import CutGraph
+from isthmus.verify.question import FLOAT32_BYTES, Question
+
+
+class Timed:
+    """A cut graph with stage k on `devices[k]`."""
+
+    def __init__(self, question: Question, graph: CutGraph, devices: Sequence[str]) -> None:
+        self.graph = graph
+        self.devices = tuple(devices)
+        speeds = [question.flops_per_s(device) for device in devices]
+        self.forward_s = [p.forward_flops / v for p, v in zip(graph.parts, speeds, strict=True)]
+        self.backward_s = [p.backward_flops / v for p, v in zip(graph.parts, speeds, strict=True)]
+        self._fleet = question.fleet
+        self._next: dict[int, list[tuple[int, float, float]]] = {k: [] for k in range(len(devices))}
+        for f in graph.flowing:
+            there_s = self._message_s(f.source, f.target, f.forward_bytes)
+            back_s = self._message_s(f.target, f.source, f.backward_bytes) if f.backward_bytes else -1.0
+            self._next[f.source].append((f.target, there_s, back_s))
+
+    def _message_s(self, source: int, target: int, size_bytes: int) -> float:
+        if not size_bytes:
+            return 0.0
+        link = self._fleet.link(self.devices[source], self.devices[target])
+        return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+
+    @cached_property
+    def compute_s(self) -> list[float]:
+        return [f + b for f, b in zip(self.forward_s, self.backward_s, strict=True)]
+
+    @cached_property
+    def received_s(self) -> list[float]:
+        """Per stage, the messages of every edge that ends there, both ways, one after another."""
+        found = [0.0] * len(self.devices)
+        for edges in self._next.values():
+            for target, there_s, back_s in edges:
+                found[target] += there_s + max(back_s, 0.0)
+        return found
+
+    @cached_property
+    def fill_s(self) -> float:
+        return sum(self.compute_s) + sum(self.received_s)
+
+    @cached_property
+    def shared_s(self) -> float:
+        return sum(
+            self._message_s(p.owner, user, p.size_bytes) + self._message_s(user, p.owner, p.size_bytes)
+            for p in self.graph.lent
+            for user in p.users
+        )
+
+    @cached_property
+    def occupied_s(self) -> dict[str, float]:
+        """By name, how long one micro-batch keeps each device, link and shared uplink busy."""
+        found = {f"device {name}": s for name, s in zip(self.devices, self.compute_s, strict=True)}
+        for f in self.graph.flowing:
+            for source, target, size in (
+                (f.source, f.target, f.forward_bytes), (f.target, f.source, f.backward_bytes),
+            ):  # fmt: skip
+                a, b = self.devices[source], self.devices[target]
+                found[f"link {a} -> {b}"] = size / self._fleet.link(a, b).bandwidth_bytes_per_s
+                home, rate = self._uplink(a, b)
+                if rate is not None:
+                    found[f"uplink of {home}"] = found.get(f"uplink of {home}", 0.0) + size / rate
+        return found
+
+    def _uplink(self, source: str, target: str) -> tuple[str, float | None]:
+        home, away = self._fleet.device(source).region, self._fleet.device(target).region
+        return home, None if home == away else self._fleet.site(home).uplink_bytes_per_s
+
+    def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
+        """By name, the period that a stage's limit imposes, where it holds fewer than all micro-batches."""
+        return {
+            f"memory of device {name} ({limit} micro-batches in flight)": self.round_trip_s(k) / limit
+            for k, (name, limit) in enumerate(zip(self.devices, in_flight, strict=True))
+            if limit < micro_batches
+        }
+
+    def periods_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
+        """Everything that could set the period, by name."""
+        return {**self.occupied_s, **self.held_up_s(in_flight, micro_batches)}
+
+    def round_trip_s(self, stage: int) -> float:
+        """From the start of a micro-batch's forward on a stage to the end of its backward there; nothing else runs."""
+        arrived = {stage: 0.0}
+        for k in range(stage, len(self.devices)):
+            for target, there_s, _ in self._next[k] if k in arrived else ():
+                arrived[target] = max(arrived.get(target, 0.0), arrived[k] + self.forward_s[k] + there_s)
+        ended: dict[int, float] = {}
+        for k in sorted(arrived, reverse=True):
+            # A message back of no bytes is not sent, and not waited for.
+            ready = [ended[target] + back_s for target, _, back_s in self._next[k] if back_s >= 0]
+            ended[k] = max([arrived[k] + self.forward_s[k], *ready]) + self.backward_s[k]
+        return ended[stage]
+
+    def step_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
+        period_s = max(self.periods_s(in_flight, micro_batches).values())
+        return self.fill_s + (micro_batches - 1) * period_s + self.shared_s
+
+    def eq3_s(self, micro_batches: int) -> float:
+        """FusionLLM Eq. 3 with the backward: latency counts in the bottleneck, receives follow one another."""
+        slowest_s = max(max(c, r) for c, r in zip(self.compute_s, self.received_s, strict=True))
+        return self.fill_s + (micro_batches - 1) * slowest_s
+
+
+def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[tuple[str, ...], int]:
+    """Bytes of the gradients (float32) that each set of devices averages; devices in the order of the replicas."""
+    found: dict[tuple[str, ...], int] = {}
+    for parameter, (_, elements) in replicas[0][1].owners.items() if len(replicas) > 1 else ():
+        members = tuple(devices[graph.owners[parameter][0]] for devices, graph in replicas)
+        found[members] = found.get(members, 0) + FLOAT32_BYTES * elements
+    return found
+
+
+def averaging_s(fleet: Fleet, groups: Mapping[tuple[str, ...], int]) -> float:
+    """Until the last device is through its groups, one after another: each in shards (DT-FM Eq. 2) or as a ring."""
+    busy_s: dict[str, float] = {}
+    for members, size_bytes in groups.items():
+        count = len(members)
+        hop_s = {
+            (a, b): fleet.link(a, b).latency_s + size_bytes / count / fleet.link(a, b).bandwidth_bytes_per_s
+            for a in members for b in members if a != b
+        }  # fmt: skip
+        ring_s = 2 * (count - 1) * max(hop_s[members[k - 1], members[k]] for k in range(count))
+        for device in members:
+            shards_s = sum(seconds for pair, seconds in hop_s.items() if device in pair)
+            busy_s[device] = busy_s.get(device, 0.0) + min(ring_s, shards_s)
+    return max(busy_s.values(), default=0.0)

@@ -1,0 +1,287 @@
+"""`verify` passes what the planners make, agrees with brute force, and sees every figure that is not what it was."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph
+
+from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
+from isthmus.plan import Certificate, Plan
+from isthmus.planners import plan as make_plan
+from isthmus.verify import Question, StateBytes, Verdict, state_bytes, verify
+from isthmus.verify.bound import own_bound_s
+from isthmus.verify.reading import Reading
+
+
+def question_of(problem: Problem) -> Question:
+    return Question(
+        graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
+        micro_batches=problem.micro_batches, schedule=problem.schedule, speed_scale=problem.speed_scale,
+        state=StateBytes(
+            master=problem.state.master_bytes, gradient=problem.state.gradient_bytes,
+            optimizer=problem.state.optimizer_bytes,
+        ),
+    )  # fmt: skip
+
+
+def two_sites(uplink: float, seed: int) -> Fleet:
+    devices = tuple(
+        Device(name=f"d{i}", region="east" if i < 2 else "west", flops_per_s=1.0 + (seed + i) % 3, memory_bytes=1 << 30)
+        for i in range(4)
+    )
+    links = Links(
+        intra=Link(0.01, 500.0), default=Link(0.5, 60.0), devices=(Route("d0", "d2", Link(0.1, 20.0 + seed % 9)),)
+    )
+    return Fleet(name="two", devices=devices, links=links, sites=(Site(region="east", uplink_bytes_per_s=uplink),))
+
+
+def check(plan: Plan, problem: Problem) -> Verdict:
+    found = verify(plan, question_of(problem))
+    assert found.holds, found.differences
+    return found
+
+
+@given(
+    planner=st.sampled_from(["even", "chain", "auto"]),
+    seed=st.integers(0, 10**6),
+    devices=st.integers(1, 4),
+    units=st.integers(2, 6),
+    micro_batches=st.integers(1, 6),
+    schedule=st.sampled_from(["1f1b", "gpipe"]),
+    memory=st.sampled_from([1 << 40, 6000, 2500]),
+)
+@settings(max_examples=60, deadline=None)
+def test_every_plan_of_ours_passes(
+    planner: str, seed: int, devices: int, units: int, micro_batches: int, schedule: str, memory: int
+) -> None:
+    if planner == "auto":
+        memory = 1 << 40  # where memory is short, its bound is `chain`'s, which speaks of the classic schedule only
+    fleet = fleet_of([1 + (seed * (k + 3)) % 7 for k in range(devices)], seed, memory=[memory] * devices)
+    state = parameter_state("adamw")
+    problem = problem_of(
+        random_graph(seed, units), fleet, micro_batches=micro_batches, schedule=schedule, state=state,
+        speed_scale={"d0": 0.5},
+    )  # fmt: skip
+    try:
+        plan = make_plan(planner, problem)
+    except FleetTooSmall:
+        return
+    found = check(plan, problem)
+    assert found.checked > 20
+    assert found.bound.method == ("none" if planner == "even" else "brute force")
+
+
+@given(
+    seed=st.integers(0, 10**6), uplink=st.floats(1, 100), cuts=st.tuples(st.integers(1, 4), st.integers(1, 4)),
+    share=st.integers(1, 5),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_replicas_and_shared_uplinks_pass(seed: int, uplink: float, cuts: tuple[int, int], share: int) -> None:
+    problem = problem_of(random_graph(seed, 5), two_sites(uplink, seed), micro_batches=6)
+    layouts = [Layout(("d2", "d0"), (cuts[0],), share), Layout(("d1", "d3"), (cuts[1],), 6 - share)]
+    check(build_replicas(problem, layouts, planner="hand"), problem)
+    check(build_plan(problem, ["d0", "d3", "d1"], [2, 4], planner="hand"), problem)
+
+
+@given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(1, 4), micro_batches=st.integers(1, 5))
+@settings(max_examples=20, deadline=None)
+def test_its_brute_force_is_that_of_the_planners_tests_and_its_bound_is_below(
+    seed: int, devices: int, units: int, micro_batches: int
+) -> None:
+    problem = problem_of(
+        random_graph(seed, units), fleet_of([1.0, 2.0, 5.0][:devices], seed), micro_batches=micro_batches
+    )
+    plan = build_plan(problem, problem.fleet.names[:1], [], planner="hand")
+    best_s = brute_force(problem, all_orders_of(problem.fleet))
+    stated = Certificate(lower_bound_s=best_s, gap=plan.predicted.step_s / best_s - 1, scope="pipelines")
+    found = check(msgspec.structs.replace(plan, certificate=stated), problem).bound
+    assert found.best_s == pytest.approx(best_s, rel=1e-9)
+    assert found.own_bound_s is not None and 0 < found.own_bound_s <= best_s * (1 + 1e-9)
+    too_high = Certificate(
+        lower_bound_s=best_s * 1.001, gap=plan.predicted.step_s / best_s / 1.001 - 1, scope="pipelines"
+    )
+    refuted = verify(msgspec.structs.replace(plan, certificate=too_high), question_of(problem))
+    assert {d.field for d in refuted.differences} <= {"certificate.lower_bound_s"} and not refuted.holds
+
+
+@given(seed=st.integers(0, 10**6), micro_batches=st.integers(2, 4))
+@settings(max_examples=10, deadline=None)
+def test_its_bound_is_below_every_plan_that_auto_finds(seed: int, micro_batches: int) -> None:
+    fleet = fleet_of([1 + (seed * (k + 5)) % 6 for k in range(4)], seed)
+    problem = problem_of(random_graph(seed, 3), fleet, micro_batches=micro_batches)
+    bound_s = own_bound_s(Reading(question_of(problem)))
+    assert 0 < bound_s <= make_plan("auto", problem).predicted.step_s
+
+
+def test_a_larger_plan_is_held_against_plans_near_it() -> None:
+    problem = problem_of(gpt_graph(2), fleet_of([1e4, 2e4, 3e4], 4), micro_batches=8)
+    plan = make_plan("chain", problem)
+    found = check(plan, problem).bound
+    assert found.method == "own bound and near plans"
+    assert "was not proven again" in found.told
+    assert found.plans_tried > 10
+    assert found.best_s == pytest.approx(plan.predicted.step_s)
+    # A poor plan that claims to be optimal is refuted by one of its neighbours.
+    poor = build_plan(problem, ["d0", "d1", "d2"], [30, 60], planner="hand")
+    poor = msgspec.structs.replace(
+        poor, certificate=Certificate(lower_bound_s=poor.predicted.step_s, gap=0.0, scope="all plans")
+    )
+    assert [d.field for d in verify(poor, question_of(problem)).differences] == ["certificate.lower_bound_s"]
+
+
+def test_a_bound_for_pipelines_with_room_for_the_classic_schedule_is_not_one_for_all() -> None:
+    """The faster device holds too little for the classic schedule in front, and is faster there all the same."""
+    problem = problem_of(random_graph(1060, 3), fleet_of([1, 5], 1060, memory=[350, 250]), micro_batches=8)
+    plan = build_plan(problem, ["d0", "d1"], [2], planner="hand")
+    step_s = plan.predicted.step_s
+
+    def judged(scope: str) -> Verdict:
+        stated = Certificate(lower_bound_s=step_s, gap=0.0, scope=scope)
+        return verify(msgspec.structs.replace(plan, certificate=stated), question_of(problem))
+
+    assert judged("all orders and cuts, memory of the classic schedule, closed form").holds
+    refuted = judged("any devices, orders, cuts and shares of the batch")
+    assert [d.field for d in refuted.differences] == ["certificate.lower_bound_s"]
+    assert refuted.bound.best_s is not None and refuted.bound.best_s < 0.4 * step_s
+
+
+WORDS = {"planner", "certificate.scope", "notes", "version"}
+"""What `verify` does not judge; `load_plan` refuses another version."""
+
+Built = dict[str, "Built"] | list["Built"] | str | int | float | None
+
+
+def leaves(built: Built, path: tuple[str | int, ...] = ()) -> Iterator[tuple[str | int, ...]]:
+    if isinstance(built, dict):
+        for key, value in built.items():
+            yield from leaves(value, (*path, key))
+    elif isinstance(built, list):
+        for index, value in enumerate(built):
+            yield from leaves(value, (*path, index))
+    elif built is not None:
+        yield path
+
+
+def changed(built: Built, path: tuple[str | int, ...], other: Built) -> Built:
+    if not path:
+        return other
+    assert isinstance(built, dict | list)
+    made = built.copy()
+    made[path[0]] = changed(built[path[0]], path[1:], other)  # type: ignore[index,call-overload]
+    return made
+
+
+def at(built: Built, path: tuple[str | int, ...]) -> Built:
+    for step in path:
+        built = built[step]  # type: ignore[index,call-overload]
+    return built
+
+
+def two_replicas() -> tuple[Plan, Problem]:
+    """Edges, a skip, a shared parameter, groups and a certificate: a figure in every field."""
+    problem = problem_of(random_graph(29, 6), two_sites(9.0, 1), micro_batches=6, state=parameter_state("adam"))
+    layouts = [Layout(("d2", "d0"), (3,), 2), Layout(("d1", "d3"), (2,), 4)]
+    plan = build_replicas(problem, layouts, planner="hand")
+    step_s = plan.predicted.step_s
+    certificate = Certificate(lower_bound_s=step_s / 100, gap=99.0, scope="nearly nothing")
+    return msgspec.structs.replace(plan, certificate=certificate), problem
+
+
+def test_every_field_that_is_tampered_with_is_caught() -> None:
+    plan, problem = two_replicas()
+    check(plan, problem)
+    assert plan.replicas[0].shared and plan.sync and any(edge.gradients for edge in plan.replicas[0].edges)
+    built: Built = msgspec.json.decode(msgspec.json.encode(plan))
+    seen = 0
+    for path in leaves(built):
+        name = ".".join(str(step) for step in path)
+        if name in WORDS or path[0] == "notes":
+            continue
+        value = at(built, path)
+        others: list[Built] = [f"{value}x"] if isinstance(value, str) else []
+        if isinstance(value, int):
+            others = [value + 1, value - 1]
+        elif isinstance(value, float):
+            others = [value * 1.00001 + 1e-6, -1.0]
+        for other in others:
+            if path[-1] == "loss_stage" and other in (-1, 1):
+                continue  # two names of the last stage
+            tampered = msgspec.convert(changed(built, path, other), Plan)
+            if path[0] != "certificate":  # its brute force is not what is tested here, and takes long
+                tampered = msgspec.structs.replace(tampered, certificate=None)
+            found = verify(tampered, question_of(problem))
+            assert not found.holds, (name, value, other)
+            assert all(d.field and d.got != d.expected for d in found.differences)
+            seen += 1
+    assert seen > 120
+
+
+def test_what_is_missing_or_twice_is_caught() -> None:
+    plan, problem = two_replicas()
+    built: Built = msgspec.json.decode(msgspec.json.encode(plan))
+    within = [("replicas", 0, "stages"), ("replicas", 1, "edges"), ("replicas", 0, "shared")]
+    for path in (("replicas",), ("sync",), *within):
+        listed = at(built, path)
+        assert isinstance(listed, list) and listed
+        for other in ([], listed[:-1], [*listed, listed[0]]):
+            found = verify(msgspec.convert(changed(built, path, other), Plan), question_of(problem))
+            assert not found.holds, (path, other)
+
+
+def test_devices_swapped_or_unknown_or_too_small() -> None:
+    problem = problem_of(random_graph(3, 5), fleet_of([1.0, 3.0], 5))
+    plan = build_plan(problem, ["d0", "d1"], [2], planner="hand")
+    small = fleet_of([1.0, 3.0], 5, memory=[1 << 40, 10])
+    found = verify(plan, question_of(problem_of(problem.flow.graph, small)))
+    assert [d.field for d in found.differences] == ["replicas[0].stages[1].memory"]
+    built: Built = msgspec.json.decode(msgspec.json.encode(plan))
+    swapped = changed(changed(built, ("replicas", 0, "stages", 0, "device"), "d1"),
+                      ("replicas", 0, "stages", 1, "device"), "d0")  # fmt: skip
+    fields = {d.field for d in verify(msgspec.convert(swapped, Plan), question_of(problem)).differences}
+    assert {"predicted.step_s", "predicted.fill_s"} <= fields
+    twice = changed(built, ("replicas", 0, "stages", 0, "device"), "d1")
+    found = verify(msgspec.convert(twice, Plan), question_of(problem))
+    assert [(d.field, d.got, d.expected) for d in found.differences] == [("device 'd1'", "2 stages", "one stage")]
+    assert found.bound.method == "none"
+
+
+def test_differences_say_by_how_much() -> None:
+    plan, problem = two_replicas()
+    predicted = msgspec.structs.replace(plan.predicted, sync_s=plan.predicted.sync_s + 2.0)
+    (found,) = verify(msgspec.structs.replace(plan, predicted=predicted), question_of(problem)).differences
+    assert found.field == "predicted.sync_s"
+    assert found.got == plan.predicted.sync_s + 2.0 and found.expected == pytest.approx(plan.predicted.sync_s)
+    assert found.by.startswith("+2 (+") and found.by.endswith(" %)")
+
+
+def test_bad_questions() -> None:
+    problem = problem_of(random_graph(3, 3), fleet_of([1.0]))
+    fields = {"graph": problem.flow.graph, "fleet": problem.fleet, "micro_batch_size": 2, "micro_batches": 4,
+              "schedule": "1f1b"}  # fmt: skip
+    with pytest.raises(UserError, match="micro_batches: got 0"):
+        Question(**{**fields, "micro_batches": 0})  # type: ignore[arg-type]
+    fixed = msgspec.structs.replace(problem.flow.graph, batch=3)
+    with pytest.raises(UserError, match="got 2, expected 3"):
+        Question(**{**fields, "graph": fixed})  # type: ignore[arg-type]
+    with pytest.raises(UserError, match="mode 'eval'"):
+        Question(**{**fields, "graph": msgspec.structs.replace(problem.flow.graph, mode="eval")})  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("name", ["sgd", "momentum", "adagrad", "rmsprop", "adam", "adamw"])
+@pytest.mark.parametrize("narrow", [False, True])
+def test_state_is_counted_as_the_cost_model_does(name: str, narrow: bool) -> None:
+    for momentum in (False, True):
+        ours = state_bytes(name, momentum=momentum, narrow=narrow)
+        theirs = parameter_state(name, momentum=momentum, precision="bfloat16" if narrow else "float32")
+        assert (ours.master, ours.gradient, ours.optimizer) == (
+            theirs.master_bytes, theirs.gradient_bytes, theirs.optimizer_bytes
+        )  # fmt: skip
+    with pytest.raises(UserError, match="unknown optimizer"):
+        state_bytes("lion")
