@@ -16,12 +16,13 @@ from isthmus.plan import Plan
 from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
+from isthmus.planners.op_fence import op_fence
 
 Planner = Callable[[Problem], Plan]
 
 ENTRY_POINTS = "isthmus.planners"
 
-_OURS: Mapping[str, Planner] = {"auto": auto, "chain": chain, "even": even}
+_OURS: Mapping[str, Planner] = {"auto": auto, "chain": chain, "even": even, "op-fence": op_fence}
 
 
 def planner_names() -> list[str]:
