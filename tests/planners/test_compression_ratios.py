@@ -202,8 +202,7 @@ def test_just_enough_is_the_mildest_choice_with_the_least_period(seed: int) -> N
 def test_a_shared_uplink_is_relieved_as_far_as_codecs_can(seed: int, uplink: float) -> None:
     rng = random.Random(seed)
     devices = tuple(
-        Device(name=f"d{i}", region=f"r{i % 2}", flops_per_s=rng.uniform(5, 50), memory_bytes=1 << 40)
-        for i in range(4)
+        Device(name=f"d{i}", region=f"r{i % 2}", flops_per_s=rng.uniform(5, 50), memory_bytes=1 << 40) for i in range(4)
     )
     sites = tuple(Site(region=r, uplink_bytes_per_s=uplink) for r in ("r0", "r1"))
     fleet = Fleet(name="sites", devices=devices, links=Links(default=Link(0.0, 50.0)), sites=sites)

@@ -95,9 +95,7 @@ def build_replicas(
     _check_layouts(problem, layouts)
     placed = [place(_share(problem, x.micro_batches), x.order, x.boundaries) for x in layouts]
     limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
-    predicted = [
-        prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)
-    ]
+    predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     sync = sync_groups(problem.flow, [(p.order, p.graphs) for p in placed])
     averaging_s = sync_s(problem.fleet, sync)
     slowest = max(predicted, key=lambda p: p.step_s)

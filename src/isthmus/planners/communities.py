@@ -3,14 +3,14 @@
 Communities are Louvain's on the bandwidth graph (FusionLLM, section 4). A pipeline then visits one community after
 another and leaves each only once:
 
-    first community          second                third
-    a ─ b ─ c ─ exit  ──►  entry ─ d ─ exit  ──►  entry ─ e ─ f
+    first community        second             third
+    a ─ b ─ c ─ d   ──►    e ─ f ─ g   ──►    h ─ i
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Collection, Iterator, Sequence
+from collections.abc import Iterable, Sequence
 
 import networkx as nx
 import numpy as np
@@ -35,58 +35,56 @@ def visiting_order(pair_s: Floats, groups: Sequence[Community]) -> list[Communit
     """Each community as the order of its devices, one community after another.
 
     `pair_s[i, j]` are the seconds of a typical message from device i to j and back. Communities follow so that the best
-    links between neighbours are short in sum; inside, each device is followed by the nearest one left.
+    links between neighbours are short in sum. Devices follow by nearest neighbour, then reversals inside a community
+    shorten the whole way: where a community is entered and left is part of it.
     """
+    pair_s = (pair_s + pair_s.T) / 2
     between = np.array([[float(pair_s[np.ix_(a, b)].min()) for b in groups] for a in groups])
+    tour: list[int] = []
     ordered = [groups[k] for k in path(between)]
-    joins = [_join(pair_s, a, b) for a, b in itertools.pairwise(ordered)]
-    exits: list[int | None] = [*(leave for leave, _ in joins), None]
-    entries: list[int | None] = [None, *(enter for _, enter in joins)]
-    return [_walk(pair_s, m, i, o) for m, i, o in zip(ordered, entries, exits, strict=True)]
+    for members in ordered:
+        start = min(members, key=lambda device: float(pair_s[tour[-1], device])) if tour else members[0]
+        tour += _nearest(pair_s, start, members)
+    ends = list(itertools.accumulate((len(members) for members in ordered), initial=0))
+    tour = untangled(pair_s, tour, list(itertools.pairwise(ends)))
+    return [tuple(tour[a:b]) for a, b in itertools.pairwise(ends)]
 
 
 def path(between: Floats) -> list[int]:
-    """A short path through all places: nearest neighbour from every start, the shortest improved by reversals."""
-    tours = [_nearest(between, start) for start in range(len(between))]
-    best = min(tours, key=lambda tour: _length(between, tour))
-    improved = True
-    while improved:
-        improved = False
-        for other in _reversals(best):
-            if _length(between, other) < _length(between, best) * (1 - 1e-12):
-                best, improved = other, True
-                break
-    return best
+    """A short way through all places: nearest neighbour from every start, the shortest untangled."""
+    tours = [_nearest(between, start, range(len(between))) for start in range(len(between))]
+    best = min(tours, key=lambda tour: sum(float(between[a, b]) for a, b in itertools.pairwise(tour)))
+    return untangled(between, best, [(0, len(best))])
 
 
-def _nearest(between: Floats, start: int, last: int | None = None, among: Collection[int] | None = None) -> list[int]:
-    """From `start` always to the nearest place left, `last` at the end."""
-    left = set(range(len(between)) if among is None else among) - {start, last}
+def _nearest(between: Floats, start: int, among: Iterable[int]) -> list[int]:
+    """From `start` always to the nearest place left."""
+    left = set(among) - {start}
     tour = [start]
     while left:
         tour.append(min(left, key=lambda place: (float(between[tour[-1], place]), place)))
         left.remove(tour[-1])
-    return tour if last is None or last == start else [*tour, last]
+    return tour
 
 
-def _length(between: Floats, tour: Sequence[int]) -> float:
-    return sum(float(between[a, b]) for a, b in itertools.pairwise(tour))
+def untangled(between: Floats, tour: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:
+    """The tour after reversals inside spans of it, the best first, until none shortens it (2-opt).
 
-
-def _reversals(tour: Sequence[int]) -> Iterator[list[int]]:
-    for i, j in itertools.combinations(range(len(tour)), 2):
-        yield [*tour[:i], *tour[i : j + 1][::-1], *tour[j + 1 :]]
-
-
-def _join(pair_s: Floats, a: Community, b: Community) -> tuple[int, int]:
-    """The devices that join two communities best."""
-    return min(itertools.product(a, b), key=lambda pair: (float(pair_s[pair]), pair))
-
-
-def _walk(pair_s: Floats, members: Community, entry: int | None, leave: int | None) -> Community:
-    if entry is None:
-        if leave is None:
-            return tuple(_nearest(pair_s, members[0], among=members))
-        return tuple(_nearest(pair_s, leave, among=members)[::-1])
-    # Where one device has the best link on both sides it can be only one of them.
-    return tuple(_nearest(pair_s, entry, last=leave if leave != entry else None, among=members))
+    `between` is symmetric; the tour is open at both ends.
+    """
+    distance = np.pad(between, (0, 1))  # one more place, at no distance, before the first and after the last
+    line = np.array([-1, *tour, -1])
+    least = 1e-9 * float(distance[line[:-1], line[1:]].sum())
+    improved = True
+    while improved:
+        improved = False
+        for first, end in spans:
+            here, before, after = line[first + 1 : end + 1], line[first:end], line[first + 2 : end + 2]
+            # [i, j]: what is saved where i .. j are reversed, so that j follows what was before i
+            saved = distance[before, here][:, None] + distance[here, after][None, :]
+            saved = np.triu(saved - distance[np.ix_(before, here)] - distance[np.ix_(here, after)], 1)
+            i, j = np.unravel_index(saved.argmax(), saved.shape)
+            if saved[i, j] > least:
+                here[i : j + 1] = here[i : j + 1][::-1].copy()
+                improved = True
+    return [int(place) for place in line[1:-1]]

@@ -1,9 +1,9 @@
 """OP-Fence: consecutive operators for each community of well-joined devices (FusionLLM, section 4).
 
 The paper states the idea and no pseudocode. Built here: Louvain communities on the bandwidth graph; a chain that visits
-one after another over good links (`communities`); a cut that gives each device work in proportion to its speed.
-Values then leave a community as seldom as they can. Where a device's memory does not hold its share, devices are filled
-in the same order, with the least largest compute time that memory allows.
+one after another over good links (`communities`); a cut that gives each device work in proportion to its speed, moved
+where less crosses as far as the link makes that worth while. Where a device's memory does not hold its share, devices
+are filled in the same order, with the least largest compute time that memory allows.
 """
 
 from __future__ import annotations
@@ -36,10 +36,11 @@ def op_fence(problem: Problem) -> Plan:
     fence = tuple(device for group in groups for device in group)
     made = _cut(problem, network, blocks, fence)
     names = network.names
-    place = {names[d]: k + 1 for k, group in enumerate(groups) for d in group}
+    why = {names[d]: f"in community {k} of {len(groups)}" for k, group in enumerate(groups, 1) for d in group}
+    idle = {names[d]: "no place to cut gives it a share that it holds" for d in set(fence) - set(made.devices)}
     return build_plan(
         problem, [names[d] for d in made.devices], blocks.boundaries(made.cut), planner="op-fence",
-        notes={name: f"in community {place[name]} of {len(groups)}" for name in names},
+        notes=why | idle,
     )  # fmt: skip
 
 
@@ -47,8 +48,7 @@ def _cut(problem: Problem, network: Network, blocks: Blocks, fence: Sequence[int
     """Balanced if it fits, else filled; with the micro-batches in flight of the schedule, else with the fewest."""
     least = problem.micro_batches if problem.schedule == "gpipe" else 1
     speeds = [float(network.speed[d]) for d in fence]
-    cut = balanced(blocks.work, speeds)
-    share = Path(tuple(fence[: len(cut) + 1]), tuple(cut))
+    share = _without_idle(fence, balanced(blocks.work, speeds, _crossing_s(network, blocks, fence)), blocks.count)
     for held in (classic_in_flight(problem.schedule, len(share.devices), problem.micro_batches), None):
         limits = held or (least,) * len(share.devices)
         if _fits(network, blocks, share, limits):
@@ -58,22 +58,46 @@ def _cut(problem: Problem, network: Network, blocks: Blocks, fence: Sequence[int
     return greedy_fill(problem, network, blocks)
 
 
-def balanced(work: Floats, speeds: Sequence[float]) -> list[int]:
-    """Boundaries between blocks, nearest to shares of the work in proportion to the speeds; each stage gets a block.
+def balanced(work: Floats, speeds: Sequence[float], crossing_s: Floats | None = None) -> list[int]:
+    """Boundaries between blocks near to shares of the work in proportion to the speeds, in no descending order.
 
-    `work[b]` is what the first b blocks take, so block numbers are 1 .. len(work) - 2. Speeds beyond the number of
-    blocks get nothing.
+    `work[b]` is what the first b blocks take. `crossing_s[k, b]` are the seconds in which what crosses boundary b
+    passes from stage k to the next and back. Up to half way to the next shares, and to the ends of a block that
+    reaches further, a boundary goes where these and the compute time that it shifts are least in sum; without them to
+    the nearest. Boundaries that fall together leave a device without work: one block may span several shares.
     """
-    count = len(work) - 1
-    used = np.array(speeds[:count])
-    targets = np.cumsum(used)[:-1] / used.sum() * float(work[-1])
-    chosen: list[int] = []
-    for k, target in enumerate(targets):
-        first, last = (chosen[-1] if chosen else 0) + 1, count - (len(targets) - k)
-        after = min(bisect.bisect_left(work, target, first, last + 1), last)
-        near = [b for b in (after - 1, after) if first <= b <= last]
-        chosen.append(min(near, key=lambda b: abs(float(work[b]) - target)))
-    return chosen
+    used = np.array(speeds)
+    marks = np.concatenate([[0.0], np.cumsum(used) / used.sum() * float(work[-1])])
+    chosen = [0]
+    for k, target in enumerate(marks[1:-1]):
+        allowed = np.arange(chosen[-1], len(work))
+        behind, ahead = np.maximum(target - work[allowed], 0.0), np.maximum(work[allowed] - target, 0.0)
+        if crossing_s is None:
+            cost = behind + ahead
+        else:
+            # The nearest place on either side is always near enough.
+            most_behind = max((target - marks[k]) / 2, behind.min(where=ahead == 0, initial=np.inf))
+            most_ahead = max((marks[k + 2] - target) / 2, ahead.min(where=behind == 0, initial=np.inf))
+            near = (behind <= most_behind) & (ahead <= most_ahead)
+            cost = np.where(near, behind / used[k + 1] + ahead / used[k] + crossing_s[k, allowed], np.inf)
+        chosen.append(int(allowed[cost.argmin()]))
+    return chosen[1:]
+
+
+def _without_idle(order: Sequence[int], boundaries: Sequence[int], count: int) -> Path:
+    stages = zip(order, itertools.pairwise((0, *boundaries, count)), strict=True)
+    used = [(device, end) for device, (start, end) in stages if end > start]
+    return Path(tuple(device for device, _ in used), tuple(end for _, end in used[:-1]))
+
+
+def _crossing_s(network: Network, blocks: Blocks, fence: Sequence[int]) -> Floats:
+    """[k, b]: seconds of boundary b's values from device k of the fence to the next, and of their gradients back."""
+    sizes = np.zeros((2, blocks.count + 1))
+    for item in blocks.items:
+        if not item.per_step:
+            sizes[:, item.birth + 1 : item.uses[-1] + 1] += np.array([[item.forward_bytes], [item.backward_bytes]])
+    here, after = list(fence[:-1]), list(fence[1:])
+    return network.byte_s[here, after][:, None] * sizes[0] + network.byte_s[after, here][:, None] * sizes[1]
 
 
 def _fits(network: Network, blocks: Blocks, path: Path, in_flight: Sequence[int]) -> bool:
