@@ -19,9 +19,11 @@ from isthmus.fleet import Device, Fleet, Link, Links, Route, topology
 from isthmus.graph import OpGraph, Ref
 from isthmus.plan import Plan
 from isthmus.planners import plan
+from isthmus.planners.blocks import Blocks
 from isthmus.planners.communities import communities, path, visiting_order
 from isthmus.planners.network import network_of
 from isthmus.planners.op_fence import balanced
+from isthmus.planners.orders import scorer_of
 
 
 def islands(sizes: Sequence[int], *, neighbour: Link, far: Link, memory: int = 1 << 40) -> Fleet:
@@ -189,7 +191,9 @@ def test_where_memory_is_short_devices_are_filled_evenly(seed: int, operators: i
     memory = [int(need * room * rng.uniform(0.3, 1)) for _ in range(3)]
     problem = problem_of(graph, fleet_of([1.0, 2.0, 4.0], seed, memory=memory), micro_batches=1)
     roomy = plan("op-fence", problem_of(graph, fleet_of([1.0, 2.0, 4.0], seed), micro_batches=1))
-    best_s = least_compute_s(problem, roomy.devices, 1)
+    network = network_of(problem)
+    groups = visiting_order(scorer_of(problem, network, Blocks(problem)).pair_s, communities(network))
+    best_s = least_compute_s(problem, [problem.fleet.names[d] for group in groups for d in group], 1)
     try:
         made = plan("op-fence", problem)
     except FleetTooSmall:

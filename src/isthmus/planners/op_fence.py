@@ -46,14 +46,20 @@ def op_fence(problem: Problem) -> Plan:
 
 def _cut(problem: Problem, network: Network, blocks: Blocks, fence: Sequence[int]) -> Path:
     """Balanced if it fits, else filled; with the micro-batches in flight of the schedule, else with the fewest."""
-    least = problem.micro_batches if problem.schedule == "gpipe" else 1
     speeds = [float(network.speed[d]) for d in fence]
     share = _without_idle(fence, balanced(blocks.work, speeds, _crossing_s(network, blocks, fence)), blocks.count)
-    for held in (classic_in_flight(problem.schedule, len(share.devices), problem.micro_batches), None):
-        limits = held or (least,) * len(share.devices)
-        if _fits(network, blocks, share, limits):
+
+    def classic(stages: int) -> tuple[int, ...]:
+        return classic_in_flight(problem.schedule, stages, problem.micro_batches)
+
+    def fewest(stages: int) -> tuple[int, ...]:
+        return (problem.micro_batches if problem.schedule == "gpipe" else 1,) * stages
+
+    for in_flight in (classic, fewest):
+        if _fits(network, blocks, share, in_flight(len(share.devices))):
             return share
-        if (filled := _filled(network, blocks, share.devices, limits)) is not None:
+        # All of the fence: a device without a share may have the memory that is wanted.
+        if (filled := _filled(network, blocks, fence, in_flight(len(fence)))) is not None:
             return filled
     return greedy_fill(problem, network, blocks)
 
