@@ -15,6 +15,7 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
 from isthmus.plan import Certificate, Plan
 from isthmus.planners import plan as make_plan
+from isthmus.planners.compression import plan_compression
 from isthmus.verify import Question, StateBytes, Verdict, state_bytes, verify
 from isthmus.verify.bound import own_bound_s
 from isthmus.verify.reading import Reading
@@ -207,7 +208,7 @@ def test_every_field_that_is_tampered_with_is_caught() -> None:
         value = at(built, path)
         others: list[Built] = [f"{value}x"] if isinstance(value, str) else []
         if isinstance(value, int):
-            others = [value + 1, value - 1]
+            others = [value + 1, value - 1] if value else [value + 1]  # below 0 is no plan document
         elif isinstance(value, float):
             others = [value * 1.00001 + 1e-6, -1.0]
         for other in others:
@@ -285,3 +286,17 @@ def test_state_is_counted_as_the_cost_model_does(name: str, narrow: bool) -> Non
         )  # fmt: skip
     with pytest.raises(UserError, match="unknown optimizer"):
         state_bytes("lion")
+
+
+def test_a_compressed_plan_is_timed_by_what_crosses_the_wire() -> None:
+    problem = problem_of(gpt_graph(3), fleet_of([1e6, 2e6, 3e6], 4), micro_batches=6)
+    packed = plan_compression("uniform", problem, make_plan("even", problem), 20.0)
+    check(packed, problem)
+    (replica,) = packed.replicas
+    edge = replica.edges[0]
+    assert edge.forward_compression is not None
+    larger = msgspec.structs.replace(edge.forward_compression, wire_bytes=edge.forward_bytes + 1)
+    edges = (msgspec.structs.replace(edge, forward_compression=larger), *replica.edges[1:])
+    wrong = msgspec.structs.replace(packed, replicas=(msgspec.structs.replace(replica, edges=edges),))
+    fields = {d.field for d in verify(wrong, question_of(problem)).differences}
+    assert "replicas[0].edges[0 -> 1].forward_compression.wire_bytes" in fields

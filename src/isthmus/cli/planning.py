@@ -15,7 +15,7 @@ from isthmus.plan import Plan, load_plan
 from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
 from isthmus.protocol import RunSpec
-from isthmus.runtime.stages import stage_pairs
+from isthmus.runtime.stages import refuse_compression, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
@@ -66,6 +66,7 @@ def _runnable(plan: Plan, source: str) -> Plan:
             f"{source}: replicas: got {len(plan.replicas)}, expected 1: a run takes one replica, several can be "
             "planned and simulated; planner 'chain' makes one"
         )
+    refuse_compression(plan, source)
     return plan
 
 

@@ -13,12 +13,12 @@ import msgspec
 from isthmus.cost.compute import stage_flops
 from isthmus.cost.memory import micro_batch_bytes, stage_memory
 from isthmus.cost.problem import Problem
-from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline
+from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline, prediction
 from isthmus.cost.sync import sync_groups, sync_s
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
-from isthmus.plan import Certificate, Edge, Plan, Prediction, Replica, Schedule, SharedParameter, Stage
+from isthmus.plan import Certificate, Edge, Plan, Replica, Schedule, SharedParameter, Stage
 from isthmus.units import format_compute, format_size
 
 
@@ -95,7 +95,7 @@ def build_replicas(
     _check_layouts(problem, layouts)
     placed = [place(_share(problem, x.micro_batches), x.order, x.boundaries) for x in layouts]
     limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
-    predicted = [_predict(p, limit) for p, limit in zip(placed, limits, strict=True)]
+    predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     sync = sync_groups(problem.flow, [(p.order, p.graphs) for p in placed])
     averaging_s = sync_s(problem.fleet, sync)
     slowest = max(predicted, key=lambda p: p.step_s)
@@ -174,22 +174,6 @@ def _stages(placed: Placement, in_flight: Sequence[int]) -> tuple[Stage, ...]:
             )
         )
     return tuple(found)
-
-
-def _predict(placed: Placement, in_flight: Sequence[int]) -> Prediction:
-    times, count = placed.times, placed.problem.micro_batches
-    period = times.throttled_period_s(in_flight, count)
-    slowest, bottleneck = times.bottleneck
-    if period > slowest:
-        held_up = max(range(len(in_flight)), key=lambda s: times.round_trips_s[s] / in_flight[s])
-        bottleneck = f"memory of device {placed.order[held_up]} ({in_flight[held_up]} micro-batches in flight)"
-    return Prediction(
-        step_s=times.step_s(count, period),
-        period_s=period,
-        fill_s=times.fill_s,
-        eq3_step_s=times.eq3_step_s(count),
-        bottleneck=bottleneck,
-    )
 
 
 def _note(replicas: Sequence[Placement], name: str, why: str) -> str:

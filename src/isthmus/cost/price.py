@@ -34,18 +34,18 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
         egress=sum(
             size_bytes / GB * fleet.site(fleet.device(source).region).egress_price_per_gb
             for replica in plan.replicas
-            for source, target, size_bytes in _sent(replica, plan.micro_batches)
+            for source, target, size_bytes in _sent(replica)
             if fleet.device(source).region != fleet.device(target).region
         ),
     )
 
 
-def _sent(replica: Replica, micro_batches: int) -> Iterator[tuple[str, str, int]]:
+def _sent(replica: Replica) -> Iterator[tuple[str, str, int]]:
     """(source, target, bytes per step) of everything that crosses a link."""
     names = [stage.device for stage in replica.stages]
     for edge in replica.edges:
-        yield names[edge.source], names[edge.target], edge.forward_bytes * micro_batches
-        yield names[edge.target], names[edge.source], edge.backward_bytes * micro_batches
+        yield names[edge.source], names[edge.target], edge.forward_wire_bytes * replica.micro_batches
+        yield names[edge.target], names[edge.source], edge.backward_wire_bytes * replica.micro_batches
     for parameter in replica.shared:
         for user in parameter.users:
             yield names[parameter.owner], names[user], parameter.size_bytes

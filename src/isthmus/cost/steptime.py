@@ -22,7 +22,7 @@ from functools import cached_property
 from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
 from isthmus.cost.transfer import transfer_s, wire_s
-from isthmus.plan import Edge, SharedParameter, classic_in_flight
+from isthmus.plan import Edge, Prediction, SharedParameter, classic_in_flight
 
 
 @dataclass(frozen=True)
@@ -117,7 +117,10 @@ def pipeline(
     edges: Sequence[Edge],
     shared: Sequence[SharedParameter],
 ) -> Pipeline:
-    """Durations of stages with these (forward, backward) FLOPs on these devices."""
+    """Durations of stages with these (forward, backward) FLOPs on these devices; messages have their bytes on the wire.
+
+    Packing and unpacking take no time here: they happen in the lanes that send and receive.
+    """
     times: list[EdgeTime] = []
     for e in edges:
         there, back = (devices[e.source], devices[e.target]), (devices[e.target], devices[e.source])
@@ -125,10 +128,10 @@ def pipeline(
             EdgeTime(
                 e.source,
                 e.target,
-                transfer_s(problem, *there, e.forward_bytes),
-                transfer_s(problem, *back, e.backward_bytes),
-                wire_s(problem, *there, e.forward_bytes),
-                wire_s(problem, *back, e.backward_bytes),
+                transfer_s(problem, *there, e.forward_wire_bytes),
+                transfer_s(problem, *back, e.backward_wire_bytes),
+                wire_s(problem, *there, e.forward_wire_bytes),
+                wire_s(problem, *back, e.backward_wire_bytes),
             )
         )
     return Pipeline(
@@ -151,13 +154,29 @@ def _uplinks_s(problem: Problem, devices: Sequence[str], edges: Sequence[Edge]) 
     found: dict[str, float] = {}
     for e in edges:
         for source, target, size in (
-            (devices[e.source], devices[e.target], e.forward_bytes),
-            (devices[e.target], devices[e.source], e.backward_bytes),
+            (devices[e.source], devices[e.target], e.forward_wire_bytes),
+            (devices[e.target], devices[e.source], e.backward_wire_bytes),
         ):
             site = problem.fleet.uplink(source, target)
             if site is not None and site.uplink_bytes_per_s is not None:
                 found[site.region] = found.get(site.region, 0.0) + size / site.uplink_bytes_per_s
     return tuple(sorted(found.items()))
+
+
+def prediction(times: Pipeline, in_flight: Sequence[int], micro_batches: int) -> Prediction:
+    """What a pipeline takes per step when stage s holds at most `in_flight[s]` micro-batches."""
+    period = times.throttled_period_s(in_flight, micro_batches)
+    slowest, bottleneck = times.bottleneck
+    if period > slowest:
+        held_up = max(range(len(in_flight)), key=lambda s: times.round_trips_s[s] / in_flight[s])
+        bottleneck = f"memory of device {times.devices[held_up]} ({in_flight[held_up]} micro-batches in flight)"
+    return Prediction(
+        step_s=times.step_s(micro_batches, period),
+        period_s=period,
+        fill_s=times.fill_s,
+        eq3_step_s=times.eq3_step_s(micro_batches),
+        bottleneck=bottleneck,
+    )
 
 
 def in_flight_limits(problem: Problem, times: Pipeline, memory_allows: Sequence[int]) -> tuple[int, ...]:

@@ -5,13 +5,24 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isthmus.cost.problem import Problem
-from isthmus.graph import Flow, Ref, StageGraph
+from isthmus.errors import UserError
+from isthmus.graph import Flow, Ref, StageGraph, TensorSpec
 from isthmus.plan import Edge, SharedParameter
 
 
 def value_name(flow: Flow, ref: Ref) -> str:
     """`op`, or `op:index` where the op has several outputs."""
     return ref.op if len(flow.by_name[ref.op].outputs) == 1 else f"{ref.op}:{ref.index}"
+
+
+def value_spec(flow: Flow, name: str) -> TensorSpec:
+    """The type and shape of a value that an edge names. Raises UserError where the graph has no such value."""
+    op, _, index = name.partition(":")
+    outputs = flow.by_name[op].outputs if op in flow.by_name else ()
+    number = int(index) if index.isdecimal() else 0
+    if number >= len(outputs):
+        raise UserError(f"plan: edges: got value {name!r}, expected one of graph {flow.graph.name!r}")
+    return outputs[number]
 
 
 def edges_of(flow: Flow, stages: Sequence[StageGraph], batch: int) -> tuple[Edge, ...]:

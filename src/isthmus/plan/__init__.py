@@ -1,5 +1,6 @@
 """The plan document and its schedules."""
 
+from isthmus.plan.compression import Compression
 from isthmus.plan.plan import (
     Certificate,
     Edge,
@@ -17,7 +18,7 @@ from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_fligh
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 
 __all__ = [
-    "SCHEDULES", "Certificate", "Edge", "Plan", "Prediction", "Replica", "Schedule", "SharedParameter",
-    "Stage", "StageMemory", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet",
+    "SCHEDULES", "Certificate", "Compression", "Edge", "Plan", "Prediction", "Replica", "Schedule",
+    "SharedParameter", "Stage", "StageMemory", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet",
     "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip

@@ -12,6 +12,7 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.plan.compression import Compression
 from isthmus.plan.schedule import Schedule
 
 PLAN_VERSION = 2
@@ -49,7 +50,7 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     memory: StageMemory
 
 
-class Edge(msgspec.Struct, frozen=True, kw_only=True):
+class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """What stage `source` sends to stage `target` for each micro-batch, and the gradients that come back."""
 
     source: NotNegative
@@ -58,7 +59,20 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True):
     """`op` or `op:index` of each tensor, in the order in which they travel."""
     gradients: tuple[str, ...]
     forward_bytes: NotNegative
+    """Of the tensors, as they are before any compression."""
     backward_bytes: NotNegative
+    forward_compression: Compression | None = None
+    """None sends the tensors as they are."""
+    backward_compression: Compression | None = None
+
+    @property
+    def forward_wire_bytes(self) -> int:
+        """What crosses the link for each micro-batch."""
+        return self.forward_compression.wire_bytes if self.forward_compression else self.forward_bytes
+
+    @property
+    def backward_wire_bytes(self) -> int:
+        return self.backward_compression.wire_bytes if self.backward_compression else self.backward_bytes
 
 
 class SharedParameter(msgspec.Struct, frozen=True, kw_only=True):

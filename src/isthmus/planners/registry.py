@@ -17,6 +17,7 @@ from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_h
 from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
+from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import dtfm_genetic, dtfm_kl, islands, random
 
 Planner = Callable[[Problem], Plan]
@@ -32,6 +33,7 @@ _OURS: Mapping[str, Planner] = {
     "equal-compute": equal_compute,
     "even": even,
     "islands": islands,
+    "op-fence": op_fence,
     "random": random,
     "sky-heuristic": sky_heuristic,
     "sky-optimal": sky_optimal,

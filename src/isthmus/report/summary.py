@@ -161,8 +161,8 @@ def _stages(
 
 def _sends(index: int, replica: Replica, fleet: Fleet) -> Iterable[Transfer]:
     """Activations first. A message of no bytes is not sent."""
-    there = [("forward", edge.target, edge.forward_bytes) for edge in replica.edges if edge.source == index]
-    back = [("backward", edge.source, edge.backward_bytes) for edge in replica.edges if edge.target == index]
+    there = [("forward", edge.target, edge.forward_wire_bytes) for edge in replica.edges if edge.source == index]
+    back = [("backward", edge.source, edge.backward_wire_bytes) for edge in replica.edges if edge.target == index]
     for direction, other, size_bytes in there + back:
         if size_bytes:
             target = replica.stages[other].device

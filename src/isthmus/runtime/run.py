@@ -17,7 +17,7 @@ from isthmus.protocol import Coordinator, Item, RunSpec
 from isthmus.runtime.assignment import Assignment, Emulation, Neighbour
 from isthmus.runtime.conductor import Conductor, Outcome
 from isthmus.runtime.launcher import Launcher, Place
-from isthmus.runtime.stages import StagePair, stage_pairs
+from isthmus.runtime.stages import StagePair, refuse_compression, stage_pairs
 from isthmus.trace import Span
 from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, Manifest, read_manifest
 from isthmus.training.layout import TensorHeader
@@ -193,6 +193,7 @@ def train(
     prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
 ) -> Outcome:
     """Run the job to its end. Raises UserError for what a device refused; a lost device is an outcome."""
+    refuse_compression(plan)
     script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
     watcher.accepted()
     job = prepared.job

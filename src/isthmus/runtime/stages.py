@@ -34,6 +34,18 @@ class StagePair(msgspec.Struct, frozen=True):
         return frozenset((*self.owned, *(op.target for op in self.train.variables() if op.name in mutated)))
 
 
+def refuse_compression(plan: Plan, source: str = "plan") -> None:
+    """UserError for a plan with compressed edges: they can be planned and simulated, not yet run."""
+    for number, replica in enumerate(plan.replicas):
+        for edge in replica.edges:
+            packed = edge.forward_compression or edge.backward_compression
+            if packed is not None:
+                raise UserError(
+                    f"{source}: replicas[{number}]: edge {edge.source} -> {edge.target}: compression: "
+                    f"got {packed.codec!r}, expected none: a run cannot compress yet, plan without it"
+                )
+
+
 def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePair, ...]:
     """The stages of the plan's only replica. UserError when the plan was made for another graph."""
     flow, eval_flow = Flow(captured.train), Flow(captured.eval)

@@ -31,7 +31,7 @@ class Costs:
         return self._options.durations.get((self._first_worker + stage, "update"), self._options.update_s)
 
     def parcel_bytes(self, parcel: Parcel, source: int, target: int, kind: str = "train") -> int:
-        """Tensor bytes of a parcel between two stages, in an item of this kind."""
+        """Bytes of a parcel between two stages, in an item of this kind: what the plan's compression leaves of them."""
         if parcel == "count":
             return COUNT_BYTES
         if parcel == "norms":
@@ -59,8 +59,8 @@ def _parcel_sizes(replica: Replica) -> dict[tuple[Parcel, int, int], int]:
     """By (parcel, source, target). The parameters that two stages share travel as one parcel."""
     sizes: defaultdict[tuple[Parcel, int, int], int] = defaultdict(int)
     for edge in replica.edges:
-        sizes["forward", edge.source, edge.target] += edge.forward_bytes
-        sizes["backward", edge.target, edge.source] += edge.backward_bytes
+        sizes["forward", edge.source, edge.target] += edge.forward_wire_bytes
+        sizes["backward", edge.target, edge.source] += edge.backward_wire_bytes
     for parameter in replica.shared:
         for user in parameter.users:
             sizes["shared", parameter.owner, user] += parameter.size_bytes

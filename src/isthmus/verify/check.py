@@ -10,9 +10,9 @@ from collections import Counter
 from collections.abc import Sequence
 
 from isthmus.errors import UserError
-from isthmus.plan import Plan, Prediction, Replica, Stage, SyncGroup
+from isthmus.plan import Compression, Plan, Prediction, Replica, Stage, SyncGroup
 from isthmus.verify.certificate import Setup, check_certificate
-from isthmus.verify.cutting import CutGraph, Part, cut
+from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
 from isthmus.verify.question import Question
 from isthmus.verify.reading import Reading
 from isthmus.verify.timing import Timed, averaging_groups, averaging_s
@@ -41,7 +41,8 @@ def verify(plan: Plan, question: Question) -> Verdict:
             _ends(ledger, f"{where}.stages[{index}]", stage, reading)
         _edges(ledger, where, replica, graph)
         _shared(ledger, where, replica, graph)
-        timed.append(Timed(question, graph, [stage.device for stage in replica.stages]))
+        packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
+        timed.append(Timed(question, packed, [stage.device for stage in replica.stages]))
     groups = averaging_groups([(t.devices, g) for t, g in zip(timed, graphs, strict=True)])
     _sync(ledger, plan.sync, groups)
     step_s = _predicted(ledger, plan, timed, averaging_s(question.fleet, groups))
@@ -141,6 +142,27 @@ def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> Non
             ledger.same(f"{name}.gradients", ", ".join(edge.gradients), ", ".join(flow.gradients))
             ledger.same(f"{name}.forward_bytes", edge.forward_bytes, flow.forward_bytes)
             ledger.same(f"{name}.backward_bytes", edge.backward_bytes, flow.backward_bytes)
+            _compression(ledger, f"{name}.forward_compression", edge.forward_compression, flow.forward_bytes)
+            _compression(ledger, f"{name}.backward_compression", edge.backward_compression, flow.backward_bytes)
+
+
+def _compression(ledger: Ledger, where: str, stated: Compression | None, dense_bytes: int) -> None:
+    """What a codec makes of a message is the codec's to say: here only that it is no larger than before."""
+    if stated is not None:
+        room = f"at most {dense_bytes}"
+        ledger.judge(f"{where}.wire_bytes", stated.wire_bytes <= dense_bytes, stated.wire_bytes, room)
+
+
+def _packed(flow: Flowing, replica: Replica) -> Flowing:
+    """What crosses the wire, as the document says it is packed."""
+    edge = next((e for e in replica.edges if (e.source, e.target) == (flow.source, flow.target)), None)
+    if edge is None:
+        return flow
+    there, back = edge.forward_compression, edge.backward_compression
+    return flow._replace(
+        forward_bytes=there.wire_bytes if there else flow.forward_bytes,
+        backward_bytes=back.wire_bytes if back else flow.backward_bytes,
+    )
 
 
 def _arrows(pairs: Sequence[tuple[int, int]]) -> str:

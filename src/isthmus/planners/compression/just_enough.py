@@ -1,0 +1,89 @@
+"""Ours: no message is compressed more than it takes for its link not to be the bottleneck.
+
+The period of a pipeline is that of its slowest stage or link. Compression cannot shorten the stages, and where a link
+stays slowest under the harshest codec it cannot shorten that link further; the longer of the two is the least period,
+and the aim. Each message takes the mildest codec with which its bytes pass in that time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.cost import Problem
+from isthmus.cost.compute import compute_s
+from isthmus.plan import Plan
+from isthmus.planners.compression.codecs import BF16, INT8, Codec, topk_gap
+from isthmus.planners.compression.messages import Message, compressed, messages_of
+
+RATIOS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+SLACK = 1 + 1e-9
+"""Rounding: a message that takes the aim exactly is no bottleneck."""
+
+
+def just_enough(problem: Problem, plan: Plan, ratio: float, codecs: Sequence[Codec] | None = None) -> Plan:
+    """The mildest codec per message with which its link is not the bottleneck.
+
+    `codecs` are the candidates, the mildest first; by default bf16, int8 and top-K at ratios up to `ratio`, indexes as
+    gaps. Latency and the memory that holds micro-batches in flight are not looked at: bytes do not change them.
+    Raises UserError for a ratio below 1 or a plan of another problem.
+    """
+    candidates = ladder(ratio) if codecs is None else tuple(codecs)
+    chosen: dict[Message, Codec | None] = {}
+    messages = messages_of(problem, plan)
+    for number, replica in enumerate(plan.replicas):
+        slowest_s = max(compute_s(problem, s.device, s.flops_forward + s.flops_backward) for s in replica.stages)
+        chosen |= _Replica(problem, [m for m in messages if m.replica == number], candidates).choose(slowest_s)
+    return compressed(problem, plan, chosen, planner="just-enough")
+
+
+def ladder(ratio: float) -> tuple[Codec, ...]:
+    """The default candidates, the mildest first. Raises UserError for a ratio below 1."""
+    harshest = topk_gap(ratio)
+    return (BF16, INT8, *(topk_gap(r) for r in RATIOS if r < ratio), *([harshest] if ratio >= RATIOS[0] else []))
+
+
+class _Replica:
+    """The messages of one pipeline; `None` is the mildest candidate."""
+
+    def __init__(self, problem: Problem, messages: Sequence[Message], candidates: Sequence[Codec]) -> None:
+        self._problem = problem
+        self._messages = messages
+        self._candidates: tuple[Codec | None, ...] = (None, *candidates)
+
+    def choose(self, stage_s: float) -> dict[Message, Codec | None]:
+        shortest = {m: min(self._candidates, key=m.wire_bytes) for m in self._messages}
+        link_s = max((m.wire_s(self._problem, codec) for m, codec in shortest.items()), default=0.0)
+        uplink_s = max(self._uplinks_s(shortest).values(), default=0.0)
+        aim_s = max(stage_s, link_s, uplink_s) * SLACK
+        chosen = {m: self._mildest(m, aim_s) for m in self._messages}
+        self._relieve_uplinks(chosen, aim_s)
+        return chosen
+
+    def _mildest(self, message: Message, aim_s: float) -> Codec | None:
+        return next(c for c in self._candidates if message.wire_s(self._problem, c) <= aim_s)
+
+    def _relieve_uplinks(self, chosen: dict[Message, Codec | None], aim_s: float) -> None:
+        """Each message may pass in time while all that share an uplink do not: then the longest gets shorter."""
+        while late := {region for region, seconds in self._uplinks_s(chosen).items() if seconds > aim_s}:
+            over = [m for m in chosen if self._uplink(m) in late and self._shorter(m, chosen[m])]
+            longest = max(over, key=lambda m: m.wire_bytes(chosen[m]))
+            chosen[longest] = self._shorter(longest, chosen[longest])
+
+    def _shorter(self, message: Message, codec: Codec | None) -> Codec | None:
+        """The next candidate that makes the message shorter; None where there is none."""
+        now = message.wire_bytes(codec)
+        return next((c for c in self._candidates if message.wire_bytes(c) < now), None)
+
+    def _uplink(self, message: Message) -> str | None:
+        site = self._problem.fleet.uplink(message.source, message.target)
+        return site.region if site else None
+
+    def _uplinks_s(self, chosen: dict[Message, Codec | None]) -> dict[str, float]:
+        """Seconds per micro-batch on each shared uplink."""
+        found: dict[str, float] = {}
+        for message, codec in chosen.items():
+            site = self._problem.fleet.uplink(message.source, message.target)
+            if site is not None and site.uplink_bytes_per_s is not None:
+                seconds = message.wire_bytes(codec) / site.uplink_bytes_per_s
+                found[site.region] = found.get(site.region, 0.0) + seconds
+        return found

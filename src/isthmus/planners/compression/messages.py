@@ -1,0 +1,95 @@
+"""A plan's messages, one per edge and direction, and the plan that packs them with given codecs."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.cost import Problem, with_edges
+from isthmus.cost.transfer import transfer_s, value_spec, wire_s
+from isthmus.plan import Compression, Edge, Plan, Replica
+from isthmus.planners.compression.codecs import Codec
+
+
+class Message(NamedTuple):
+    """What one stage sends another for each micro-batch."""
+
+    replica: int
+    edge: int
+    """Its number among the replica's edges."""
+    backward: bool
+    source: str
+    """Device that sends."""
+    target: str
+    size_bytes: int
+    elements: int
+    """Of the tensors that carry gradients, which a codec may pack."""
+    exact_bytes: int
+    """Of the others."""
+
+    def packed(self, codec: Codec) -> Compression | None:
+        """None where the codec would not make the message shorter: then it travels as it is."""
+        size_bytes = self.exact_bytes + codec.wire_bytes(self.elements)
+        if size_bytes >= self.size_bytes:
+            return None
+        return Compression(codec=codec.name, ratio=codec.ratio, wire_bytes=size_bytes)
+
+    def wire_bytes(self, codec: Codec | None) -> int:
+        packed = self.packed(codec) if codec else None
+        return packed.wire_bytes if packed else self.size_bytes
+
+    def transfer_s(self, problem: Problem) -> float:
+        """R of FusionLLM (section 3.5): alpha + beta M, uncompressed."""
+        return transfer_s(problem, self.source, self.target, self.size_bytes)
+
+    def wire_s(self, problem: Problem, codec: Codec | None) -> float:
+        """How long it occupies its link."""
+        return wire_s(problem, self.source, self.target, self.wire_bytes(codec))
+
+
+def messages_of(problem: Problem, plan: Plan) -> tuple[Message, ...]:
+    """All messages of some bytes, replica after replica; whatever compression the plan has is left out of account.
+
+    Raises UserError where an edge names a value that the problem's graph does not have.
+    """
+    return tuple(m for number, replica in enumerate(plan.replicas) for m in _of_replica(problem, number, replica))
+
+
+def _of_replica(problem: Problem, number: int, replica: Replica) -> Iterator[Message]:
+    devices = [stage.device for stage in replica.stages]
+    for index, edge in enumerate(replica.edges):
+        specs = [value_spec(problem.flow, name) for name in edge.gradients]
+        elements = sum(math.prod(spec.shape_at(problem.micro_batch_size)) for spec in specs)
+        source, target = devices[edge.source], devices[edge.target]
+        # A gradient has its value's type and shape, so what goes back is what may be packed on the way there.
+        exact_bytes = edge.forward_bytes - edge.backward_bytes
+        if edge.forward_bytes:
+            yield Message(number, index, False, source, target, edge.forward_bytes, elements, exact_bytes)
+        if edge.backward_bytes:
+            yield Message(number, index, True, target, source, edge.backward_bytes, elements, 0)
+
+
+def compressed(problem: Problem, plan: Plan, codecs: Mapping[Message, Codec | None], *, planner: str) -> Plan:
+    """The plan whose messages are packed so, those that `codecs` does not name not at all; predicted anew.
+
+    Raises UserError for a plan of another problem.
+    """
+    packed: dict[tuple[int, int, bool], Compression] = {}
+    for message, codec in codecs.items():
+        compression = message.packed(codec) if codec else None
+        if compression is not None:
+            packed[message.replica, message.edge, message.backward] = compression
+    edges = [
+        [_edge(edge, packed.get((r, k, False)), packed.get((r, k, True))) for k, edge in enumerate(replica.edges)]
+        for r, replica in enumerate(plan.replicas)
+    ]
+    made = with_edges(problem, plan, edges)
+    note = f"compression {planner!r} packs {len(packed)} of {len(messages_of(problem, plan))} messages"
+    return msgspec.structs.replace(made, notes=(*plan.notes, note))
+
+
+def _edge(edge: Edge, forward: Compression | None, backward: Compression | None) -> Edge:
+    return msgspec.structs.replace(edge, forward_compression=forward, backward_compression=backward)

@@ -1,0 +1,260 @@
+"""Ratio planners against literal transcriptions and brute force; codecs' bytes against what an encoder writes."""
+
+from __future__ import annotations
+
+import itertools
+import math
+import random
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import fleet_of, problem_of, random_graph
+
+from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.cost.steptime import Pipeline, pipeline
+from isthmus.errors import UserError
+from isthmus.fleet import Device, Fleet, Link, Links, Site
+from isthmus.graph import cuts
+from isthmus.plan import Compression, Edge, Plan
+from isthmus.planners import plan
+from isthmus.planners.compression import Codec, describe_ratios, plan_compression, ratio_planner_names
+from isthmus.planners.compression.codecs import BF16, INDEX_GAP, INT8, topk, topk_gap
+from isthmus.planners.compression.just_enough import just_enough, ladder
+from isthmus.planners.compression.messages import messages_of
+
+CANDIDATES = (
+    Codec(name="half", kept_bytes=2.0), Codec(name="quarter", kept_bytes=1.0),
+    Codec(name="tenth", ratio=10.0, kept_bytes=4.0),
+)  # fmt: skip
+
+
+def times_of(problem: Problem, made: Plan) -> Pipeline:
+    stages, edges = made.stages, made.replica.edges
+    flops = [(s.flops_forward, s.flops_backward) for s in stages]
+    return pipeline(problem, [s.device for s in stages], flops, edges, made.replica.shared)
+
+
+def some_plan(seed: int, *, operators: int = 6, devices: int = 3) -> tuple[Problem, Plan]:
+    rng = random.Random(seed)
+    problem = problem_of(random_graph(seed, operators), fleet_of([rng.uniform(1, 50) for _ in range(devices)], seed))
+    return problem, plan("even", problem)
+
+
+def test_the_registry() -> None:
+    assert ratio_planner_names() == ["adatopk", "just-enough", "uniform"]
+    assert all(describe_ratios(name).endswith(".") or ":" in describe_ratios(name) for name in ratio_planner_names())
+    problem, made = some_plan(1)
+    with pytest.raises(UserError, match="unknown ratio planner 'adatop': did you mean 'adatopk'"):
+        plan_compression("adatop", problem, made, 10)
+
+
+@pytest.mark.parametrize("name", ["adatopk", "just-enough", "uniform"])
+def test_bad_input_is_refused(name: str) -> None:
+    problem, made = some_plan(1)
+    for ratio in (0.5, math.nan, math.inf):
+        with pytest.raises(UserError, match=r"ratio: got .*, expected a finite number of at least 1"):
+            plan_compression(name, problem, made, ratio)
+    with pytest.raises(UserError, match="micro_batches: got 4, the problem has 5"):
+        plan_compression(name, problem_of(problem.flow.graph, problem.fleet, micro_batches=5), made, 10)
+    with pytest.raises(UserError, match="model: got 'random-1', the problem has 'random-2'"):
+        plan_compression(name, some_plan(2)[0], made, 10)
+
+
+@pytest.mark.parametrize(
+    ("codec", "elements", "expected"),
+    [(topk(100), 1000, 120), (topk(100), 1001, 132), (topk(1), 5, 60), (topk(2.5), 10, 48), (topk_gap(100), 1000, 60),
+     (BF16, 7, 14), (INT8, 256, 260), (INT8, 1, 2), (topk(10), 0, 0)],
+)  # fmt: skip
+def test_bytes_on_the_wire(codec: Codec, elements: int, expected: int) -> None:
+    assert codec.wire_bytes(elements) == expected
+
+
+@settings(max_examples=40)
+@given(st.integers(0, 10**6), st.integers(1, 400_000), st.floats(1, 50_000))
+def test_gaps_of_16_bits_never_need_more_bytes_than_planned(seed: int, elements: int, ratio: float) -> None:
+    rng = np.random.default_rng(seed)
+    kept = math.ceil(elements / ratio)
+    first = rng.integers(0, elements - kept + 1)  # somewhere in a row: the longest gaps around it
+    rows = [np.arange(first, first + kept), np.sort(rng.choice(elements, kept, replace=False)),
+            np.arange(elements - kept, elements)]  # fmt: skip
+    for indexes in rows:
+        written, position = 0, -1
+        for index in indexes:
+            while index - position > INDEX_GAP:
+                position += INDEX_GAP
+                written += 1
+            position = index
+            written += 1
+        assert 6 * written <= topk_gap(ratio).wire_bytes(elements)
+
+
+@pytest.mark.parametrize("seed", range(12))
+def test_uniform_packs_what_carries_gradients_and_nothing_else(seed: int) -> None:
+    problem, made = some_plan(seed)
+    packed = plan_compression("uniform", problem, made, 20.0)
+    for before, edge in zip(made.replica.edges, packed.replica.edges, strict=True):
+        elements = 0
+        for name in before.gradients:
+            op, _, index = name.partition(":")
+            elements += math.prod(problem.flow.by_name[op].outputs[int(index or 0)].shape_at(2))
+        wire = 12 * math.ceil(elements / 20)
+        exact = before.forward_bytes - 4 * elements  # ids
+        assert edge.forward_wire_bytes == (wire + exact if wire < 4 * elements else before.forward_bytes)
+        assert edge.backward_wire_bytes == (wire if wire < 4 * elements else before.backward_bytes)
+        assert (edge.forward_bytes, edge.values) == (before.forward_bytes, before.values)
+        if edge.forward_compression:
+            assert (edge.forward_compression.codec, edge.forward_compression.ratio) == ("topk", 20.0)
+
+
+@pytest.mark.parametrize("name", ["adatopk", "just-enough", "uniform"])
+@pytest.mark.parametrize("seed", range(8))
+def test_the_prediction_is_that_of_the_bytes_on_the_wire(name: str, seed: int) -> None:
+    problem, made = some_plan(seed)
+    packed = plan_compression(name, problem, made, 50.0)
+    as_if = tuple(
+        Edge(source=e.source, target=e.target, values=e.values, gradients=e.gradients,
+             forward_bytes=e.forward_wire_bytes, backward_bytes=e.backward_wire_bytes)
+        for e in packed.replica.edges
+    )  # fmt: skip
+    flops = [(s.flops_forward, s.flops_backward) for s in made.stages]
+    times = pipeline(problem, [s.device for s in made.stages], flops, as_if, made.replica.shared)
+    assert packed.predicted.step_s == pytest.approx(times.step_s(problem.micro_batches))
+    assert packed.predicted.step_s <= made.predicted.step_s
+    assert packed.certificate is None
+    assert packed.notes[:-1] == made.notes
+    count = sum(c is not None for e in packed.replica.edges for c in (e.forward_compression, e.backward_compression))
+    assert f"packs {count} of" in packed.notes[-1]
+
+
+@pytest.mark.parametrize("seed", range(12))
+@pytest.mark.parametrize("ratio", [1.0, 7.5, 100.0])
+def test_adatopk_is_equation_7(seed: int, ratio: float) -> None:
+    problem, made = some_plan(seed)
+    # Eq. 7 as it stands, for each message: r_i = max(1, 3 r R_i / max R), R = alpha + beta M
+    seconds: dict[tuple[int, str], float] = {}
+    for number, edge in enumerate(made.replica.edges):
+        a, b = made.stages[edge.source].device, made.stages[edge.target].device
+        there, back = problem.fleet.link(a, b), problem.fleet.link(b, a)
+        seconds[number, "forward"] = there.latency_s + edge.forward_bytes / there.bandwidth_bytes_per_s
+        if edge.backward_bytes:
+            seconds[number, "backward"] = back.latency_s + edge.backward_bytes / back.bandwidth_bytes_per_s
+    packed = plan_compression("adatopk", problem, made, ratio)
+    for number, edge in enumerate(packed.replica.edges):
+        for direction, size, got in (
+            ("forward", edge.forward_bytes, edge.forward_compression),
+            ("backward", edge.backward_bytes, edge.backward_compression),
+        ):
+            if not size:
+                continue
+            expected = max(1, 3 * ratio * seconds[number, direction] / max(seconds.values()))
+            wire = size - edge.backward_bytes + 12 * math.ceil(edge.backward_bytes / 4 / expected)
+            if wire < size:
+                assert got is not None
+                assert (got.codec, got.ratio, got.wire_bytes) == ("topk", pytest.approx(expected), wire)
+            else:
+                assert got is None
+
+
+def test_adatopk_shortens_the_slowest_message_by_the_ratio() -> None:
+    devices = tuple(Device(name=n, region="r", flops_per_s=1e3, memory_bytes=1 << 40) for n in "ab")
+    fleet = Fleet(name="two", devices=devices, links=Links(default=Link(0.0, 10.0)))
+    problem = problem_of(random_graph(4, 5), fleet)
+    made = plan("even", problem)
+    for ratio in (1.0, 2.0, 5.0):
+        edge = plan_compression("adatopk", problem, made, ratio).replica.edges[0]
+        assert edge.backward_wire_bytes == pytest.approx(edge.backward_bytes / ratio, abs=12)
+
+
+@settings(deadline=None, max_examples=60)
+@given(st.integers(0, 10_000))
+def test_just_enough_is_the_mildest_choice_with_the_least_period(seed: int) -> None:
+    problem, made = some_plan(seed, operators=5)
+    messages = messages_of(problem, made)
+    options = [[m.wire_bytes(c) for c in (None, *CANDIDATES)] for m in messages]
+    stage_s = max(times_of(problem, made).compute_s)
+
+    def period_s(choice: tuple[int, ...]) -> float:
+        seconds = [
+            options[i][c] / problem.fleet.link(m.source, m.target).bandwidth_bytes_per_s
+            for i, (m, c) in enumerate(zip(messages, choice, strict=True))
+        ]
+        return max([stage_s, *seconds])
+
+    choices = list(itertools.product(range(4), repeat=len(messages)))
+    least_s = min(map(period_s, choices))
+    found = just_enough(problem, made, 1.0, CANDIDATES)
+    assert times_of(problem, found).bottleneck[0] == pytest.approx(least_s)
+    # componentwise: a message that could do with a milder codec does
+    good = [c for c in choices if period_s(c) <= least_s * (1 + 1e-9)]
+    mildest = tuple(min(c[i] for c in good) for i in range(len(messages)))
+    assert mildest in good
+    expected = {m: (None, *CANDIDATES)[c] for m, c in zip(messages, mildest, strict=True)}
+    for message, codec in expected.items():
+        edge = found.replica.edges[message.edge]
+        got = edge.backward_compression if message.backward else edge.forward_compression
+        assert got == (message.packed(codec) if codec else None)
+
+
+@settings(deadline=None, max_examples=40)
+@given(st.integers(0, 10_000), st.floats(2, 60))
+def test_a_shared_uplink_is_relieved_as_far_as_codecs_can(seed: int, uplink: float) -> None:
+    rng = random.Random(seed)
+    devices = tuple(
+        Device(name=f"d{i}", region=f"r{i % 2}", flops_per_s=rng.uniform(5, 50), memory_bytes=1 << 40) for i in range(4)
+    )
+    sites = tuple(Site(region=r, uplink_bytes_per_s=uplink) for r in ("r0", "r1"))
+    fleet = Fleet(name="sites", devices=devices, links=Links(default=Link(0.0, 50.0)), sites=sites)
+    problem = problem_of(random_graph(seed, 7), fleet)
+    made = plan("even", problem)
+    found = just_enough(problem, made, 1.0, CANDIDATES)
+    messages = messages_of(problem, made)
+    shortest = {m: min(m.wire_bytes(c) for c in (None, *CANDIDATES)) for m in messages}
+    busy: dict[str, float] = {}
+    for m, size in shortest.items():
+        if fleet.device(m.source).region != fleet.device(m.target).region:
+            region = fleet.device(m.source).region
+            busy[region] = busy.get(region, 0.0) + size / uplink
+    links = [size / fleet.link(m.source, m.target).bandwidth_bytes_per_s for m, size in shortest.items()]
+    least_s = max([*times_of(problem, made).compute_s, *busy.values(), *links])
+    assert times_of(problem, found).bottleneck[0] <= least_s * (1 + 1e-6)
+
+
+def test_the_ladder_ends_at_the_ratio_asked() -> None:
+    assert [c.ratio for c in ladder(70)] == [1, 1, 10, 20, 50, 70]
+    assert [c.name for c in ladder(5)] == ["bf16", "int8"]
+    sizes = [c.bytes_per_element for c in ladder(1000)]
+    assert sizes == sorted(sizes, reverse=True)
+
+
+def test_just_enough_leaves_a_plan_alone_that_computes_longest() -> None:
+    problem = problem_of(random_graph(3, 8), fleet_of([0.01, 0.01, 0.01], 3))
+    made = plan("even", problem)
+    found = plan_compression("just-enough", problem, made, 1000)
+    assert found.replica == made.replica
+    assert found.predicted == made.predicted
+
+
+@pytest.mark.parametrize("seed", range(6))
+def test_several_replicas_are_packed_each(seed: int) -> None:
+    rng = random.Random(seed)
+    fleet = fleet_of([rng.uniform(20, 50) for _ in range(4)], seed)
+    problem, names = problem_of(random_graph(seed, 8), fleet, micro_batches=6), fleet.names
+    layouts = [Layout(names[:2], (rng.choice([c.position for c in cuts(problem.flow)]),), 4), Layout(names[2:3], (), 2)]
+    made = build_replicas(problem, layouts, planner="hand")
+    packed = plan_compression("uniform", problem, made, 10)
+    assert packed.predicted.sync_s == made.predicted.sync_s
+    assert packed.replicas[1] == made.replicas[1]
+    (edge,) = packed.replicas[0].edges
+    assert edge.forward_wire_bytes < edge.forward_bytes or edge.backward_bytes < 24
+    assert [r.micro_batches for r in packed.replicas] == [r.micro_batches for r in made.replicas]
+
+
+@pytest.mark.parametrize(
+    ("fields", "words"),
+    [({"ratio": 0.5, "wire_bytes": 1}, "ratio: got 0.5"), ({"wire_bytes": -1}, "wire_bytes: got -1")],
+)
+def test_a_compression_that_cannot_be_is_refused(fields: dict[str, float], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        Compression(codec="topk", **fields)  # type: ignore[arg-type]
