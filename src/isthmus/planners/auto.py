@@ -7,20 +7,24 @@ and the best few by the scorer that the caller injects, if any.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator
 from dataclasses import replace
 
 import msgspec
 
 from isthmus.cost import Layout, Problem, build_replicas
-from isthmus.errors import FleetTooSmall
+from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Certificate, Plan
+from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.chain import chain
 from isthmus.planners.groups import Grouping, GroupScorer, every_grouping, groupings
 from isthmus.planners.layout_search import shifted
 from isthmus.planners.network import network_of
+from isthmus.planners.op_fence import op_fence
 from isthmus.planners.orders import scorer_of
+from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.threshold_search import TOLERANCE
 
@@ -37,6 +41,9 @@ MOST_SCORED = 3
 PROMISING = 1.5
 """Times the best single pipeline: what scores or takes longer is not looked at any further."""
 ROUGH_BLOCKS = 64
+OTHERS = (equal_compute, sky_heuristic, certified, op_fence, random)
+MOST_PLACED = 16
+"""Devices up to which `islands`, which takes a second for each number of stages, is asked too."""
 SCOPE = (
     "any number of replicas, any devices, orders, cuts and shares of the batch; the bound pools speeds and takes the "
     "best links, so the gap is what is not proven"
@@ -53,11 +60,19 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     replicas hold either.
     """
     search, single = _Search(problem), chain(problem)
-    plans = sorted([single, *search.replicated(_step_s(single))], key=_step_s)
+    plans = sorted([single, *search.replicated(_step_s(single)), *_others(problem)], key=_step_s)
     if score is not None:
         plans = sorted(plans[:MOST_SCORED], key=score)
     proven_s = single.certificate.lower_bound_s if single.certificate else 0.0
     return _certified(problem, plans[0], min(proven_s, search.replicas_bound_s()))
+
+
+def _others(problem: Problem) -> Iterator[Plan]:
+    """What the other planners make of it, as far as they are quick."""
+    small = len(problem.fleet.names) <= MOST_PLACED
+    for planner in (*OTHERS, *((islands,) if small else ())):
+        with contextlib.suppress(UserError):  # it does not fit their way, or the devices do not factor
+            yield planner(problem)
 
 
 def _step_s(plan: Plan) -> float:

@@ -60,6 +60,11 @@ def test_the_counting_bound_is_one(problem: CohortProblem) -> None:
     assert counting_bound_s(ordered, low_s=0.0, high_s=parrot(ordered).makespan_s) <= shortest_s(problem) * SLACK
 
 
+def test_numbers_next_to_each_other_end_the_search() -> None:
+    tiny = CohortProblem(sizes=np.array([1e-300, 3e-300]), seconds_per_sample=np.full(1, 1e-20), fixed_s=np.zeros(1))
+    assert counting_bound_s(tiny, low_s=0.0, high_s=5e-324) == 0.0
+
+
 def test_counting_sees_that_two_clients_meet() -> None:
     # Three clients on two equal executors: shares of 1.5 clients are worth nothing.
     problem = CohortProblem(sizes=np.array([5.0, 5.0, 5.0]), seconds_per_sample=np.ones(2), fixed_s=np.ones(2))

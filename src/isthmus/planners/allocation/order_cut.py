@@ -22,7 +22,9 @@ def best_cut(problem: LayerProblem, order: Sequence[int], low_s: float, high_s: 
     best = allocation(problem, order, counts)
     while best.workload_s > low_s * (1 + 1e-12):
         middle_s = (low_s + best.workload_s) / 2
-        counts = cut_within(problem, devices, middle_s) if low_s < middle_s < best.workload_s else None
+        if not low_s < middle_s < best.workload_s:
+            break
+        counts = cut_within(problem, devices, middle_s)
         if counts is None:
             low_s = middle_s
         else:

@@ -45,8 +45,7 @@ def out_of_reach(problem: LayerProblem, prices: Floats, limit_s: float) -> bool:
 
 def priced_bound_s(problem: LayerProblem, prices: Floats, low_s: float, high_s: float) -> float:
     """The largest limit in low .. high that these prices prove out of reach, to a relative 1e-9; `low_s` if none."""
-    while high_s > low_s * (1 + MARGIN):
-        middle_s = (low_s + high_s) / 2
+    while high_s > low_s * (1 + MARGIN) and low_s < (middle_s := (low_s + high_s) / 2) < high_s:
         if out_of_reach(problem, prices, middle_s):
             low_s = middle_s
         else:

@@ -27,8 +27,8 @@ def counting_bound_s(problem: CohortProblem, *, low_s: float, high_s: float) -> 
         return low_s
     counts = np.unique(np.linspace(1, problem.clients, min(problem.clients, MOST_COUNTS)).round().astype(np.int64))
     before = np.concatenate([[0.0], np.cumsum(problem.sizes)])
-    while high_s - low_s > PRECISION * high_s:
-        middle_s = (low_s + high_s) / 2
+    # Numbers next to each other have no middle, and near 0 they may be further apart than the precision.
+    while high_s - low_s > PRECISION * high_s and low_s < (middle_s := (low_s + high_s) / 2) < high_s:
         if _refuted(problem, before, counts, middle_s):
             low_s = middle_s
         else:
