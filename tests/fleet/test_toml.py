@@ -119,7 +119,7 @@ def test_a_region_linked_with_itself() -> None:
         (
             "price_per_hour = 1.2",
             "price_per_hour = nan",
-            "f.toml: [[device]] 1 'gpu': device 'gpu-0': price_per_hour: got nan",
+            "f.toml: [[device]] 1: price_per_hour: got nan",
         ),
         ("count = 2", "count = = 2", "f.toml: not valid TOML: Invalid value (at line 10, column 9)"),
         ("count = 2", f"count = {'9' * 5000}", "f.toml: not valid TOML: "),
