@@ -8,12 +8,14 @@ from collections.abc import Iterator, Sequence
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import fleet_of, random_graph
+from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 
 from isthmus.cost import Layout, Problem, build_replicas
-from isthmus.errors import FleetTooSmall
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.fleet import resolve_fleet
 from isthmus.graph import Flow, cuts
 from isthmus.plan import Plan
+from isthmus.planners import plan, planner_names
 from isthmus.planners.auto import auto, replica_counts
 from isthmus.planners.chain import chain
 from isthmus.planners.groups import share_out
@@ -69,6 +71,19 @@ def test_auto_is_within_two_percent_of_brute_force_and_above_its_bound(
     assert 0 < found.certificate.lower_bound_s <= best_s * (1 + 1e-9)
     assert best_s * (1 - 1e-9) <= found.predicted.step_s <= 1.02 * best_s
     assert found.predicted.step_s <= chain(problem).predicted.step_s
+
+
+@pytest.mark.parametrize("fleet", ("random:2:5", "random:4:1", "random:6:7", "random:8:3", "dtfm-case2", "three-sites"))
+def test_auto_is_no_worse_than_the_others(fleet: str) -> None:
+    whole = resolve_fleet(fleet)
+    problem = problem_of(gpt_graph(3), whole.thin(min(8, len(whole.devices))), micro_batches=8)
+    found = auto(problem).predicted.step_s
+    for name in set(planner_names()) - {"auto", "sky-optimal", "dtfm-genetic", "dtfm-kl"}:  # slow
+        try:
+            other = plan(name, problem).predicted.step_s
+        except UserError:
+            continue
+        assert found <= other * (1 + 1e-9), name
 
 
 @given(
