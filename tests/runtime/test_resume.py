@@ -250,6 +250,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     _, errors = process.communicate(timeout=10)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
+    assert "interrupted at once: go on with --resume, run folder impatient" in errors
     assert not any(map(is_running, devices.values()))
 
 

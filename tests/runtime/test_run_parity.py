@@ -6,15 +6,18 @@ import json
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 import torch
 
+from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.fleet import Link, Links
 from isthmus.job import prepare
-from isthmus.runtime.run import Watcher
+from isthmus.runtime.run import RunOptions, Watcher, train
 
-from .jobs import DIGITS, TEXT, final_weights, job_of, plain_run, random_cut, run
+from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run, random_cut, run
 
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
 
@@ -103,3 +106,19 @@ def test_processes_equal_the_plain_loop(name: str, tmp_path: Path) -> None:
                     if s.track == "send" and s.name == what and (s.device, s.other, s.step) == (a, b, step)
                 ]  # fmt: skip
                 assert sent == ([size] * job.training.micro_batches if size else []), (edge, what)
+
+
+def test_every_send_is_on_record_without_an_exchange_at_the_end(tmp_path: Path) -> None:
+    """The last gradients leave after the last item was computed; their link takes longer than all that is left."""
+    job = job_of("gpt", GPT, TEXT, clip_norm=0.0)
+    prepared = prepare(job)
+    slow = Links(default=Link(1e-3, 1e5))
+    fleet = msgspec.structs.replace(fleet_of(3), links=slow)
+    plan = build_plan(prepared.problem(fleet), fleet.names, random_cut(prepared, 3, seed=1), planner="test")
+    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=True), Watcher())
+    for edge in plan.replica.edges:
+        for name, count in (("forward", edge.forward_bytes), ("backward", edge.backward_bytes)):
+            ends = (plan.stages[edge.source].device, plan.stages[edge.target].device)
+            a, b = ends if name == "forward" else ends[::-1]
+            sent = [s for s in outcome.spans if s.track == "send" and (s.name, s.device, s.other) == (name, a, b)]
+            assert len(sent) == (job.training.steps * job.training.micro_batches if count else 0), (edge, name)

@@ -26,7 +26,7 @@ import msgspec
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
-from isthmus.plan import Plan, load_plan, save_plan
+from isthmus.plan import Plan, load_plan
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
@@ -76,7 +76,7 @@ class RunFolder:
     @classmethod
     def empty(cls, path: Path) -> RunFolder:
         """A folder of the user's choice; UserError when something is in it."""
-        if (path / JOB).is_file():
+        if cls(path).begun:
             raise UserError(f"--run {path}: holds a run already; add --resume to go on with it")
         if path.exists() and (not path.is_dir() or any(path.iterdir())):
             raise UserError(f"--run {path}: exists and is not an empty directory")
@@ -90,7 +90,7 @@ class RunFolder:
 
     @classmethod
     def existing(cls, path: Path) -> RunFolder:
-        if not (path / JOB).is_file():
+        if not cls(path).begun:
             raise UserError(f"run folder {path}: not found, or not a run (no {JOB})")
         return cls(path)
 
@@ -118,13 +118,18 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._archive()
-            (self.path / JOB).write_bytes(msgspec.json.format(msgspec.json.encode(job), indent=1))
-            (self.path / FLEET).write_bytes(msgspec.json.format(msgspec.json.encode(fleet), indent=1))
-            save_plan(plan, self.path / PLAN)
+            _replace(self.path / FLEET, msgspec.json.format(msgspec.json.encode(fleet), indent=1))
+            _replace(self.path / PLAN, msgspec.json.format(msgspec.json.encode(plan), indent=1))
             kept = [p for p in self.losses() if p.step <= start_step]
-            self._losses.write_bytes(b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+            _replace(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+            _replace(self.path / JOB, msgspec.json.format(msgspec.json.encode(job), indent=1))
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
+
+    @property
+    def begun(self) -> bool:
+        """Whether a session of a run has begun here."""
+        return (self.path / JOB).is_file()
 
     def _archive(self) -> None:
         """The session folder is a run folder that `isthmus trace` reads."""
@@ -187,6 +192,13 @@ class RunFolder:
             with contextlib.suppress(msgspec.MsgspecError):
                 found.append(msgspec.json.decode(line, type=LossPoint))
         return found
+
+
+def _replace(path: Path, data: bytes) -> None:
+    """Write a file whole: whoever is killed meanwhile leaves the one before."""
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(data)
+    new.replace(path)
 
 
 def _make(path: Path) -> list[Path]:

@@ -46,7 +46,14 @@ def train(job: Job, choices: Choices, out: Console) -> int:
     """The whole command; returns the exit code."""
     folder = _folder(job, choices)
     with folder.claimed():
-        return _train(job, choices, folder, out)
+        try:
+            return _train(job, choices, folder, out)
+        except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
+            how = f"go on with --resume, run folder {folder.path}" if folder.begun else "nothing was written"
+            _say(Console(stderr=True), f"interrupted at once: {how}")
+            if choices.json and folder.begun:
+                _tell(folder, None)
+            return 130
 
 
 def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:

@@ -6,7 +6,7 @@ Everything that the runtime and the simulator need is in it, and everything that
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import Annotated, Literal
 
 import msgspec
 from msgspec import Meta
@@ -127,7 +127,9 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
 
     lower_bound_s: float
     gap: float
-    """(step_s - lower_bound_s) / lower_bound_s; 0 is optimal within `scope`."""
+    """(found - lower_bound_s) / lower_bound_s; 0 is optimal within `scope`."""
+    objective: Literal["step", "stage"] = "step"
+    """Seconds of what: of the whole step, or of its largest stage per micro-batch."""
     scope: str
     """What the bound ranges over, in words."""
 

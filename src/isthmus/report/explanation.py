@@ -99,8 +99,9 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
     used = f"{len(plan.devices)} of {len(problem.fleet.names)}"
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
     if plan.certificate is not None:
+        what = "No plan" if plan.certificate.objective == "step" else "The largest stage of no plan"
         yield (
-            f"No plan can take less than {format_duration(plan.certificate.lower_bound_s)} "
+            f"{what} can take less than {format_duration(plan.certificate.lower_bound_s)} "
             f"(gap {plan.certificate.gap:.2%}; {plan.certificate.scope})."
         )
 

@@ -115,7 +115,8 @@ def _plan_caption(plan: PlanSummary) -> str:
     ]
     if plan.certificate is not None:
         lines.append(
-            f"certificate: at most {plan.certificate.gap:.2%} above the best of {plan.certificate.scope} "
+            f"certificate of the {plan.certificate.objective}: at most {plan.certificate.gap:.2%} above the best of "
+            f"{plan.certificate.scope} "
             f"(lower bound {format_duration(plan.certificate.lower_bound_s)})"
         )
     return "\n".join([*lines, *plan.notes])

@@ -286,6 +286,8 @@ class Executor:
 
     def _finish(self, item: int) -> None:
         kind = self._items.pop(item).kind
+        if kind == "save":  # also a run's last item: spans that are not told with it are lost
+            self.links.drain()
         told: tuple[float, float] | None = None
         if kind == "train":
             told = self.engine.take_loss()

@@ -109,7 +109,7 @@ class SendLane:
         self._changed = credits.changed if credits is not None else threading.Condition()
         self._waiting: deque[_Entry] = deque()
         self._urgent: deque[_Entry] = deque()
-        self._closing = self._ended = False
+        self._closing = self._ended = self._sending = False
         self._thread = threading.Thread(target=self._run, name=f"send to {channel.other}", daemon=True)
         self._thread.start()
 
@@ -124,6 +124,13 @@ class SendLane:
                 (self._urgent if isinstance(message, Credit) else self._waiting).append(entry)
                 self._changed.notify_all()
 
+    def drain(self) -> None:
+        """Wait until all that was handed over has left, or the lane has ended; give up after its patience."""
+        with self._changed:
+            self._changed.wait_for(
+                lambda: self._ended or not (self._waiting or self._urgent or self._sending), self._patience_s
+            )
+
     def close(self, flush_s: float = 5.0) -> None:
         """Send what was handed over, then end; give up after `flush_s`."""
         with self._changed:
@@ -136,6 +143,9 @@ class SendLane:
         try:
             while (entry := self._next()) is not None:
                 self._send(entry)
+                with self._changed:
+                    self._sending = False
+                    self._changed.notify_all()
                 del entry  # while it waits, the lane must not keep tensors alive
             if self._link is not None:
                 self._link.close()
@@ -147,12 +157,14 @@ class SendLane:
         with self._changed:
             while not self._ended:
                 if self._urgent:
+                    self._sending = True
                     return self._urgent.popleft()
                 if not self._waiting:
                     if self._closing:
                         return None
                     self._changed.wait()
                 elif self._admit(self._waiting[0]):
+                    self._sending = True
                     return self._waiting.popleft()
                 else:
                     self._wait_for_credits(self._waiting[0])

@@ -135,6 +135,11 @@ class Links:
         elif message.tensors:
             raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
 
+    def drain(self) -> None:
+        """Wait until everything sent so far has left this device: only then is its departure on record."""
+        for lane in self._lanes.values():
+            lane.drain()
+
     def close(self) -> None:
         self._closed = True
         for lane in self._lanes.values():

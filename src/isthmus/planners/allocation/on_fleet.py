@@ -121,7 +121,9 @@ def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
     cut = np.cumsum(found.counts)[:-1].tolist()
     certificate = None
     if found.lower_bound_s > 0:
-        certificate = Certificate(lower_bound_s=found.lower_bound_s, gap=found.gap, scope=layers.scope)
+        certificate = Certificate(
+            lower_bound_s=found.lower_bound_s, gap=found.gap, objective="stage", scope=layers.scope
+        )
     reason = f"{planner} gave it no layers"
     return build_plan(
         problem, order, blocks.boundaries(cut), planner=planner, certificate=certificate,
