@@ -153,7 +153,7 @@ def test_a_bound_for_pipelines_with_room_for_the_classic_schedule_is_not_one_for
     assert refuted.bound.best_s is not None and refuted.bound.best_s < 0.4 * step_s
 
 
-WORDS = {"planner", "certificate.scope", "notes", "version"}
+WORDS = {"planner", "certificate.objective", "certificate.scope", "notes", "version"}
 """What `verify` does not judge; `load_plan` refuses another version."""
 
 Built = dict[str, "Built"] | list["Built"] | str | int | float | None
