@@ -118,11 +118,11 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._archive()
-            _replace(self.path / FLEET, msgspec.json.format(msgspec.json.encode(fleet), indent=1))
-            _replace(self.path / PLAN, msgspec.json.format(msgspec.json.encode(plan), indent=1))
+            _replace(self.path / FLEET, _document(fleet))
+            _replace(self.path / PLAN, _document(plan))
             kept = [p for p in self.losses() if p.step <= start_step]
             _replace(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
-            _replace(self.path / JOB, msgspec.json.format(msgspec.json.encode(job), indent=1))
+            _replace(self.path / JOB, _document(job))
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 
@@ -192,6 +192,10 @@ class RunFolder:
             with contextlib.suppress(msgspec.MsgspecError):
                 found.append(msgspec.json.decode(line, type=LossPoint))
         return found
+
+
+def _document(value: msgspec.Struct) -> bytes:
+    return msgspec.json.format(msgspec.json.encode(value), indent=1)
 
 
 def _replace(path: Path, data: bytes) -> None:

@@ -8,12 +8,10 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
-import msgspec
-
 from isthmus.cost.compute import stage_flops
 from isthmus.cost.memory import micro_batch_bytes, stage_memory
 from isthmus.cost.problem import Problem
-from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline, prediction
+from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline, prediction, together
 from isthmus.cost.sync import sync_groups, sync_s
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
@@ -97,8 +95,6 @@ def build_replicas(
     limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     sync = sync_groups(problem.flow, [(p.order, p.graphs) for p in placed])
-    averaging_s = sync_s(problem.fleet, sync)
-    slowest = max(predicted, key=lambda p: p.step_s)
     return Plan(
         model=problem.flow.graph.name,
         fleet=problem.fleet.name,
@@ -107,13 +103,10 @@ def build_replicas(
         micro_batches=problem.micro_batches,
         replicas=tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True)),
         sync=sync,
-        predicted=msgspec.structs.replace(
-            slowest, step_s=slowest.step_s + averaging_s, sync_s=averaging_s,
-            eq3_step_s=max(p.eq3_step_s for p in predicted) + averaging_s,
-        ),
+        predicted=together(predicted, sync_s(problem.fleet, sync)),
         certificate=certificate,
         notes=tuple(_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names),
-    )  # fmt: skip
+    )
 
 
 def _check_layouts(problem: Problem, layouts: Sequence[Layout]) -> None:

@@ -8,7 +8,7 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost.problem import Problem
-from isthmus.cost.steptime import in_flight_limits, pipeline, prediction
+from isthmus.cost.steptime import in_flight_limits, pipeline, prediction, together
 from isthmus.errors import UserError
 from isthmus.plan import Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory
 
@@ -21,14 +21,9 @@ def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) ->
     """
     check_same_problem(problem, plan)
     made = [_replica(problem, r, tuple(e)) for r, e in zip(plan.replicas, edges, strict=True)]
-    slowest = max((predicted for _, predicted in made), key=lambda p: p.step_s)
-    sync_s = plan.predicted.sync_s
     return msgspec.structs.replace(
         plan, replicas=tuple(replica for replica, _ in made), certificate=None,
-        predicted=msgspec.structs.replace(
-            slowest, step_s=slowest.step_s + sync_s, sync_s=sync_s,
-            eq3_step_s=max(p.eq3_step_s for _, p in made) + sync_s,
-        ),
+        predicted=together([predicted for _, predicted in made], plan.predicted.sync_s),
     )  # fmt: skip
 
 

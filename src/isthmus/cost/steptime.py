@@ -19,6 +19,8 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
 
+import msgspec
+
 from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
 from isthmus.cost.transfer import transfer_s, wire_s
@@ -147,6 +149,15 @@ def pipeline(
             for user in p.users
         ),
     )
+
+
+def together(replicas: Sequence[Prediction], sync_s: float) -> Prediction:
+    """What replicas take that run side by side and then average for `sync_s`: the slowest sets the pace."""
+    slowest = max(replicas, key=lambda p: p.step_s)
+    return msgspec.structs.replace(
+        slowest, step_s=slowest.step_s + sync_s, sync_s=sync_s,
+        eq3_step_s=max(p.eq3_step_s for p in replicas) + sync_s,
+    )  # fmt: skip
 
 
 def _uplinks_s(problem: Problem, devices: Sequence[str], edges: Sequence[Edge]) -> tuple[tuple[str, float], ...]:

@@ -15,9 +15,10 @@ import msgspec
 
 from isthmus.cost import Layout, Problem, build_replicas
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Certificate, Plan
+from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.blocks import Blocks, coarse
+from isthmus.planners.bounds import step_certificate
 from isthmus.planners.chain import chain
 from isthmus.planners.groups import Grouping, GroupScorer, every_grouping, groupings
 from isthmus.planners.layout_search import shifted
@@ -26,7 +27,6 @@ from isthmus.planners.op_fence import op_fence
 from isthmus.planners.orders import scorer_of
 from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.replica_bound import replicas_bound_s
-from isthmus.planners.threshold_search import TOLERANCE
 
 COUNTS_TRIED = 10
 """Numbers of replicas that are looked at: all small ones, then powers of two and the largest."""
@@ -94,9 +94,7 @@ class _Search:
     def replicated(self, single_s: float) -> Iterator[Plan]:
         """Plans of two replicas and more, each the best of its grouping, where one pipeline takes `single_s`."""
         rough = coarse(self.blocks, ROUGH_BLOCKS)
-        scorer = GroupScorer(
-            scorer_of(self.problem, self.network, rough), self.network, self._gradient_bytes
-        )
+        scorer = GroupScorer(scorer_of(self.problem, self.network, rough), self.network, self._gradient_bytes)
         most = min(len(self.network.names), self.problem.micro_batches)
         if len(self.network.names) <= MOST_EXHAUSTIVE:
             found = [scorer.grouping(g) for g in every_grouping(len(self.network.names)) if 1 < len(g) <= most]
@@ -127,6 +125,7 @@ class _Search:
             self._pipelines[devices, share] = layout
         return self._pipelines[devices, share]
 
+
 def replica_counts(most: int) -> list[int]:
     """Numbers of replicas from 2 to `most`: few enough to try, the extremes among them."""
     counts = {*range(2, min(most, COUNTS_TRIED // 2) + 1), most}
@@ -138,14 +137,11 @@ def replica_counts(most: int) -> list[int]:
 
 
 def _certified(problem: Problem, plan: Plan, bound_s: float) -> Plan:
-    """The plan under this planner's name; `chain`'s own proof stays where it is as tight."""
-    step_s = _step_s(plan)
-    bound_s = min(bound_s, step_s)
-    gap = step_s / bound_s - 1 if bound_s > 0 else 0.0
+    """The plan under this planner's name and with its certificate."""
     used = set(plan.devices)
     return msgspec.structs.replace(
         plan, planner="auto",
-        certificate=Certificate(lower_bound_s=bound_s, gap=gap if gap > 10 * TOLERANCE else 0.0, scope=SCOPE),
+        certificate=step_certificate(bound_s, _step_s(plan), SCOPE),
         notes=tuple(
             note if name in used else f"{name} is left out: no plan that was found is faster with it"
             for name, note in zip(problem.fleet.names, plan.notes, strict=True)

@@ -11,8 +11,10 @@ from __future__ import annotations
 import numpy as np
 from scipy.sparse.csgraph import minimum_spanning_tree
 
+from isthmus.plan import Certificate
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Floats, Network
+from isthmus.planners.threshold_search import TOLERANCE
 
 
 def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> float:
@@ -28,6 +30,15 @@ def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> floa
     step[1:] = np.minimum(step[1:] + _sent_s(network, blocks), _kept_together_s(network, blocks, micro_batches))
     step[: _fewest_stages(network, blocks) - 1] = np.inf
     return float(step.min(initial=np.inf)) if np.isfinite(step).any() else 0.0
+
+
+def step_certificate(bound_s: float, step_s: float, scope: str) -> Certificate | None:
+    """What a lower bound on the step proves of a plan; None for a bound of 0, which proves nothing."""
+    if bound_s <= 0:
+        return None
+    bound_s = min(bound_s, step_s)
+    gap = step_s / bound_s - 1
+    return Certificate(lower_bound_s=bound_s, gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope)
 
 
 def _fewest_stages(network: Network, blocks: Blocks) -> int:

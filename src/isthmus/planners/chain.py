@@ -11,9 +11,9 @@ from collections.abc import Sequence
 
 from isthmus.cost import Problem, build_plan
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Certificate, Plan
+from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.bounds import pooled_bound_s
+from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.even import even
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.network import Network, network_of
@@ -87,15 +87,12 @@ def _baseline(problem: Problem) -> list[Plan]:
 
 def _certified(problem: Problem, plan: Plan, bound_s: float, scope: str) -> Plan:
     """The same layout with its certificate, and with the reason why devices are left out."""
-    step_s = plan.predicted.step_s
-    gap = step_s / bound_s - 1 if bound_s > 0 else 0.0
-    certificate = Certificate(
-        lower_bound_s=min(bound_s, step_s), gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope
-    )
+    certificate = step_certificate(bound_s, plan.predicted.step_s, scope)
     order = [stage.device for stage in plan.stages]
-    reason = "no plan is faster with it" if not certificate.gap else "no plan that was found is faster with it"
+    proven = certificate is not None and not certificate.gap
+    reason = "no plan is faster with it" if proven else "no plan that was found is faster with it"
     return build_plan(
         problem, order, plan.boundaries(), planner="chain",
-        certificate=certificate if bound_s > 0 else None,
+        certificate=certificate,
         notes={name: reason for name in problem.fleet.names if name not in order},
     )  # fmt: skip

@@ -10,12 +10,13 @@ another and leaves each only once:
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterable, Sequence
+from collections.abc import Sequence
 
 import networkx as nx
 import numpy as np
 from networkx.algorithms.community import louvain_communities
 
+from isthmus.planners.local_search import nearest_tour
 from isthmus.planners.network import Floats, Network
 
 Community = tuple[int, ...]
@@ -44,7 +45,7 @@ def visiting_order(pair_s: Floats, groups: Sequence[Community]) -> list[Communit
     ordered = [groups[k] for k in path(between)]
     for members in ordered:
         start = min(members, key=lambda device: float(pair_s[tour[-1], device])) if tour else members[0]
-        tour += _nearest(pair_s, start, members)
+        tour += nearest_tour(pair_s, start, members)
     ends = list(itertools.accumulate((len(members) for members in ordered), initial=0))
     tour = untangled(pair_s, tour, list(itertools.pairwise(ends)))
     return [tuple(tour[a:b]) for a, b in itertools.pairwise(ends)]
@@ -52,19 +53,9 @@ def visiting_order(pair_s: Floats, groups: Sequence[Community]) -> list[Communit
 
 def path(between: Floats) -> list[int]:
     """A short way through all places: nearest neighbour from every start, the shortest untangled."""
-    tours = [_nearest(between, start, range(len(between))) for start in range(len(between))]
+    tours = [nearest_tour(between, start, range(len(between))) for start in range(len(between))]
     best = min(tours, key=lambda tour: sum(float(between[a, b]) for a, b in itertools.pairwise(tour)))
     return untangled(between, best, [(0, len(best))])
-
-
-def _nearest(between: Floats, start: int, among: Iterable[int]) -> list[int]:
-    """From `start` always to the nearest place left."""
-    left = set(among) - {start}
-    tour = [start]
-    while left:
-        tour.append(min(left, key=lambda place: (float(between[tour[-1], place]), place)))
-        left.remove(tour[-1])
-    return tour
 
 
 def untangled(between: Floats, tour: Sequence[int], spans: Sequence[tuple[int, int]]) -> list[int]:

@@ -16,8 +16,9 @@ from typing import NamedTuple
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.planners.local_search import first_improvement, nearest_tour
 from isthmus.planners.network import Floats, Network
-from isthmus.planners.orders import Order, Scorer, improve, nearest_neighbour
+from isthmus.planners.orders import ROUNDING, Order, Scorer, improve, nearest_neighbour
 
 MOST_MOVES = 1_500
 """Scores per improvement of one grouping: bounds the time, the same on every machine."""
@@ -155,30 +156,16 @@ def _ordered(scorer: GroupScorer, groups: Sequence[Sequence[int]]) -> tuple[Orde
 
 def _order(scorer: GroupScorer, group: Sequence[int]) -> Order:
     """The group as a pipeline: from its fastest device to the nearest next one, then improved."""
-    left = set(group)
-    order = [max(left, key=lambda d: float(scorer.network.speed[d]))]
-    left.discard(order[0])
-    while left:
-        order.append(min(left, key=lambda d: (float(scorer.pipeline.pair_s[order[-1], d]), d)))
-        left.discard(order[-1])
-    return improve(scorer.pipeline, tuple(order), SCORES_PER_ORDER)
+    fastest = max(set(group), key=lambda d: float(scorer.network.speed[d]))
+    return improve(scorer.pipeline, tuple(nearest_tour(scorer.pipeline.pair_s, fastest, group)), SCORES_PER_ORDER)
 
 
 def improved(scorer: GroupScorer, grouping: Grouping) -> Grouping:
     """First improvement over swaps and moves of devices between replicas, or out of all, until none helps."""
-    left = MOST_MOVES
-    better = True
-    while better:
-        better = False
-        for orders in _neighbours(grouping.orders):
-            left -= 1
-            if left < 0:
-                return grouping
-            other = scorer.grouping(orders)
-            if other.step_s < grouping.step_s * (1 - 1e-12):
-                grouping, better = other, True
-                break
-    return grouping
+    return first_improvement(
+        grouping, lambda now: map(scorer.grouping, _neighbours(now.orders)), lambda now: now.step_s,
+        most=MOST_MOVES, tolerance=ROUNDING,
+    )  # fmt: skip
 
 
 def _neighbours(orders: tuple[Order, ...]) -> Iterator[tuple[Order, ...]]:

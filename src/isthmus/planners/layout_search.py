@@ -9,10 +9,12 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
+from typing import NamedTuple
 
 from isthmus.cost import Layout, Problem, build_replicas
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
+from isthmus.planners.local_search import first_improvement
 from isthmus.planners.threshold_search import TOLERANCE
 
 MOST_PLACES = 64
@@ -23,30 +25,36 @@ MOST_TRIALS = 400
 Layouts = tuple[Layout, ...]
 
 
+class Trial(NamedTuple):
+    layouts: Layouts
+    plan: Plan | None
+    """None where it does not fit."""
+
+
 def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) -> Plan:
     """First improvement until no move helps or the trials are spent. `places` are the legal ones, 0 and the end among
     them. FleetTooSmall where already the first layouts do not fit."""
-    best, now = build_replicas(problem, layouts, planner="auto"), tuple(layouts)
-    left = MOST_TRIALS * 1_000 // len(problem.flow.operators)
-    better = True
-    while better:
-        better = False
-        for other in _moves(now, problem.fleet.names, places):
-            left -= 1
-            if left < 0:
-                return best
-            trial = _plan(problem, other)
-            if trial is not None and trial.predicted.step_s < best.predicted.step_s * (1 - TOLERANCE):
-                best, now, better = trial, other, True
-                break
-    return best
+
+    def trials(now: Trial) -> Iterator[Trial]:
+        return (_trial(problem, other) for other in _moves(now.layouts, problem.fleet.names, places))
+
+    start = Trial(tuple(layouts), build_replicas(problem, layouts, planner="auto"))
+    best = first_improvement(
+        start, trials, _seconds, most=MOST_TRIALS * 1_000 // len(problem.flow.operators), tolerance=TOLERANCE
+    )
+    assert best.plan is not None, "what does not fit improves nothing"
+    return best.plan
 
 
-def _plan(problem: Problem, layouts: Layouts) -> Plan | None:
+def _trial(problem: Problem, layouts: Layouts) -> Trial:
     try:
-        return build_replicas(problem, layouts, planner="auto")
+        return Trial(layouts, build_replicas(problem, layouts, planner="auto"))
     except FleetTooSmall:
-        return None
+        return Trial(layouts, None)
+
+
+def _seconds(trial: Trial) -> float:
+    return trial.plan.predicted.step_s if trial.plan is not None else float("inf")
 
 
 def _moves(layouts: Layouts, names: Sequence[str], places: Sequence[int]) -> Iterator[Layouts]:

@@ -13,12 +13,15 @@ import numpy as np
 
 from isthmus.cost import Problem
 from isthmus.planners.blocks import Blocks
+from isthmus.planners.local_search import first_improvement, nearest_tour
 from isthmus.planners.network import Floats, Network
 
 Order = tuple[int, ...]
 
 MOST_STARTS = 4
 MOST_POLISHED = 4
+ROUNDING = 1e-12
+"""Relative: a score that is less by no more is the same."""
 MOST_SCORES = 12_000
 """Scores per improvement: bounds the time on large fleets, the same on every machine."""
 
@@ -103,29 +106,17 @@ def candidate_orders(scorer: Scorer, starts: Sequence[int]) -> list[Order]:
 
 
 def nearest_neighbour(scorer: Scorer, start: int) -> Order:
-    order, left = [start], np.ones(len(scorer.speed), dtype=bool)
-    left[start] = False
-    while left.any():
-        order.append(int(np.where(left, scorer.pair_s[order[-1]], np.inf).argmin()))
-        left[order[-1]] = False
-    return tuple(order)
+    return tuple(nearest_tour(scorer.pair_s, start, range(len(scorer.speed))))
 
 
 def improve(scorer: Scorer, order: Order, most_scores: int) -> Order:
     """First improvement over reversals and moves of one device, until none helps or the budget is spent."""
-    best, score = order, scorer.score(order)
-    improved = True
-    while improved:
-        improved = False
-        for other in _neighbours(best):
-            most_scores -= 1
-            if most_scores < 0:
-                return best
-            value = scorer.score(other)
-            if value < score * (1 - 1e-12):
-                best, score, improved = other, value, True
-                break
-    return best
+
+    def scored(now: tuple[Order, float]) -> Iterator[tuple[Order, float]]:
+        return ((other, scorer.score(other)) for other in _neighbours(now[0]))
+
+    start = order, scorer.score(order)
+    return first_improvement(start, scored, lambda now: now[1], most=most_scores, tolerance=ROUNDING)[0]
 
 
 def _neighbours(order: Order) -> Iterator[Order]:

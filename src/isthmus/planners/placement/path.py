@@ -8,6 +8,7 @@ from typing import NamedTuple
 import numpy as np
 from scipy.sparse.csgraph import minimum_spanning_tree
 
+from isthmus.planners.local_search import nearest_tour
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.problem import Ints
 
@@ -32,7 +33,7 @@ def open_path(cost: Floats) -> OpenPath:
         length = path_length_s(cost, order)
         return OpenPath(order, length, length)
     starts = np.unique(np.linspace(0, nodes - 1, 8).astype(np.int64))
-    orders = [_two_opt(cost, _nearest_neighbour(cost, int(start))) for start in starts]
+    orders = [_two_opt(cost, nearest_tour(cost, int(start), range(len(cost)))) for start in starts]
     order = min(orders, key=lambda o: path_length_s(cost, o))
     length = path_length_s(cost, order)
     return OpenPath(order, length, min(length, _tree_s(cost)))
@@ -73,17 +74,6 @@ def _layers(nodes: int) -> list[tuple[Ints, Ints, Ints]]:
         outside = np.nonzero(inside[rows] == 0)
         layers.append((masks[rows], outside[0].astype(np.int64), outside[1].astype(np.int64)))
     return layers
-
-
-def _nearest_neighbour(cost: Floats, start: int) -> list[int]:
-    left = np.ones(len(cost), dtype=np.bool_)
-    order = [start]
-    left[start] = False
-    while left.any():
-        candidates = np.flatnonzero(left)
-        order.append(int(candidates[cost[order[-1], candidates].argmin()]))
-        left[order[-1]] = False
-    return order
 
 
 def _two_opt(cost: Floats, order: list[int]) -> list[int]:
