@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import msgspec
 import pytest
 
 from isthmus.cost import Layout, Problem, build_plan, build_replicas
-from isthmus.cost.sync import ring_s, sharded_s, sync_s
+from isthmus.cost.sync import fastest, group_s, sync_s
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
-from isthmus.plan import SyncGroup
+from isthmus.plan import Collective, Sync, SyncGroup
 
 LINK = Link(latency_s=0.5, bandwidth_bytes_per_s=100.0)
 
@@ -45,17 +46,19 @@ def problem(micro_batches: int = 6) -> Problem:
 def test_one_replica_is_the_plan_that_it_was() -> None:
     single = build_plan(problem(), ["p", "q"], [1], planner="hand")
     assert single == build_replicas(problem(), [Layout(("p", "q"), (1,), 6)], planner="hand")
-    assert single.sync == ()
+    assert single.sync == Sync()
     assert single.predicted.sync_s == 0
 
 
 def test_replicas_cut_alike_average_stage_by_stage() -> None:
     plan = build_replicas(problem(), [Layout(("p", "q"), (1,), 3), Layout(("r", "s"), (1,), 3)], planner="hand")
-    assert plan.sync == (
-        SyncGroup(devices=("p", "r"), size_bytes=40), SyncGroup(devices=("q", "s"), size_bytes=200)
-    )  # fmt: skip
-    # Two members: each sends half there and half back, both ways at 0.5 s + 100 bytes at 100 bytes/s.
-    assert plan.predicted.sync_s == pytest.approx(2 * (0.5 + 1.0))
+    # wa has 10 elements, wb and wc 50; beside them travels a number for each of them, and the count.
+    assert plan.sync == Sync(groups=(
+        SyncGroup(devices=("p", "r"), parameters=("wa",), size_bytes=48),
+        SyncGroup(devices=("q", "s"), parameters=("wb", "wc"), size_bytes=212),
+    ))  # fmt: skip
+    # Each of the two sends half there and, summed, half back, at 0.5 s + 100 bytes/s: 27 of 53 elements, then 26.
+    assert plan.predicted.sync_s == pytest.approx(2 * 0.5 + (108 + 104) / 100)
     alone = build_plan(problem(3), ["p", "q"], [1], planner="hand").predicted
     assert plan.predicted.step_s == pytest.approx(alone.step_s + plan.predicted.sync_s)
     assert [r.micro_batches for r in plan.replicas] == [3, 3]
@@ -63,18 +66,51 @@ def test_replicas_cut_alike_average_stage_by_stage() -> None:
 
 def test_replicas_cut_differently_average_what_they_have_in_common() -> None:
     plan = build_replicas(problem(), [Layout(("p", "q"), (1,), 4), Layout(("r", "s"), (2,), 2)], planner="hand")
-    assert {g.devices: g.size_bytes for g in plan.sync} == {("p", "r"): 40, ("q", "r"): 80, ("q", "s"): 120}
-    # q averages wb with r and then wc with s.
-    assert plan.predicted.sync_s == pytest.approx(2 * (0.5 + 0.4) + 2 * (0.5 + 0.6))
+    assert {g.devices: g.size_bytes for g in plan.sync.groups} == {("p", "r"): 48, ("q", "r"): 88, ("q", "s"): 128}
+    # The groups have no link in common: the largest takes longest.
+    assert plan.predicted.sync_s == pytest.approx(2 * (0.5 + 0.64))
     slower = build_plan(problem(4), ["p", "q"], [1], planner="hand").predicted
     assert plan.predicted.step_s == pytest.approx(slower.step_s + plan.predicted.sync_s)
 
 
-def test_a_group_takes_the_faster_of_shards_and_ring() -> None:
+def test_a_group_takes_the_fastest_collective() -> None:
     fleet, group = problem().fleet, SyncGroup(devices=("p", "q", "r", "s"), size_bytes=400)
-    assert sharded_s(fleet, group, "p") == pytest.approx(2 * 3 * (0.5 + 1.0))
-    assert ring_s(fleet, group) == pytest.approx(2 * 3 * (0.5 + 1.0))
-    assert sync_s(fleet, [group]) == pytest.approx(9.0)
+    ring = Collective(kind="ring", islands=((0, 1, 2, 3),))
+    assert group_s(fleet, group) == pytest.approx(2 * (0.5 + 1.0))
+    assert group_s(fleet, msgspec.structs.replace(group, collective=ring)) == pytest.approx(2 * 3 * (0.5 + 1.0))
+    assert fastest(fleet, group) == group
+
+
+def test_islands_with_slow_links_between_them_sum_inside_first() -> None:
+    devices = tuple(
+        Device(name=n, region=r, flops_per_s=1.0, memory_bytes=1) for n, r in zip("pqrs", "aabb", strict=True)
+    )
+    links = Links(default=Link(0.01, 1e3), intra=Link(1e-4, 1e9))
+    # Two of each site: shards cross the slow links four times over a site's uplink, the leaders' only once.
+    sites = tuple(Site(region=r, uplink_bytes_per_s=1e3) for r in "ab")
+    fleet = Fleet(name="two", devices=devices, links=links, sites=sites)
+    group = fastest(fleet, SyncGroup(devices=("p", "q", "r", "s"), size_bytes=4000))
+    assert group.collective == Collective(kind="hierarchical", islands=((0, 1), (2, 3)))
+    assert group_s(fleet, group) == pytest.approx(2 * (0.01 + 2.0), rel=1e-2)
+
+
+def test_a_slow_link_is_left_out_of_a_ring() -> None:
+    slow = Route(source="a", target="b", link=Link(0.0, 1.0))
+    devices = tuple(Device(name=n, region=n, flops_per_s=1.0, memory_bytes=1) for n in "abcd")
+    fleet = Fleet(name="four", devices=devices, links=Links(default=Link(0.0, 100.0), regions=(slow,)))
+    group = fastest(fleet, SyncGroup(devices=tuple("abcd"), size_bytes=400))
+    assert group.collective.kind == "ring"
+    (order,) = group.collective.islands
+    assert (0, 1) not in zip(order, (*order[1:], order[0]), strict=True)
+    assert group_s(fleet, group) == pytest.approx(6.0)
+
+
+def test_a_link_carries_what_all_groups_send_over_it() -> None:
+    fleet = problem().fleet
+    groups = tuple(SyncGroup(devices=("p", "q"), size_bytes=400, iterations=(k, 2)) for k in (0, 1))
+    # Both in step 2: 2 x 400 bytes over each link, latency once; alone two rounds of half of it.
+    expected = (2 * (2 * (0.5 + 2.0)) + 8.0 + 0.5) / 3
+    assert sync_s(fleet, Sync(period=3, groups=groups)) == pytest.approx(expected)
 
 
 @pytest.mark.parametrize("layouts, words", [

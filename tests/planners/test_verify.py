@@ -198,7 +198,7 @@ def two_replicas() -> tuple[Plan, Problem]:
 def test_every_field_that_is_tampered_with_is_caught() -> None:
     plan, problem = two_replicas()
     check(plan, problem)
-    assert plan.replicas[0].shared and plan.sync and any(edge.gradients for edge in plan.replicas[0].edges)
+    assert plan.replicas[0].shared and plan.sync.groups and any(edge.gradients for edge in plan.replicas[0].edges)
     built: Built = msgspec.json.decode(msgspec.json.encode(plan))
     seen = 0
     for path in leaves(built):
@@ -214,7 +214,10 @@ def test_every_field_that_is_tampered_with_is_caught() -> None:
         for other in others:
             if path[-1] == "loss_stage" and other in (-1, 1):
                 continue  # two names of the last stage
-            tampered = msgspec.convert(changed(built, path, other), Plan)
+            try:
+                tampered = msgspec.convert(changed(built, path, other), Plan)
+            except msgspec.ValidationError:
+                continue  # no plan document at all: a name that is none of a few
             if path[0] != "certificate":  # its brute force is not what is tested here, and takes long
                 tampered = msgspec.structs.replace(tampered, certificate=None)
             found = verify(tampered, question_of(problem))
@@ -228,7 +231,7 @@ def test_what_is_missing_or_twice_is_caught() -> None:
     plan, problem = two_replicas()
     built: Built = msgspec.json.decode(msgspec.json.encode(plan))
     within = [("replicas", 0, "stages"), ("replicas", 1, "edges"), ("replicas", 0, "shared")]
-    for path in (("replicas",), ("sync",), *within):
+    for path in (("replicas",), ("sync", "groups"), *within):
         listed = at(built, path)
         assert isinstance(listed, list) and listed
         for other in ([], listed[:-1], [*listed, listed[0]]):

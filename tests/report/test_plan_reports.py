@@ -151,7 +151,7 @@ def test_replicas_are_explained_one_by_one() -> None:
     assert [line for line in found.stages if line.startswith("Replica")] == [
         "Replica 0 takes 3 of 8 micro-batches, 1.2 min:", "Replica 1 takes 5 of 8 micro-batches, 1.8 min:"
     ]  # fmt: skip
-    assert any("average" in line for line in found.links)
+    assert any("of gradients" in line for line in found.links)
     assert any("averaging their gradients" in line for line in found.step)
 
 

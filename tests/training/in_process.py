@@ -96,11 +96,10 @@ class Pipeline:
         counted = self.captured.train.count is not None
         total = sum(e.count for e in self.engines) if counted else None
         for owner, engine in enumerate(self.engines):
-            shared = [
-                user.take_shared_gradients([n for n, o in user.train.borrows.items() if o == owner])
-                for user in reversed(self.engines)
-            ]
-            self.norms |= dict(zip(engine.owned, engine.collect(total, shared), strict=False))
+            for user in reversed(self.engines):
+                borrowed = [n for n, o in user.train.borrows.items() if o == owner]
+                engine.add_gradients(user.take_shared_gradients(borrowed))
+            self.norms |= dict(zip(engine.owned, engine.collect(total), strict=False))
         ((loss, count),) = [told for e in self.engines if (told := e.take_loss()) is not None]
         return loss / (count or 1.0), {n: g for e in self.engines for n, g in e.gradients().items()}
 

@@ -7,11 +7,11 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from isthmus.cost import build_plan
+from isthmus.cost import build_replicas, layouts_of
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of
-from isthmus.plan import Plan, load_plan
+from isthmus.plan import Plan, Replica, load_plan
 from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
 from isthmus.protocol import RunSpec
@@ -35,39 +35,36 @@ def fleet_for(job: Job) -> Fleet:
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
     """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices or set limits.
 
-    Where cuts or devices were edited, all else is computed anew. UserError for several replicas.
+    Where cuts or devices were edited, all else is computed anew.
     """
     if document is None:
-        return _runnable(make_plan(prepared.job.planner, prepared.problem(fleet)), f"planner {prepared.job.planner!r}")
+        return make_plan(prepared.job.planner, prepared.problem(fleet))
     plan, problem = read_plan(prepared.job, fleet, document), prepared.problem(fleet)
-    _runnable(plan, f"plan file {document}")
-    last = len(problem.flow.operators) - 1
-    ends = [-1, *(stage.last for stage in plan.stages)]
-    if any(stage.first != end + 1 for stage, end in zip(plan.stages, ends, strict=False)) or ends[-1] != last:
-        ranges = ", ".join(f"{stage.first}..{stage.last}" for stage in plan.stages)
-        raise UserError(
-            f"plan file {document}: stages run operators {ranges}, the model has 0..{last}, each in one stage: "
-            "it was made for another model, or an edit left a gap"
-        )
+    refuse_compression(plan, f"plan file {document}")
+    for number, replica in enumerate(plan.replicas):
+        _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:
-        again = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner=plan.planner)
+        again = build_replicas(problem, layouts_of(plan), planner=plan.planner)
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
-    as_limited = msgspec.structs.replace(again.replica, schedule=plan.replica.schedule)
-    if (as_limited, again.predicted) == (plan.replica, plan.predicted):
+    as_limited = tuple(
+        msgspec.structs.replace(new, schedule=old.schedule)
+        for new, old in zip(again.replicas, plan.replicas, strict=True)
+    )
+    if (as_limited, again.predicted, again.sync) == (plan.replicas, plan.predicted, plan.sync):
         return plan
     note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
     return msgspec.structs.replace(again, notes=(*again.notes, note))
 
 
-def _runnable(plan: Plan, source: str) -> Plan:
-    if len(plan.replicas) != 1:
+def _check_covers(replica: Replica, last: int, source: str) -> None:
+    ends = [-1, *(stage.last for stage in replica.stages)]
+    if any(s.first != end + 1 for s, end in zip(replica.stages, ends, strict=False)) or ends[-1] != last:
+        ranges = ", ".join(f"{stage.first}..{stage.last}" for stage in replica.stages)
         raise UserError(
-            f"{source}: replicas: got {len(plan.replicas)}, expected 1: a run takes one replica, several can be "
-            "planned and simulated; planner 'chain' makes one"
+            f"{source}: stages run operators {ranges}, the model has 0..{last}, each in one stage: "
+            "it was made for another model, or an edit left a gap"
         )
-    refuse_compression(plan, source)
-    return plan
 
 
 def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
@@ -96,9 +93,7 @@ def plan_spec(job: Job) -> RunSpec:
 
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
-    """The simulator's view of the job. Of several replicas, evaluations send what training sends."""
-    if len(plan.replicas) > 1:
-        return _options(prepared, None)
+    """The simulator's view of the job."""
     pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.clip_norm > 0)
     size = prepared.job.micro_batch_size
     edges: dict[tuple[int, int], int] = {}
@@ -106,13 +101,9 @@ def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
         for crossing in pair.evaluation.sends:
             key = (crossing.source, crossing.target)
             edges[key] = edges.get(key, 0) + crossing.spec.nbytes(size)
-    return _options(prepared, edges)
-
-
-def _options(prepared: Prepared, eval_edges: dict[tuple[int, int], int] | None) -> SimulationOptions:
     return SimulationOptions(
         clips=prepared.job.training.clip_norm > 0, counts=prepared.captured.train.count is not None,
-        eval_edges=eval_edges, header_bytes=HEADER_BYTES,
+        eval_edges=edges, header_bytes=HEADER_BYTES,
     )  # fmt: skip
 
 

@@ -1,6 +1,6 @@
 """What a plan costs: compute, transfer, memory, and the time of a step."""
 
-from isthmus.cost.assemble import Layout, Placement, build_plan, build_replicas, place
+from isthmus.cost.assemble import Layout, Placement, build_plan, build_replicas, layouts_of, place
 from isthmus.cost.compressed import with_edges
 from isthmus.cost.price import Price, step_price
 from isthmus.cost.problem import OPTIMIZER_TENSORS, ParameterState, Problem, parameter_state
@@ -8,6 +8,6 @@ from isthmus.cost.steptime import EdgeTime, Pipeline, in_flight_limits
 
 __all__ = [
     "OPTIMIZER_TENSORS", "EdgeTime", "Layout", "ParameterState", "Pipeline", "Placement", "Price", "Problem",
-    "build_plan", "build_replicas", "in_flight_limits", "parameter_state", "place", "step_price",
+    "build_plan", "build_replicas", "in_flight_limits", "layouts_of", "parameter_state", "place", "step_price",
     "with_edges",
 ]  # fmt: skip

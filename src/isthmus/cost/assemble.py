@@ -12,7 +12,7 @@ from isthmus.cost.compute import stage_flops
 from isthmus.cost.memory import micro_batch_bytes, stage_memory
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline, prediction, together
-from isthmus.cost.sync import sync_groups, sync_s
+from isthmus.cost.sync import gradient_sync, sync_s
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
@@ -60,6 +60,14 @@ def place(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> 
     )  # fmt: skip
 
 
+def layouts_of(plan: Plan) -> list[Layout]:
+    """The layouts that `build_replicas` was given."""
+    return [
+        Layout(tuple(s.device for s in r.stages), tuple(s.first for s in r.stages[1:]), r.micro_batches)
+        for r in plan.replicas
+    ]
+
+
 def build_plan(
     problem: Problem,
     order: Sequence[str],
@@ -94,7 +102,7 @@ def build_replicas(
     placed = [place(_share(problem, x.micro_batches), x.order, x.boundaries) for x in layouts]
     limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
-    sync = sync_groups(problem.flow, [(p.order, p.graphs) for p in placed])
+    sync = gradient_sync(problem.flow, problem.fleet, [(p.order, p.graphs) for p in placed])
     return Plan(
         model=problem.flow.graph.name,
         fleet=problem.fleet.name,

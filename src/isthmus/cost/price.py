@@ -2,10 +2,12 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator
 
 import msgspec
 
+from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
 from isthmus.plan import Plan, Replica
 
@@ -33,15 +35,23 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
         devices=hours * sum(fleet.device(name).price_per_hour for name in used),
         egress=sum(
             size_bytes / GB * fleet.site(fleet.device(source).region).egress_price_per_gb
-            for replica in plan.replicas
-            for source, target, size_bytes in _sent(replica)
+            for source, target, size_bytes in _sent(plan)
             if fleet.device(source).region != fleet.device(target).region
         ),
     )
 
 
-def _sent(replica: Replica) -> Iterator[tuple[str, str, int]]:
-    """(source, target, bytes per step) of everything that crosses a link."""
+def _sent(plan: Plan) -> Iterator[tuple[str, str, float]]:
+    """(source, target, bytes per step) of everything that crosses a link; of sums, the mean over a period."""
+    for replica in plan.replicas:
+        yield from _sent_inside(replica)
+    for group in plan.sync.groups:
+        share = len(group.iterations) / plan.sync.period
+        for source, target, size_bytes in itertools.chain.from_iterable(messages(group)):
+            yield source, target, size_bytes * share
+
+
+def _sent_inside(replica: Replica) -> Iterator[tuple[str, str, float]]:
     names = [stage.device for stage in replica.stages]
     for edge in replica.edges:
         yield names[edge.source], names[edge.target], edge.forward_wire_bytes * replica.micro_batches

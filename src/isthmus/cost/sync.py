@@ -1,27 +1,38 @@
-"""What averaging the replicas' gradients takes: once per step, after the last backward.
+"""What replicas sum, in which groups, by which collective, and how long that takes.
 
 Replicas may be cut differently, so a device can average one part of its stage with one set of devices and the rest with
-another. Each such set is a group; its members exchange as a sharded parameter server or around a ring, whichever is
-faster. A device works off its groups one after another.
+another. Each such set is a group; its members exchange in rounds (`plan.collective`), by whichever collective is the
+fastest on the links between them.
 """
 
 from __future__ import annotations
 
 import itertools
-from collections.abc import Sequence
+from collections import defaultdict
+from collections.abc import Iterator, Mapping, Sequence
 
 from isthmus.cost.memory import elements, trainable
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
-from isthmus.plan import SyncGroup
+from isthmus.plan import Averages, Collective, Sync, SyncGroup
+from isthmus.plan.collective import rounds
+
+MOST_ORDERED = 5
+"""Members up to which every order of a ring is tried."""
 
 
-def sync_groups(flow: Flow, replicas: Sequence[tuple[Sequence[str], Sequence[StageGraph]]]) -> tuple[SyncGroup, ...]:
-    """The groups of replicas, given each one's devices and stages. Gradients are in float32."""
+def gradient_sync(flow: Flow, fleet: Fleet, replicas: Sequence[tuple[Sequence[str], Sequence[StageGraph]]]) -> Sync:
+    """Gradients summed in every step, given each replica's devices and stages."""
     if len(replicas) < 2:
-        return ()
-    owners = [
+        return Sync()
+    members = owners(replicas)
+    return grouped(flow, fleet, {name: (devices, (0,)) for name, devices in members.items()}, "gradients", 1)
+
+
+def owners(replicas: Sequence[tuple[Sequence[str], Sequence[StageGraph]]]) -> dict[str, tuple[str, ...]]:
+    """By trainable parameter, the device of each replica that updates it; in the graph's order of the first replica."""
+    found = [
         {
             op.name: device
             for device, stage in zip(devices, stages, strict=True)
@@ -30,39 +41,129 @@ def sync_groups(flow: Flow, replicas: Sequence[tuple[Sequence[str], Sequence[Sta
         }
         for devices, stages in replicas
     ]
-    sizes: dict[tuple[str, ...], int] = {}
-    for name in owners[0]:
-        group = tuple(owner[name] for owner in owners)
-        sizes[group] = sizes.get(group, 0) + FLOAT32_BYTES * elements(flow.by_name[name])
-    return tuple(SyncGroup(devices=devices, size_bytes=size) for devices, size in sizes.items())
+    return {name: tuple(owner[name] for owner in found) for name in found[0]}
 
 
-def sync_s(fleet: Fleet, groups: Sequence[SyncGroup]) -> float:
-    """Seconds until the last device has averaged with all its groups."""
-    busy: dict[str, float] = {}
-    for group in groups:
-        ring = ring_s(fleet, group)
-        for device in group.devices:
-            busy[device] = busy.get(device, 0.0) + min(ring, sharded_s(fleet, group, device))
-    return max(busy.values(), default=0.0)
+def grouped(
+    flow: Flow, fleet: Fleet, parameters: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]],
+    averages: Averages, period: int,
+) -> Sync:  # fmt: skip
+    """Parameters with the same devices and iterations make one group, summed by the fastest collective."""
+    names: defaultdict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = defaultdict(list)
+    for name, key in parameters.items():
+        names[key].append(name)
+    return Sync(
+        averages=averages, period=period,
+        groups=tuple(
+            fastest(fleet, SyncGroup(
+                devices=devices, parameters=tuple(held), iterations=iterations,
+                size_bytes=buffer_bytes(flow, held, averages),
+            ))
+            for (devices, iterations), held in names.items()
+        ),
+    )  # fmt: skip
 
 
-def sharded_s(fleet: Fleet, group: SyncGroup, device: str) -> float:
-    """DT-FM Eq. 2 for one member: a shard to and from each other, sum of 2 (alpha + size / (n beta)).
+def buffer_bytes(flow: Flow, parameters: Sequence[str], averages: Averages) -> int:
+    """Of what is summed: see `SyncGroup.size_bytes`."""
+    told = len(parameters) + 1 if averages == "gradients" else 0
+    return FLOAT32_BYTES * (sum(elements(flow.by_name[name]) for name in parameters) + told)
 
-    Both directions of a pair count as they are, not as their mean.
+
+def fastest(fleet: Fleet, group: SyncGroup) -> SyncGroup:
+    """The same group with the collective that takes it least; of equally fast ones the simplest."""
+    made = (_with(group, collective) for collective in _collectives(fleet, group.devices))
+    return min(made, key=lambda g: group_s(fleet, g))
+
+
+def _with(group: SyncGroup, collective: Collective) -> SyncGroup:
+    return SyncGroup(
+        devices=group.devices, parameters=group.parameters, size_bytes=group.size_bytes,
+        iterations=group.iterations, collective=collective,
+    )  # fmt: skip
+
+
+def _collectives(fleet: Fleet, devices: Sequence[str]) -> Iterator[Collective]:
+    yield Collective()
+    if len(devices) > 2:
+        yield Collective(kind="ring", islands=(_ring(fleet, devices),))
+    islands: defaultdict[str, list[int]] = defaultdict(list)
+    for member, device in enumerate(devices):
+        islands[fleet.device(device).region].append(member)
+    if 1 < len(islands) < len(devices):
+        outside = [[m for m in range(len(devices)) if m not in island] for island in islands.values()]
+        led = (_led(fleet, devices, island, far) for island, far in zip(islands.values(), outside, strict=True))
+        yield Collective(kind="hierarchical", islands=tuple(led))
+
+
+def _led(fleet: Fleet, devices: Sequence[str], island: Sequence[int], far: Sequence[int]) -> tuple[int, ...]:
+    """The island's members, the one with the best worst link to those outside first."""
+
+    def worst(member: int) -> float:
+        ends = [(devices[member], devices[other]) for other in far]
+        return min(fleet.link(a, b).bandwidth_bytes_per_s for x in ends for a, b in (x, x[::-1]))
+
+    first = max(island, key=worst)
+    return first, *(m for m in island if m != first)
+
+
+def _ring(fleet: Fleet, devices: Sequence[str]) -> tuple[int, ...]:
+    """The members in an order whose slowest hop is fast: the best for few, always to the nearest left for many."""
+
+    def hop_s(a: int, b: int) -> float:
+        return fleet.link(devices[a], devices[b]).transfer_s(1)
+
+    rest = range(1, len(devices))
+    if len(devices) <= MOST_ORDERED:
+        return min(
+            ((0, *order) for order in itertools.permutations(rest)),
+            key=lambda order: max(hop_s(a, b) for a, b in itertools.pairwise((*order, 0))),
+        )
+    left, order = set(rest), [0]
+    while left:
+        order.append(min(left, key=lambda m: (hop_s(order[-1], m), m)))
+        left.remove(order[-1])
+    return tuple(order)
+
+
+def sync_s(fleet: Fleet, sync: Sync) -> float:
+    """Seconds of all sums, the mean over the steps of a period.
+
+    No group is faster than its own rounds, and no link than all that crosses it.
     """
-    shard = group.size_bytes / len(group.devices)
-    others = [other for other in group.devices if other != device]
-    return sum(
-        fleet.link(a, b).transfer_s(shard) for other in others for a, b in ((device, other), (other, device))
-    )
+    total = 0.0
+    for iteration in range(sync.period):
+        due = [group for group in sync.groups if iteration in group.iterations]
+        loads: defaultdict[tuple[str, str], float] = defaultdict(float)
+        for group in due:
+            for source, target, size_bytes in itertools.chain.from_iterable(messages(group)):
+                loads[source, target] += size_bytes / fleet.link(source, target).bandwidth_bytes_per_s
+        longest = max((group_s(fleet, group) for group in due), default=0.0)
+        total += max([longest, *(seconds + fleet.link(*ends).latency_s for ends, seconds in loads.items())])
+    return total / sync.period
 
 
-def ring_s(fleet: Fleet, group: SyncGroup) -> float:
-    """2 (n - 1) rounds, each as long as the slowest hop between neighbours, in the group's order."""
-    count = len(group.devices)
-    if count < 2:
-        return 0.0
-    hops = itertools.pairwise((*group.devices, group.devices[0]))
-    return 2 * (count - 1) * max(fleet.link(a, b).transfer_s(group.size_bytes / count) for a, b in hops)
+def group_s(fleet: Fleet, group: SyncGroup) -> float:
+    """One sum, alone: the slowest message of each round, one round after another; what leaves a site in a round shares
+    its uplink."""
+    total = 0.0
+    for sent in messages(group):
+        slowest = max((fleet.link(a, b).transfer_s(size) for a, b, size in sent), default=0.0)
+        leaving: defaultdict[str, float] = defaultdict(float)
+        for a, b, size in sent:
+            site = fleet.uplink(a, b)
+            if site is not None and site.uplink_bytes_per_s is not None:
+                leaving[site.region] += size / site.uplink_bytes_per_s
+        total += max(slowest, *leaving.values(), 0.0)
+    return total
+
+
+def messages(group: SyncGroup) -> Iterator[list[tuple[str, str, int]]]:
+    """(source, target, bytes) of everything that one sum sends, round by round."""
+    count = group.size_bytes // FLOAT32_BYTES
+    for turn in zip(*rounds(group.collective, len(group.devices)), strict=True):
+        yield [
+            (group.devices[member], group.devices[m.other], FLOAT32_BYTES * m.parts.count(count))
+            for member, its in enumerate(turn)
+            for m in its.sends
+        ]

@@ -1,7 +1,9 @@
 """The plan document and its schedules."""
 
+from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
 from isthmus.plan.plan import (
+    Averages,
     Certificate,
     Edge,
     Plan,
@@ -10,6 +12,7 @@ from isthmus.plan.plan import (
     SharedParameter,
     Stage,
     StageMemory,
+    Sync,
     SyncGroup,
     load_plan,
     save_plan,
@@ -18,7 +21,7 @@ from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_fligh
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 
 __all__ = [
-    "SCHEDULES", "Certificate", "Compression", "Edge", "Plan", "Prediction", "Replica", "Schedule",
-    "SharedParameter", "Stage", "StageMemory", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet",
-    "classic_in_flight", "load_plan", "save_plan",
+    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "Edge", "Plan", "Prediction", "Replica",
+    "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync", "SyncGroup", "SyncIteration", "SyncPlan",
+    "SyncWorker", "Tasklet", "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip

@@ -12,10 +12,11 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
 from isthmus.plan.schedule import Schedule
 
-PLAN_VERSION = 2
+PLAN_VERSION = 3
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -98,12 +99,31 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters that the same stages of different replicas hold: their gradients are averaged once per step."""
+    """Parameters that the same stages of different replicas hold, summed together."""
 
     devices: tuple[str, ...]
     """One of each replica, in the order of the replicas."""
+    parameters: tuple[str, ...] = ()
+    """Their names in the graph, in its order."""
     size_bytes: NotNegative
-    """Of the gradients."""
+    """Of the buffer that is summed: float32, the parameters' elements and, where gradients are summed, one number per
+    parameter that tells whether it has one, and the loss's count."""
+    collective: Collective = Collective()
+    iterations: tuple[NotNegative, ...] = (0,)
+    """In which steps of a period."""
+
+
+Averages = Literal["gradients", "parameters"]
+"""What replicas sum: gradients before the update, or parameters, weighted by their shares, after it."""
+
+
+class Sync(msgspec.Struct, frozen=True, kw_only=True):
+    """What replicas average, with whom and when; no groups with one replica."""
+
+    averages: Averages = "gradients"
+    period: Positive = 1
+    """Steps after which the groups' iterations start again."""
+    groups: tuple[SyncGroup, ...] = ()
 
 
 class Prediction(msgspec.Struct, frozen=True, kw_only=True):
@@ -115,7 +135,7 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     """Steady time between micro-batches: the slowest stage, or the slowest link's bytes / bandwidth."""
     fill_s: float
     sync_s: float = 0.0
-    """Averaging the replicas' gradients, after the last backward."""
+    """Averaging with other replicas, after the last backward; the mean over the steps of a period."""
     eq3_step_s: float
     """FusionLLM Eq. 3, forward and backward, latency counted in the bottleneck term."""
     bottleneck: str
@@ -142,8 +162,7 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     micro_batch_size: Positive
     micro_batches: Positive
     replicas: tuple[Replica, ...]
-    sync: tuple[SyncGroup, ...] = ()
-    """Whose gradients are averaged; none with one replica."""
+    sync: Sync = Sync()
     predicted: Prediction
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()

@@ -59,13 +59,10 @@ class GroupScorer:
         parts = [np.minimum(np.searchsorted(e, middles), len(e) - 1) for e in ends]
         holders = np.stack([np.asarray(o)[p] for o, p in zip(orders, parts, strict=True)], axis=1)
         a, b = holders[:, :, None], holders[:, None, :]
-        latency = self.network.latency[a, b] + self.network.latency[b, a]
-        byte_s = self.network.byte_s[a, b] + self.network.byte_s[b, a]
-        shard = (lengths * self.gradient_bytes / len(orders))[:, None]
-        seconds = latency.sum(axis=2) + shard * byte_s.sum(axis=2)
-        busy = np.zeros(len(self.network.names))
-        np.add.at(busy, holders, seconds)
-        return float(busy.max())
+        shard = (2 * lengths * self.gradient_bytes / len(orders))[:, None, None]
+        loads = np.zeros_like(self.network.byte_s)
+        np.add.at(loads, (a, b), shard * self.network.byte_s[a, b])
+        return float(loads.max() + 2 * self.network.latency[a, b].max())
 
 
 def share_out(times: Sequence[tuple[float, float]], micro_batches: int) -> tuple[int, ...]:

@@ -5,9 +5,8 @@ micro-batches of work w in a step of T seconds; all of them together M. So
 
     T >= w / fastest + (M - R) w / sum(S)
 
-and the averaging comes on top: some replica has at most N / R devices, so one of them holds at least R / N of the
-gradients, and exchanges them with R - 1 others in shards or around a ring, each message over no better link than the
-fleet's best.
+and the averaging comes on top: whatever the collective, it has two rounds at least, and all members of a group of R
+together send 2 (R - 1) times what they sum, which at best spreads over all N (N - 1) links.
 """
 
 from __future__ import annotations
@@ -25,8 +24,8 @@ def replicas_bound_s(network: Network, blocks: Blocks, micro_batches: int, gradi
         return float("inf")
     count = np.arange(2, most + 1)
     work, other = float(blocks.work[-1]), ~np.eye(len(network.names), dtype=bool)
-    shard_s = gradient_bytes / len(network.names) * float(network.byte_s[other].min())
-    averaging = 2 * (count - 1) * (float(network.latency[other].min()) + shard_s)
+    link_s = 2 * (count - 1) * gradient_bytes / other.sum() * float(network.byte_s[other].min())
+    averaging = np.maximum(2 * float(network.latency[other].min()), link_s)
     compute = work / float(network.speed.max()) + (micro_batches - count) * work / float(network.speed.sum())
     return float((compute + averaging).min())
 

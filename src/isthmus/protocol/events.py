@@ -49,6 +49,27 @@ class Computed(Event, frozen=True, kw_only=True):
     micro_batch: int
 
 
+class PartsArrived(Event, frozen=True, kw_only=True):
+    """What worker `source` sends in a round of a group's sum is here, whole."""
+
+    group: int
+    round: int
+    source: int
+    item: int
+
+
+class Filled(Event, frozen=True, kw_only=True):
+    """The buffers of the item's groups hold what this worker adds to their sums."""
+
+    item: int
+
+
+class Taken(Event, frozen=True, kw_only=True):
+    """The sums are where the engine uses them."""
+
+    item: int
+
+
 class Collected(Event, frozen=True, kw_only=True):
     """The item's gradients are final on this stage and their norms known."""
 
@@ -85,6 +106,36 @@ class Send(msgspec.Struct, frozen=True):
     micro_batch: int = -1
 
 
+class SendParts(msgspec.Struct, frozen=True):
+    """Send worker `target` its parts of a group's buffer in this round."""
+
+    group: int
+    round: int
+    target: int
+    item: int
+
+
+class Merge(msgspec.Struct, frozen=True):
+    """All parts of the round are here: add them to the group's buffer, or put them in their places."""
+
+    group: int
+    round: int
+    item: int
+
+
+class Fill(msgspec.Struct, frozen=True):
+    """Fill the buffers of these groups: with summed gradients, or with weighted parameters."""
+
+    item: int
+    groups: tuple[int, ...]
+
+
+class Take(msgspec.Struct, frozen=True):
+    """Use the sums in the buffers."""
+
+    item: int
+
+
 class Collect(msgspec.Struct, frozen=True):
     """Scale the summed gradients, add those of shared parameters, compute norms."""
 
@@ -113,8 +164,8 @@ class Stop(msgspec.Struct, frozen=True):
     """Leave."""
 
 
-WorkerEvent = Opened | Arrived | Computed | Collected | Updated | Saved | Halted
-WorkerInstruction = Compute | Send | Collect | Update | Save | Report | Stop
+WorkerEvent = Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | Halted
+WorkerInstruction = Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | Report | Stop
 
 
 # To the coordinator

@@ -2,25 +2,87 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
+
+import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan.plan import Replica
+from isthmus.plan.collective import Message, Round, rounds
+from isthmus.plan.plan import Plan, Replica
+from isthmus.protocol.exchange import GroupView
 from isthmus.protocol.worker import StageView
 
 Pair = tuple[int, int]
 Neighbours = dict[int, tuple[int, ...]]
 
 
+def plan_views(
+    plan: Plan, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
+) -> tuple[StageView, ...]:
+    """The views of all workers: the stages of all replicas, one replica after another.
+
+    `clips`: gradient norms are exchanged before each update. `counts`: the loss is a sum over a count.
+    `eval_edges` are the (source, target) pairs of workers that activations take in an evaluation; without it, those of
+    training. Raises `UserError` for a plan whose stages, edges, limits and groups do not fit together.
+    """
+    pairs = None if eval_edges is None else list(eval_edges)
+    found: list[StageView] = []
+    for replica in plan.replicas:
+        first = len(found)
+        inside = range(first, first + len(replica.stages))
+        edges = None if pairs is None else [(a - first, b - first) for a, b in pairs if a in inside]
+        views = stage_views(replica, clips=clips, counts=counts, eval_edges=edges)
+        found += [_shifted(view, first) for view in views]
+    groups = _groups(plan)
+    return tuple(
+        msgspec.structs.replace(
+            view, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period
+        )
+        for view in found
+    )
+
+
+def _shifted(view: StageView, first: int) -> StageView:
+    """The view with workers' numbers in place of its replica's stages."""
+    neighbours = (
+        "forward_from", "forward_to", "backward_from", "backward_to", "eval_from", "eval_to", "lends_to", "borrows_from"
+    )  # fmt: skip
+    moved = {name: tuple(first + s for s in getattr(view, name)) for name in neighbours}
+    return msgspec.structs.replace(view, stage=first + view.stage, first=first, **moved)
+
+
+def _groups(plan: Plan) -> dict[int, tuple[GroupView, ...]]:
+    """Each worker's groups."""
+    workers = {device: worker for worker, device in enumerate(plan.devices)}
+    found: dict[int, tuple[GroupView, ...]] = {}
+    for number, group in enumerate(plan.sync.groups):
+        if unknown := [d for d in group.devices if d not in workers]:
+            raise UserError(f"plan: sync: group {number}: got device {unknown[0]!r}, expected one that has a stage")
+        if not group.iterations or max(group.iterations) >= plan.sync.period:
+            raise UserError(
+                f"plan: sync: group {number}: iterations: got {list(group.iterations)}, "
+                f"expected some of 0..{plan.sync.period - 1}"
+            )
+        members = [workers[d] for d in group.devices]
+        for member, its in zip(members, rounds(group.collective, len(members)), strict=True):
+            view = GroupView(
+                group=number, rounds=tuple(_among(r, members) for r in its), iterations=group.iterations
+            )
+            found[member] = (*found.get(member, ()), view)
+    return found
+
+
+def _among(r: Round, members: Sequence[int]) -> Round:
+    def named(messages: tuple[Message, ...]) -> tuple[Message, ...]:
+        return tuple(Message(members[m.other], m.parts) for m in messages)
+
+    return Round(sends=named(r.sends), receives=named(r.receives), adds=r.adds)
+
+
 def stage_views(
     replica: Replica, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
 ) -> tuple[StageView, ...]:
-    """The views of a replica's stages, in order.
-
-    `clips`: gradient norms are exchanged before each update. `counts`: the loss is a sum over a count.
-    `eval_edges` are the (source, target) pairs that activations take in an evaluation; without it, those of training.
-    Raises `UserError` for a replica whose stages, edges and limits do not fit together.
-    """
+    """The views of one replica's stages, in order. See `plan_views`."""
     forward = [(e.source, e.target) for e in replica.edges]
     evaluation = forward if eval_edges is None else list(eval_edges)
     shared = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import itertools
+from collections.abc import Iterator, Sequence
 from typing import Literal
 
 import msgspec
@@ -21,6 +22,35 @@ class Item(msgspec.Struct, frozen=True, kw_only=True):
     """Train: the step's number, from 0. Eval and save: how many steps came before."""
     first_sample: int = 0
     micro_batches: int = 0
+    first_micro_batch: int = 0
+    """Of the step's, the number of this item's first: a replica's item is a part of everybody's."""
+
+
+class Share(msgspec.Struct, frozen=True, kw_only=True):
+    """A replica's part of every item: of each step's `of` micro-batches, `count` from number `first` on."""
+
+    first: int
+    count: int
+    of: int
+    micro_batch_size: int
+
+    def part(self, item: Item) -> Item:
+        """What the replica does of an item. Of a shorter item, an evaluation's, it does about the same part."""
+        first = self.first * item.micro_batches // self.of
+        last = (self.first + self.count) * item.micro_batches // self.of
+        return msgspec.structs.replace(
+            item, first_sample=item.first_sample + first * self.micro_batch_size,
+            micro_batches=last - first, first_micro_batch=first,
+        )  # fmt: skip
+
+
+def shares(counts: Sequence[int], micro_batch_size: int) -> tuple[Share, ...]:
+    """The parts of replicas with so many micro-batches of each step."""
+    starts = itertools.accumulate(counts, initial=0)
+    return tuple(
+        Share(first=first, count=count, of=sum(counts), micro_batch_size=micro_batch_size)
+        for first, count in zip(starts, counts, strict=False)
+    )
 
 
 class RunSpec(msgspec.Struct, frozen=True, kw_only=True):

@@ -6,8 +6,10 @@ The life of a training item on one stage, with what must have arrived before eac
     activations of micro-batch m ─────────┴─► F(m) ─► send activations
     gradients of micro-batch m ─────────────► B(m) ─► send gradients
     all B done ─► send gradients of borrowed parameters
-    their users' gradients, the loss count ─► collect ─► send norms
-    everyone's norms ─► update ─► report ─► next item
+    their users' gradients, the loss count ─► (sum gradients with other replicas) ─► collect ─► send norms
+    everyone's norms ─► update ─► (or average parameters with other replicas) ─► report ─► next item
+
+A sum with other replicas: fill the buffers ─► exchange (see `exchange`) ─► take the sums.
 
 The compute lane does one thing at a time. Whenever it is idle the ready tasklet of highest priority starts:
 backward before forward, then the lowest micro-batch. A late parcel delays only what depends on it.
@@ -21,34 +23,47 @@ from typing import Literal
 import msgspec
 
 from isthmus.errors import InternalError
+from isthmus.plan import Averages
 from isthmus.protocol.events import (
     Arrived,
     Collect,
     Collected,
     Compute,
     Computed,
+    Fill,
+    Filled,
     Halted,
     Opened,
     Parcel,
+    PartsArrived,
     Report,
     Save,
     Saved,
     Send,
     Stop,
+    Take,
+    Taken,
     Update,
     Updated,
     Work,
     WorkerEvent,
     WorkerInstruction,
 )
+from isthmus.protocol.exchange import Exchange, GroupView
 from isthmus.protocol.work import Item
 
 
 class StageView(msgspec.Struct, frozen=True, kw_only=True):
-    """What a worker must know of its stage: its neighbours, by stage number, and its limits."""
+    """What a worker must know of its stage: its neighbours and its limits.
+
+    Stages are numbered through all replicas, so a number names one worker.
+    """
 
     stage: int
     stages: int
+    """Of its replica."""
+    first: int = 0
+    """Its replica's first."""
     in_flight: int
     """Micro-batches that may be between their forward and their backward here."""
     forward_from: tuple[int, ...]
@@ -67,13 +82,28 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """The loss is a sum over a count that only the loss's stage knows."""
     clips: bool = False
     """Gradient norms are exchanged before the update."""
+    groups: tuple[GroupView, ...] = ()
+    """Sums with workers of other replicas."""
+    averages: Averages = "gradients"
+    period: int = 1
+    """Steps after which the groups' iterations start again."""
 
     @property
     def others(self) -> tuple[int, ...]:
-        return tuple(s for s in range(self.stages) if s != self.stage)
+        """The other stages of its replica."""
+        return tuple(s for s in range(self.first, self.first + self.stages) if s != self.stage)
+
+    @property
+    def partners(self) -> frozenset[int]:
+        """Workers of other replicas with which it exchanges parts."""
+        rounds = (r for group in self.groups for r in group.rounds)
+        return frozenset(m.other for r in rounds for m in (*r.sends, *r.receives))
 
 
-Phase = Literal["idle", "tasklets", "gathering", "collecting", "clipping", "updating", "saving", "halted"]
+Phase = Literal[
+    "idle", "tasklets", "gathering", "filling", "averaging", "taking", "collecting", "clipping", "updating", "saving",
+    "halted",
+]  # fmt: skip
 
 
 class WorkerStatistics(msgspec.Struct, frozen=True):
@@ -101,6 +131,7 @@ class Worker:
         self._waiting_backward: list[int] = []
         self._backwards = 0
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
+        self._exchange = Exchange(view.groups)
         self._stale = 0
 
     def statistics(self) -> WorkerStatistics:
@@ -120,15 +151,23 @@ class Worker:
                 self._leases.append(item)
             case Arrived(parcel=parcel, source=source, item=item, micro_batch=micro_batch):
                 self._arrived.setdefault((parcel, item, micro_batch), set()).add(source)
+            case PartsArrived():
+                out += self._exchange.arrived(event)
             case Computed(work=work, micro_batch=micro_batch):
                 self._computed(work, micro_batch, out)
+            case Filled(item=item):
+                self._expect("filling", "averaging", item)
+                out += self._exchange.start(item, self._due())
+            case Taken(item=item):
+                self._expect("taking", "idle", item)
+                self._taken(item, out)
             case Collected(item=item):
                 self._expect("collecting", "clipping", item)
                 if self.view.clips:
                     out += [Send("norms", s, item) for s in self.view.others]
             case Updated(item=item):
                 self._expect("updating", "idle", item)
-                self._finish(item, out)
+                self._updated(item, out)
             case Saved(item=item):
                 self._expect("saving", "idle", item)
                 self._finish(item, out)
@@ -163,6 +202,24 @@ class Worker:
         else:
             out += [Send("forward", s, item, micro_batch) for s in self.view.eval_to]
 
+    def _updated(self, item: int, out: list[WorkerInstruction]) -> None:
+        if self.view.averages == "parameters" and (due := self._due()):
+            self._start("filling", Fill(item, due), out)
+        else:
+            self._finish(item, out)
+
+    def _taken(self, item: int, out: list[WorkerInstruction]) -> None:
+        if self.view.averages == "gradients":
+            self._start("collecting", Collect(item), out)
+        else:
+            self._finish(item, out)
+
+    def _due(self) -> tuple[int, ...]:
+        """Groups that are summed in the item's step."""
+        assert self._item is not None, "sums belong to an item"
+        iteration = self._item.step % self.view.period
+        return tuple(g.group for g in self.view.groups if iteration in g.iterations)
+
     def _advance(self, out: list[WorkerInstruction]) -> None:
         """Move on as far as what has arrived allows, until the compute lane has something to do."""
         if self._phase == "idle" and self._leases:
@@ -170,7 +227,13 @@ class Worker:
         if self._phase == "tasklets":
             self._pick(out)
         if self._phase == "gathering" and not self._busy and self._gathered():
-            self._start("collecting", Collect(self._index), out)
+            due = self._due() if self.view.averages == "gradients" else ()
+            if due:
+                self._start("filling", Fill(self._index, due), out)
+            else:
+                self._start("collecting", Collect(self._index), out)
+        if self._phase == "averaging" and not self._exchange.busy:
+            self._start("taking", Take(self._index), out)
         if self._phase == "clipping" and (not self.view.clips or self._has("norms", self._index, self.view.others)):
             self._start("updating", Update(self._index), out)
 

@@ -10,7 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from isthmus.cost import Placement, Problem
-from isthmus.plan import Plan, Replica
+from isthmus.plan import Plan, Replica, Sync, SyncGroup
 from isthmus.report.what_if import Change, improvements, placements, with_device
 from isthmus.units import format_bandwidth, format_duration, format_size
 
@@ -158,12 +158,17 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
 def _links(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterator[str]:
     lines = [line for pair in zip(placed, plan.replicas, strict=True) for line in _crossings(problem, *pair)]
     lines += [
-        f"{', '.join(group.devices)} average {format_size(group.size_bytes)} of gradients, once per step"
-        for group in plan.sync
+        f"{', '.join(group.devices)} sum {format_size(group.size_bytes)} of {plan.sync.averages} "
+        f"({group.collective.kind}), {_often(plan.sync, group)}"
+        for group in plan.sync.groups
     ]
     yield from lines[:MOST_CROSSINGS]
     if len(lines) > MOST_CROSSINGS:
         yield f"... and {len(lines) - MOST_CROSSINGS} more"
+
+
+def _often(sync: Sync, group: SyncGroup) -> str:
+    return "once per step" if sync.period == 1 else f"in {len(group.iterations)} of {sync.period} steps"
 
 
 def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterator[str]:

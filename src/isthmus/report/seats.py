@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Mapping
 from typing import NamedTuple
 
 from matplotlib.colors import LinearSegmentedColormap
 
+from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
 from isthmus.plan import Plan
 
@@ -76,9 +78,7 @@ def uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[Use]:
             for user in shared.users:
                 add(names[shared.owner], names[user], shared.size_bytes, "a shared parameter per step")
                 add(names[user], names[shared.owner], shared.size_bytes, "a shared parameter's gradient per step")
-    for group in plan.sync:
-        for a in group.devices:
-            for b in group.devices:
-                if a != b:
-                    add(a, b, group.size_bytes / len(group.devices), "a shard of the average per step")
+    for group in plan.sync.groups:
+        for a, b, size_bytes in itertools.chain.from_iterable(messages(group)):
+            add(a, b, size_bytes, f"of {plan.sync.averages} that are summed")
     return list(found.values())

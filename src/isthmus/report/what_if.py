@@ -8,7 +8,7 @@ from dataclasses import replace
 
 import msgspec
 
-from isthmus.cost import Layout, Placement, Problem, build_replicas, in_flight_limits, place
+from isthmus.cost import Layout, Placement, Problem, build_replicas, in_flight_limits, layouts_of, place
 from isthmus.cost.assemble import memory_allows
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
@@ -31,13 +31,6 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
     step_s: float
     saved: float
     """Of the step, 0 to 1; below 0 where it would take longer."""
-
-
-def layouts_of(plan: Plan) -> list[Layout]:
-    return [
-        Layout(tuple(s.device for s in r.stages), tuple(s.first for s in r.stages[1:]), r.micro_batches)
-        for r in plan.replicas
-    ]
 
 
 def placements(problem: Problem, plan: Plan) -> list[Placement]:
@@ -141,7 +134,7 @@ def _pairs(plan: Plan) -> list[tuple[str, str]]:
         ends = [(e.source, e.target) for e in replica.edges]
         ends += [(p.owner, user) for p in replica.shared for user in p.users]
         found.update(dict.fromkeys((names[min(pair)], names[max(pair)]) for pair in ends))
-    for group in plan.sync:
+    for group in plan.sync.groups:
         found.update(dict.fromkeys(itertools.combinations(group.devices, 2)))
     return list(found)
 

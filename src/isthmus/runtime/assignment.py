@@ -8,11 +8,12 @@ from isthmus.data import DataSpec
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
 from isthmus.protocol import StageView
+from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
-    """Another stage's device: where it listens, and the link to it."""
+    """Another stage's device, of this replica or of another one: where it listens, and the link to it."""
 
     stage: int
     device: str
@@ -30,6 +31,16 @@ class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     flops_per_s: float
     flops_forward: int
     flops_backward: int
+
+
+class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
+    """What this stage adds to the sum of one group."""
+
+    group: int
+    parameters: tuple[str, ...]
+    """Op names."""
+    elements: int
+    """Of the group's buffer."""
 
 
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +61,13 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Whether held-out data are needed at all."""
     neighbours: tuple[Neighbour, ...] = ()
     emulation: Emulation | None = None
-    norm_positions: tuple[tuple[int, ...], ...] = ()
-    """For each stage, where its trainable parameters stand in the module's own order."""
+    norm_positions: dict[int, tuple[int, ...]] = {}
+    """For each stage of the replica, where its trainable parameters stand in the module's own order."""
+    share: Share
+    """The replica's part of every item."""
+    groups: tuple[GroupShare, ...] = ()
+    saves: tuple[str, ...] | None = None
+    """Of a checkpoint, what this stage gives: these names; None for its whole state."""
     threads: int = 1
     patience_s: float = 60.0
     trace: bool = True

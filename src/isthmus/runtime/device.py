@@ -26,7 +26,7 @@ from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
 from isthmus.protocol.events import Halted, Opened
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.channel import SocketChannel, dial
-from isthmus.runtime.executor import Done, Executor, expected_parcels
+from isthmus.runtime.executor import Done, Executor, expected_parcels, expected_parts
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.links import Links, connect
 from isthmus.runtime.messages import (
@@ -166,7 +166,9 @@ def _set_up(control: _Control, listener: socket.socket) -> Executor:
     values = {h.name: t for h, t in zip(weights.tensors, tensors, strict=True)}
     engine = TorchEngine(assignment.train, assignment.evaluation, assignment.engine, values)
     executor = Executor(assignment, engine, data, control.inbox, control.report)
-    executor.links = Links(assignment, channels, expected_parcels(assignment), control.inbox, executor.record)
+    executor.links = Links(
+        assignment, channels, expected_parcels(assignment), expected_parts(assignment), control.inbox, executor.record
+    )
     return executor
 
 

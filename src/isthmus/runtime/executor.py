@@ -7,7 +7,7 @@ import queue
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -22,14 +22,21 @@ from isthmus.protocol.events import (
     Collected,
     Compute,
     Computed,
+    Fill,
+    Filled,
     Halted,
+    Merge,
     Opened,
     Parcel,
+    PartsArrived,
     Report,
     Save,
     Saved,
     Send,
+    SendParts,
     Stop,
+    Take,
+    Taken,
     Update,
     Updated,
     WorkerEvent,
@@ -41,6 +48,7 @@ from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.links import Links, Signature
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
+from isthmus.training.sums import GroupBuffer
 
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
@@ -97,6 +105,12 @@ class Executor:
         self._items: dict[int, Item] = {}
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
+        self._count: float | None = None
+        """Of the item's loss: this replica's, or after a sum of gradients that of all."""
+        averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
+        self._buffers = {g.group: GroupBuffer(engine, g.parameters, averages, share) for g in assignment.groups}
+        self._rounds = {g.group: g.rounds for g in assignment.view.groups}
+        self._summing: tuple[int, ...] = ()
         self._state: dict[str, Tensor] = {}
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
@@ -130,8 +144,9 @@ class Executor:
             if isinstance(found, Exception):
                 raise found
             if isinstance(found, Opened):
+                found = Opened(item=self.assignment.share.part(found.item), epoch=found.epoch)
                 self._items[found.item.index] = found.item
-            if isinstance(found, Opened | Arrived | Halted):
+            if isinstance(found, Opened | Arrived | PartsArrived | Halted):
                 return found
 
     def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
@@ -144,6 +159,16 @@ class Executor:
                 return Computed(work=instruction.work, item=instruction.item, micro_batch=instruction.micro_batch)
             case Send():
                 self._send(instruction)
+            case SendParts():
+                self._send_parts(instruction)
+            case Merge():
+                self._merge(instruction)
+            case Fill(item=item, groups=groups):
+                self._fill(item, groups)
+                return Filled(item=item)
+            case Take(item=item):
+                self._take()
+                return Taken(item=item)
             case Collect(item=item):
                 self._collect(item)
                 return Collected(item=item)
@@ -151,7 +176,8 @@ class Executor:
                 self._update(item)
                 return Updated(item=item)
             case Save(item=item):
-                self._state = {k: v.detach().clone() for k, v in self.engine.state().items()}
+                state, wanted = self.engine.state(), self.assignment.saves
+                self._state = {k: v.detach().clone() for k, v in state.items() if wanted is None or k in wanted}
                 return Saved(item=item)
             case Report(item=item):
                 self._finish(item)
@@ -161,18 +187,17 @@ class Executor:
 
     def _forward(self, work: Compute) -> None:
         training = work.work == "F"
+        item = self._items[work.item]
+        number = item.first_micro_batch + work.micro_batch
         stage = self.assignment.train if training else self.assignment.evaluation
         self._take_shared(work.item)
-        inputs = self._columns(stage, self._items[work.item], work.micro_batch)
+        inputs = self._columns(stage, item, work.micro_batch)
         view = self.assignment.view
         for source in view.forward_from if training else view.eval_from:
             tensors = self.links.take("forward", source, work.item, work.micro_batch)
             inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
         start_s = time.monotonic()
-        if training:
-            out = self.engine.forward(self._items[work.item].step, work.micro_batch, inputs)
-        else:
-            out = self.engine.evaluate(work.micro_batch, inputs)
+        out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
         self._stretch(work, start_s)
         for target in view.forward_to if training else view.eval_to:
             crossing = sent_spec(stage, target)
@@ -187,7 +212,8 @@ class Executor:
             tensors = self.links.take("backward", target, work.item, work.micro_batch)
             arrived.append(dict(zip(due, tensors, strict=True)))
         start_s = time.monotonic()
-        gradients = self.engine.backward(work.micro_batch, arrived)
+        number = self._items[work.item].first_micro_batch + work.micro_batch
+        gradients = self.engine.backward(number, arrived)
         self._stretch(work, start_s)
         for source in view.backward_to:
             due = [c.value for c in received_spec(stage, source) if c.gradient]
@@ -256,18 +282,53 @@ class Executor:
                 tensors = {"norms": self._norms}
         self.links.send(send, tensors, number)
 
+    def _gather(self, item: int) -> None:
+        """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""
+        view = self.assignment.view
+        if view.counts:
+            source = next((s for s in view.others if self.links.holds("count", s, item)), None)
+            self._count = self.engine.count if source is None else self.links.take_number("count", source, item)
+        for user in sorted(view.lends_to, reverse=True):
+            names = [n for n, users in self.assignment.train.lends.items() if user in users]
+            arrived = self.links.take("shared_gradient", user, item)
+            self.engine.add_gradients(dict(zip(names, arrived, strict=True)))
+
+    def _fill(self, item: int, groups: Sequence[int]) -> None:
+        start_s = time.monotonic()
+        if self.assignment.view.averages == "gradients":
+            self._gather(item)
+        self._summing = tuple(groups)
+        for group in groups:
+            self._buffers[group].fill(self._count or 0.0)
+        self._span("fill", start_s, item)
+
+    def _send_parts(self, send: SendParts) -> None:
+        flat = self._buffers[send.group].flat
+        (message,) = (m for m in self._rounds[send.group][send.round].sends if m.other == send.target)
+        first, last = message.parts.span(flat.numel())
+        self.links.send_parts(send, flat[first:last])
+
+    def _merge(self, merge: Merge) -> None:
+        flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
+        for message in sorted(turn.receives, key=lambda m: m.other):
+            first, last = message.parts.span(flat.numel())
+            arrived = self.links.take_parts(merge.group, merge.round, message.other, merge.item).to(flat.device)
+            if turn.adds:
+                flat[first:last] += arrived
+            else:
+                flat[first:last] = arrived
+
+    def _take(self) -> None:
+        counts = [self._buffers[group].take() for group in self._summing]
+        if self.assignment.view.counts and self.assignment.view.averages == "gradients":
+            self._count = counts[0]
+
     def _collect(self, item: int) -> None:
         start_s = time.monotonic()
         view = self.assignment.view
-        count: float | None = None
-        if view.counts:
-            source = next((s for s in view.others if self.links.holds("count", s, item)), None)
-            count = self.engine.count if source is None else self.links.take_number("count", source, item)
-        shared: list[dict[str, Tensor]] = []
-        for user in sorted(view.lends_to, reverse=True):
-            names = [n for n, users in self.assignment.train.lends.items() if user in users]
-            shared.append(dict(zip(names, self.links.take("shared_gradient", user, item), strict=True)))
-        self._norms = self.engine.collect(count, shared)
+        if not (view.groups and view.averages == "gradients"):
+            self._gather(item)
+        self._norms = self.engine.collect(self._count)
         self._span("collect", start_s, item)
 
     def _update(self, item: int) -> None:
@@ -277,10 +338,10 @@ class Executor:
         if view.clips:
             assert self._norms is not None, "norms are known after collect"
             positions = self.assignment.norm_positions
-            norms = torch.zeros(sum(len(p) for p in positions))
-            for stage in range(view.stages):
+            norms = torch.zeros(sum(len(p) for p in positions.values()))
+            for stage, where in positions.items():
                 told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
-                norms[list(positions[stage])] = told
+                norms[list(where)] = told
         self.engine.update(self._items[item].step, norms)
         self._span("update", start_s, item)
 
@@ -303,6 +364,17 @@ class Executor:
 def label(ref: Ref) -> str:
     """How a value is called in a frame."""
     return f"{ref.op}:{ref.index}"
+
+
+def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
+    """Elements that may arrive in the sums, by group, round and source."""
+    sizes = {share.group: share.elements for share in assignment.groups}
+    return {
+        (group.group, number, message.other): message.parts.count(sizes[group.group])
+        for group in assignment.view.groups
+        for number, turn in enumerate(group.rounds)
+        for message in turn.receives
+    }
 
 
 def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:

@@ -17,7 +17,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.channel import Channel, frame
-from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage
+from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage, PartsMessage
 from isthmus.runtime.shaping import ShapedLink
 from isthmus.training.layout import pack
 
@@ -171,7 +171,7 @@ class SendLane:
         return None
 
     def _admit(self, entry: _Entry) -> bool:
-        if self._credits is None or not isinstance(entry.message, ParcelMessage):
+        if self._credits is None or not isinstance(entry.message, ParcelMessage | PartsMessage):
             return True
         if not self._credits.take(entry.size_bytes()):
             entry.blocked_s = entry.blocked_s or time.monotonic()

@@ -7,20 +7,23 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Literal
 
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.protocol.events import Arrived, Parcel, Send
+from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
 from isthmus.runtime.assignment import Assignment, Neighbour
 from isthmus.runtime.channel import SocketChannel, dial
 from isthmus.runtime.lanes import Credits, Departure, SendLane
-from isthmus.runtime.messages import AnyMessage, Credit, Hello, ParcelMessage
+from isthmus.runtime.messages import AnyMessage, Credit, Hello, ParcelMessage, PartsMessage
 from isthmus.trace import Span
 from isthmus.training.layout import header_of
 
-Key = tuple[Parcel, int, int, int]
-"""Parcel, the other stage, item, micro-batch."""
+AVERAGE: Literal["average"] = "average"
+"""How parts of a sum are called in a trace."""
+Key = tuple[Parcel | Literal["average"], int, int, int, int]
+"""Parcel, the other stage, item, micro-batch and -1; of a sum's parts, group and round."""
 Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
 """Name, dtype and shape of each tensor of a parcel."""
 
@@ -33,12 +36,15 @@ class Links:
         assignment: Assignment,
         channels: Mapping[int, SocketChannel],
         expected: Mapping[tuple[Parcel, int], frozenset[Signature]],
+        parts: Mapping[tuple[int, int, int], int],
         inbox: queue.SimpleQueue[object],
         spans: Callable[[Span], None],
     ) -> None:
-        """`expected` lists what may arrive: anything else is refused before it is allocated."""
+        """`expected` lists what may arrive, `parts` how many elements by (group, round, stage): anything else is
+        refused before it is allocated."""
         self._run, self._epoch = assignment.run, assignment.epoch
         self._expected = expected
+        self._parts = parts
         self._inbox = inbox
         self._spans = spans
         self._stage = assignment.view.stage
@@ -57,10 +63,11 @@ class Links:
     def _lane(self, neighbour: Neighbour) -> SendLane:
         def departed(departure: Departure) -> None:
             message = departure.message
-            if isinstance(message, ParcelMessage):
+            if isinstance(message, ParcelMessage | PartsMessage):
+                name, micro_batch = _called(message)
                 self._spans(Span(
-                    device=self._assignment.device, track="send", name=message.parcel, start_s=departure.start_s,
-                    end_s=departure.end_s, step=message.item, micro_batch=message.micro_batch,
+                    device=self._assignment.device, track="send", name=name, start_s=departure.start_s,
+                    end_s=departure.end_s, step=message.item, micro_batch=micro_batch,
                     size_bytes=departure.size_bytes, wire_bytes=departure.wire_bytes, other=neighbour.device,
                 ))  # fmt: skip
 
@@ -78,12 +85,27 @@ class Links:
         )  # fmt: skip
         self._lanes[what.target].put(message, list(tensors.values()))
 
+    def send_parts(self, what: SendParts, stretch: Tensor) -> None:
+        """Hand a stretch of a sum's buffer to the link's send lane."""
+        message = PartsMessage(
+            run=self._run, epoch=self._epoch, group=what.group, round=what.round, source=self._stage, item=what.item,
+            tensors=(header_of(AVERAGE, stretch),),
+        )  # fmt: skip
+        self._lanes[what.target].put(message, [stretch])
+
     def holds(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> bool:
-        return (parcel, source, item, micro_batch) in self._tensors
+        return (parcel, source, item, micro_batch, -1) in self._tensors
 
     def take(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> list[Tensor]:
         """The tensors of a parcel that has arrived; its bytes are granted to the sender again."""
-        tensors = self._tensors.pop((parcel, source, item, micro_batch))
+        return self._taken((parcel, source, item, micro_batch, -1))
+
+    def take_parts(self, group: int, turn: int, source: int, item: int) -> Tensor:
+        """What a stage of another replica sent in this round of a sum."""
+        return self._taken((AVERAGE, source, item, group, turn))[0]
+
+    def _taken(self, key: Key) -> list[Tensor]:
+        tensors, source = self._tensors.pop(key), key[1]
         owed = self._owed.get(source, 0) + sum(t.numel() * t.element_size() for t in tensors)
         if 4 * owed >= self._names[source].window_bytes:
             self._lanes[source].put(Credit(run=self._run, epoch=self._epoch, size_bytes=owed))
@@ -92,8 +114,8 @@ class Links:
         return tensors
 
     def take_number(self, parcel: Parcel, source: int, item: int) -> float:
-        self._tensors.pop((parcel, source, item, -1))
-        return self._numbers.pop((parcel, source, item, -1))
+        self._tensors.pop((parcel, source, item, -1, -1))
+        return self._numbers.pop((parcel, source, item, -1, -1))
 
     def _receive(self, stage: int) -> None:
         """The receive lane of one link. This is where a micro-batch enters a device."""
@@ -110,20 +132,33 @@ class Links:
         if isinstance(message, Credit):
             self._credits[stage].give(message.size_bytes)
             return
-        if not isinstance(message, ParcelMessage) or message.source != stage:
+        if not isinstance(message, ParcelMessage | PartsMessage) or message.source != stage:
             raise PeerError(f"{channel.other}: sent {type(message).__name__} on the link of stage {stage}")
-        key = (message.parcel, stage, message.item, message.micro_batch)
         if message.epoch == self._epoch:
-            self._tensors[key] = list(tensors)
-            self._numbers[key] = message.number
+            self._keep(message, tensors)
+        name, micro_batch = _called(message)
         self._spans(Span(
-            device=self._assignment.device, track="receive", name=message.parcel, start_s=channel.began_s,
-            end_s=time.monotonic(), step=message.item, micro_batch=message.micro_batch,
+            device=self._assignment.device, track="receive", name=name, start_s=channel.began_s,
+            end_s=time.monotonic(), step=message.item, micro_batch=micro_batch,
             size_bytes=sum(h.nbytes for h in message.tensors), other=self._names[stage].device,
         ))  # fmt: skip
-        self._inbox.put(Arrived(
-            parcel=message.parcel, source=stage, item=message.item, micro_batch=message.micro_batch, epoch=message.epoch
-        ))  # fmt: skip
+        if isinstance(message, PartsMessage):
+            self._inbox.put(PartsArrived(
+                group=message.group, round=message.round, source=stage, item=message.item, epoch=message.epoch
+            ))  # fmt: skip
+        else:
+            self._inbox.put(Arrived(
+                parcel=message.parcel, source=stage, item=message.item, micro_batch=message.micro_batch,
+                epoch=message.epoch,
+            ))  # fmt: skip
+
+    def _keep(self, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, PartsMessage):
+            self._tensors[AVERAGE, message.source, message.item, message.group, message.round] = list(tensors)
+        else:
+            key = (message.parcel, message.source, message.item, message.micro_batch, -1)
+            self._tensors[key] = list(tensors)
+            self._numbers[key] = message.number
 
     def _guard(self, message: AnyMessage) -> None:
         if message.run != self._run:
@@ -132,6 +167,11 @@ class Links:
             signature = tuple((h.name, h.dtype, h.shape) for h in message.tensors)
             if signature not in self._expected.get((message.parcel, message.source), frozenset()):
                 raise PeerError(f"stage {message.source} sent {message.parcel} {signature}, not in the plan")
+        elif isinstance(message, PartsMessage):
+            where = (message.group, message.round, message.source)
+            stated = [(h.dtype, h.shape) for h in message.tensors]
+            if stated != [("float32", (self._parts.get(where, -1),))]:
+                raise PeerError(f"stage {message.source} sent parts {where} as {stated}, not in the plan")
         elif message.tensors:
             raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
 
@@ -146,6 +186,11 @@ class Links:
             lane.close()
         for channel in self._channels.values():
             channel.close()
+
+
+def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
+    """Name and micro-batch of a span."""
+    return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
 
 
 def connect(assignment: Assignment, listener: socket.socket) -> dict[int, SocketChannel]:

@@ -41,6 +41,15 @@ class ParcelMessage(Message, frozen=True, kw_only=True):
     """The value of a `count` parcel."""
 
 
+class PartsMessage(Message, frozen=True, kw_only=True):
+    """In one round of a group's sum: a stretch of the buffer, as one tensor."""
+
+    group: int
+    round: int
+    source: int
+    item: int
+
+
 class Credit(Message, frozen=True, kw_only=True):
     """The receiver has taken this many bytes out of its buffers: the sender may send as many more."""
 
@@ -104,6 +113,6 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 
 
 AnyMessage = (
-    Hello | ParcelMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
+    Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
     | AssignMessage | Weights | OpenMessage | HaltMessage
 )  # fmt: skip

@@ -2,15 +2,17 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import msgspec
 
 from isthmus.errors import UserError
 from isthmus.graph import Flow, StageGraph, assign, partition
 from isthmus.graph.align import align
 from isthmus.graph.capture import Captured
-from isthmus.plan import Plan
+from isthmus.plan import Plan, Replica
 from isthmus.protocol import StageView
-from isthmus.protocol.views import stage_views
+from isthmus.protocol.views import plan_views
 
 
 class StagePair(msgspec.Struct, frozen=True):
@@ -47,24 +49,39 @@ def refuse_compression(plan: Plan, source: str = "plan") -> None:
 
 
 def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePair, ...]:
-    """The stages of the plan's only replica. UserError when the plan was made for another graph."""
+    """The stages of all replicas, as workers are counted. UserError when the plan was made for another graph."""
     flow, eval_flow = Flow(captured.train), Flow(captured.eval)
-    if plan.stages[-1].last != len(flow.operators) - 1:
-        raise UserError(
-            f"plan: covers operators 0..{plan.stages[-1].last}, the model has 0..{len(flow.operators) - 1}: "
-            "it was made for another model"
-        )
-    stage_of = assign(flow, plan.boundaries())
-    train = partition(flow, stage_of)
-    evaluation = partition(eval_flow, align(flow, eval_flow, stage_of))
-    evaluation += tuple(_empty(k) for k in range(len(evaluation), len(train)))
-    _check_parameters(train, evaluation)
+    train: list[StageGraph] = []
+    evaluation: list[StageGraph] = []
+    for replica in plan.replicas:
+        ours, theirs = _cut(replica, flow, eval_flow, first=len(train))
+        train += ours
+        evaluation += theirs
     edges = {(c.source, c.target) for stage in evaluation for c in stage.sends}
-    views = stage_views(plan.replica, clips=clips, counts=captured.train.count is not None, eval_edges=sorted(edges))
+    views = plan_views(plan, clips=clips, counts=captured.train.count is not None, eval_edges=sorted(edges))
     return tuple(
         StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e)
         for view, t, e in zip(views, train, evaluation, strict=True)
     )
+
+
+def _cut(
+    replica: Replica, flow: Flow, eval_flow: Flow, first: int
+) -> tuple[Sequence[StageGraph], Sequence[StageGraph]]:
+    """A replica's stages for training and for evaluation, numbered from `first` on."""
+    stages = replica.stages
+    if stages[-1].last != len(flow.operators) - 1:
+        raise UserError(
+            f"plan: covers operators 0..{stages[-1].last}, the model has 0..{len(flow.operators) - 1}: "
+            "it was made for another model"
+        )
+    stage_of = assign(flow, [stage.first for stage in stages[1:]])
+    eval_stage_of = align(flow, eval_flow, stage_of)
+    train = partition(flow, {op: first + stage for op, stage in stage_of.items()})[first:]
+    evaluation = partition(eval_flow, {op: first + stage for op, stage in eval_stage_of.items()})[first:]
+    evaluation += tuple(_empty(first + k) for k in range(len(evaluation), len(train)))
+    _check_parameters(train, evaluation)
+    return train, evaluation
 
 
 def _empty(index: int) -> StageGraph:

@@ -4,9 +4,10 @@ from __future__ import annotations
 
 from collections import defaultdict
 
+from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
-from isthmus.plan.plan import Replica
-from isthmus.protocol.events import Parcel, Work
+from isthmus.plan import Plan
+from isthmus.protocol.events import Parcel, Send, SendParts, Work
 from isthmus.simulator.options import SimulationOptions
 
 COUNT_BYTES = 16
@@ -14,55 +15,71 @@ NORMS_BYTES = 64
 
 
 class Costs:
-    """Durations of one replica's stages in seconds, without jitter, and sizes of its parcels in bytes."""
+    """Durations of a plan's stages in seconds, without jitter, and sizes of what they send in bytes.
 
-    def __init__(self, replica: Replica, fleet: Fleet, options: SimulationOptions, first_worker: int = 0) -> None:
-        """`first_worker`: by how much the replica's stages are counted on in `options.durations`."""
+    Stages are counted through all replicas, as workers are.
+    """
+
+    def __init__(self, plan: Plan, fleet: Fleet, options: SimulationOptions) -> None:
         self._options = options
-        self._first_worker = first_worker
-        self._seconds = _tasklet_seconds(replica, fleet, options, first_worker)
-        self._sizes = _parcel_sizes(replica)
+        self._seconds = _tasklet_seconds(plan, fleet, options)
+        self._sizes = _parcel_sizes(plan)
+        self._parts = _part_sizes(plan)
         self._eval_sizes = options.eval_edges
 
-    def tasklet_s(self, stage: int, work: Work) -> float:
-        return self._seconds[stage, work] + self._options.overheads.tasklet_s
+    def tasklet_s(self, worker: int, work: Work) -> float:
+        return self._seconds[worker, work] + self._options.overheads.tasklet_s
 
-    def update_s(self, stage: int) -> float:
-        return self._options.durations.get((self._first_worker + stage, "update"), self._options.update_s)
+    def update_s(self, worker: int) -> float:
+        return self._options.durations.get((worker, "update"), self._options.update_s)
 
-    def parcel_bytes(self, parcel: Parcel, source: int, target: int, kind: str = "train") -> int:
-        """Bytes of a parcel between two stages, in an item of this kind: what the plan's compression leaves of them."""
-        if parcel == "count":
+    def parcel_bytes(self, send: Send, source: int, kind: str = "train") -> int:
+        """Bytes of a parcel in an item of this kind: what the plan's compression leaves of them."""
+        if send.parcel == "count":
             return COUNT_BYTES
-        if parcel == "norms":
+        if send.parcel == "norms":
             return NORMS_BYTES
-        if parcel == "forward" and kind == "eval" and self._eval_sizes is not None:
-            return self._eval_sizes[source, target]
-        return self._sizes[parcel, source, target]
+        if send.parcel == "forward" and kind == "eval" and self._eval_sizes is not None:
+            return self._eval_sizes[source, send.target]
+        return self._sizes[send.parcel, source, send.target]
+
+    def part_bytes(self, send: SendParts, source: int) -> int:
+        """Bytes of what a worker sends in a round of a sum."""
+        return self._parts[send.group, send.round, source, send.target]
 
 
-def _tasklet_seconds(
-    replica: Replica, fleet: Fleet, options: SimulationOptions, first_worker: int
-) -> dict[tuple[int, Work], float]:
+def _tasklet_seconds(plan: Plan, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:
     seconds: dict[tuple[int, Work], float] = {}
-    for number, stage in enumerate(replica.stages):
+    for worker, stage in enumerate(stage for replica in plan.replicas for stage in replica.stages):
         flops_per_s = fleet.device(stage.device).flops_per_s * options.speed_scale.get(stage.device, 1.0)
-        worker = first_worker + number
         forward = options.durations.get((worker, "F"), stage.flops_forward / flops_per_s)
-        seconds[number, "F"] = forward
-        seconds[number, "B"] = options.durations.get((worker, "B"), stage.flops_backward / flops_per_s)
-        seconds[number, "E"] = options.durations.get((worker, "E"), forward)
+        seconds[worker, "F"] = forward
+        seconds[worker, "B"] = options.durations.get((worker, "B"), stage.flops_backward / flops_per_s)
+        seconds[worker, "E"] = options.durations.get((worker, "E"), forward)
     return seconds
 
 
-def _parcel_sizes(replica: Replica) -> dict[tuple[Parcel, int, int], int]:
+def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
     """By (parcel, source, target). The parameters that two stages share travel as one parcel."""
     sizes: defaultdict[tuple[Parcel, int, int], int] = defaultdict(int)
-    for edge in replica.edges:
-        sizes["forward", edge.source, edge.target] += edge.forward_wire_bytes
-        sizes["backward", edge.target, edge.source] += edge.backward_wire_bytes
-    for parameter in replica.shared:
-        for user in parameter.users:
-            sizes["shared", parameter.owner, user] += parameter.size_bytes
-            sizes["shared_gradient", user, parameter.owner] += parameter.size_bytes
+    first = 0
+    for replica in plan.replicas:
+        for edge in replica.edges:
+            sizes["forward", first + edge.source, first + edge.target] += edge.forward_wire_bytes
+            sizes["backward", first + edge.target, first + edge.source] += edge.backward_wire_bytes
+        for parameter in replica.shared:
+            for user in parameter.users:
+                sizes["shared", first + parameter.owner, first + user] += parameter.size_bytes
+                sizes["shared_gradient", first + user, first + parameter.owner] += parameter.size_bytes
+        first += len(replica.stages)
     return dict(sizes)
+
+
+def _part_sizes(plan: Plan) -> dict[tuple[int, int, int, int], int]:
+    """By group, round, source and target."""
+    workers = {device: worker for worker, device in enumerate(plan.devices)}
+    found: dict[tuple[int, int, int, int], int] = {}
+    for number, group in enumerate(plan.sync.groups):
+        for turn, sent in enumerate(messages(group)):
+            found |= {(number, turn, workers[a], workers[b]): size for a, b, size in sent}
+    return found

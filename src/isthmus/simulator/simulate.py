@@ -6,7 +6,7 @@ tensors and sockets. Nothing is decided here.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterator
+from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
 
@@ -23,13 +23,17 @@ from isthmus.protocol.events import (
     Compute,
     Computed,
     CoordinatorEvent,
+    Fill,
+    Filled,
     Finish,
     Halt,
     Halted,
     Joined,
     Lost,
+    Merge,
     Open,
     Opened,
+    PartsArrived,
     Place,
     Ready,
     Report,
@@ -37,16 +41,18 @@ from isthmus.protocol.events import (
     Save,
     Saved,
     Send,
+    SendParts,
     Stop,
+    Take,
+    Taken,
     Update,
     Updated,
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.views import stage_views
-from isthmus.protocol.work import Item, RunSpec
-from isthmus.protocol.worker import StageView, Worker, WorkerStatistics
-from isthmus.simulator.averaging import Averaged, Averaging, Shard
+from isthmus.protocol.views import plan_views
+from isthmus.protocol.work import Item, RunSpec, Share, shares
+from isthmus.protocol.worker import Worker, WorkerStatistics
 from isthmus.simulator.clock import Clock
 from isthmus.simulator.costs import Costs
 from isthmus.simulator.jitter import Jitter
@@ -89,13 +95,14 @@ class _Simulation:
         self._options = options
         self._devices = _distinct_devices(plan)
         self._numbers = {device: number for number, device in enumerate(self._devices)}
-        self._seats = _seats(plan, fleet, options)
-        self._workers = [Worker(seat.view) for seat in self._seats]
+        self._shares = _shares(plan, spec)
+        views = plan_views(plan, clips=options.clips, counts=options.counts, eval_edges=options.eval_edges)
+        self._workers = [Worker(view) for view in views]
         self._coordinator = Coordinator(self._devices, spec)
         self._clock = Clock(options.seed)
         self._factor = Jitter(options.jitter, options.seed)
         self._network = Network(fleet, options.overheads.message_s, self._factor)
-        self._averaging = Averaging(plan.sync)
+        self._costs = Costs(plan, fleet, options)
         self._items: dict[int, Item] = {}
         self._gone: dict[int, float] = {}
         self._finish: Finish | None = None
@@ -125,8 +132,8 @@ class _Simulation:
                     self._clock.at(self._clock.now_s, ("coordinator", device), ready)
                 case Open(item=item):
                     self._items[item.index] = item
-                    for worker, seat in enumerate(self._seats):
-                        self._tell_later(worker, Opened(item=seat.share(item)))
+                    for worker, share in enumerate(self._shares):
+                        self._tell_later(worker, Opened(item=share.part(item)))
                 case Halt():
                     for worker in range(len(self._workers)):
                         self._tell_later(worker, Halted())
@@ -139,6 +146,10 @@ class _Simulation:
         time_s = self._clock.now_s + self._options.control_latency_s
         self._clock.at(time_s, ("control", worker), partial(self._tell, worker, event))
 
+    def _tell_now(self, worker: int, event: WorkerEvent) -> None:
+        """After whatever else happens at this moment."""
+        self._clock.at(self._clock.now_s, ("compute", worker), partial(self._tell, worker, event))
+
     def _tell_coordinator(self, event: CoordinatorEvent, device: str, after_s: float = 0.0) -> None:
         time_s = self._clock.now_s + self._options.control_latency_s + after_s
         self._clock.at(time_s, ("coordinator", device), partial(self._coordinate, event))
@@ -149,20 +160,28 @@ class _Simulation:
                 self._do(worker, instruction)
 
     def _do(self, worker: int, instruction: WorkerInstruction) -> None:
-        seat, device = self._seats[worker], self._devices[worker]
         match instruction:
             case Compute(work=work, item=item, micro_batch=micro_batch):
                 done = Computed(work=work, item=item, micro_batch=micro_batch)
-                self._occupy(worker, work, seat.costs.tasklet_s(seat.stage, work), done)
+                self._occupy(worker, work, self._costs.tasklet_s(worker, work), done)
             case Send():
                 self._send(worker, instruction)
+            case SendParts():
+                self._send_parts(worker, instruction)
+            case Merge():  # adding what has arrived is charged to nobody
+                pass
+            case Fill(item=item):
+                self._tell_now(worker, Filled(item=item))
+            case Take(item=item):
+                self._tell_now(worker, Taken(item=item))
             case Collect(item=item):
-                self._exchange(self._averaging.ready(device, item))
+                self._tell_now(worker, Collected(item=item))
             case Update(item=item):
-                self._occupy(worker, "update", seat.costs.update_s(seat.stage), Updated(item=item))
+                self._occupy(worker, "update", self._costs.update_s(worker), Updated(item=item))
             case Save(item=item):
                 self._occupy(worker, "save", self._options.save_s, Saved(item=item))
             case Report(item=item):
+                device = self._devices[worker]
                 self._tell_coordinator(Reported(device=device, item=item), device)
             case Stop():
                 self._gone[worker] = self._clock.now_s
@@ -190,21 +209,15 @@ class _Simulation:
         self._tell(worker, done)
 
     def _send(self, worker: int, send: Send) -> None:
-        seat = self._seats[worker]
-        size_bytes = seat.costs.parcel_bytes(send.parcel, seat.stage, send.target, self._items[send.item].kind)
-        message = _Message(worker, seat.first + send.target, send.parcel, send.item, size_bytes, send.micro_batch)
-        arrived = Arrived(parcel=send.parcel, source=seat.stage, item=send.item, micro_batch=send.micro_batch)
+        size_bytes = self._costs.parcel_bytes(send, worker, self._items[send.item].kind)
+        message = _Message(worker, send.target, send.parcel, send.item, size_bytes, send.micro_batch)
+        arrived = Arrived(parcel=send.parcel, source=worker, item=send.item, micro_batch=send.micro_batch)
         self._transmit(message, lambda: self._tell(message.target, arrived))
 
-    def _exchange(self, steps: Iterator[Shard | Averaged]) -> None:
-        for step in steps:
-            if isinstance(step, Averaged):
-                worker, collected = self._numbers[step.device], Collected(item=step.item)
-                self._clock.at(self._clock.now_s, ("compute", worker), partial(self._tell, worker, collected))
-                continue
-            ends = (self._numbers[step.source], self._numbers[step.target])
-            message = _Message(*ends, "average", step.item, step.size_bytes)
-            self._transmit(message, lambda shard=step: self._exchange(self._averaging.arrived(shard)))
+    def _send_parts(self, worker: int, send: SendParts) -> None:
+        message = _Message(worker, send.target, "average", send.item, self._costs.part_bytes(send, worker))
+        arrived = PartsArrived(group=send.group, round=send.round, source=worker, item=send.item)
+        self._transmit(message, lambda: self._tell(send.target, arrived))
 
     def _transmit(self, message: _Message, then: Callable[[], None]) -> None:
         """Put a message on its link; `then` is what its arrival means."""
@@ -257,34 +270,11 @@ class _Message(NamedTuple):
     micro_batch: int = -1
 
 
-class _Seat(NamedTuple):
-    """A worker's place in the plan: stage of a replica whose first worker has the number `first`."""
-
-    view: StageView
-    costs: Costs
-    first: int
-    micro_batches: int | None
-    """Its replica's share of each step; None for an only replica, which does all."""
-
-    @property
-    def stage(self) -> int:
-        return self.view.stage
-
-    def share(self, item: Item) -> Item:
-        """A replica trains on its micro-batches of a step. Evaluations are not divided: each does them whole."""
-        whole = self.micro_batches is None or item.kind != "train"
-        return item if whole else msgspec.structs.replace(item, micro_batches=self.micro_batches)
-
-
-def _seats(plan: Plan, fleet: Fleet, options: SimulationOptions) -> list[_Seat]:
-    edges = None if options.eval_edges is None else options.eval_edges.keys()
-    found: list[_Seat] = []
-    for replica in plan.replicas:
-        first, costs = len(found), Costs(replica, fleet, options, first_worker=len(found))
-        views = stage_views(replica, clips=options.clips, counts=options.counts, eval_edges=edges)
-        share = replica.micro_batches if len(plan.replicas) > 1 else None
-        found += [_Seat(view, costs, first, share) for view in views]
-    return found
+def _shares(plan: Plan, spec: RunSpec) -> list[Share]:
+    """Of each worker. An only replica does all, whatever number of micro-batches it was planned for."""
+    counts = [r.micro_batches for r in plan.replicas] if len(plan.replicas) > 1 else [spec.micro_batches]
+    each = zip(shares(counts, spec.micro_batch_size), plan.replicas, strict=True)
+    return [share for share, replica in each for _ in replica.stages]
 
 
 def _distinct_devices(plan: Plan) -> tuple[str, ...]:

@@ -5,7 +5,8 @@
         manifest.json        step, what a resumed run must agree with, what each file holds
         stage-0.safetensors  weights under the module's own names, `optimizer.<parameter>.<key>` beside them
         stage-1.safetensors
-        rest.safetensors     what no stage uses or changes, so that the plain module loads completely
+        replica-1-stage-0.safetensors  what another replica holds that differs from the first's: `replica.1.<name>`
+      rest.safetensors     what no stage uses or changes, so that the plain module loads completely
       latest                 name of the newest complete directory, for people and scripts
 
 Parts are written into a hidden directory, which is renamed when all are there and on disk; a crash at any point
@@ -15,6 +16,7 @@ leaves the checkpoints before it whole. Readers take the newest complete directo
 from __future__ import annotations
 
 import os
+import re
 import shutil
 from collections.abc import Collection, Mapping
 from pathlib import Path
@@ -31,6 +33,19 @@ from isthmus.errors import UserError
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer."
+_REPLICA = re.compile(r"replica\.(\d+)\.")
+"""A module's own name cannot begin so: `replica_prefix` is told apart by a number in second place."""
+
+
+def replica_prefix(replica: int) -> str:
+    """Before the names of what a replica but the first holds alone."""
+    return f"replica.{replica}."
+
+
+def split_replica(name: str) -> tuple[int, str]:
+    """The replica whose tensor this is, and its own name."""
+    found = _REPLICA.match(name)
+    return (int(found[1]), name[found.end() :]) if found else (0, name)
 
 
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -166,7 +181,7 @@ def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
     kind, filled = type(module).__name__, set[int]()
     with torch.no_grad():
         for name, value in read_tensors(checkpoint).items():
-            if name.startswith(OPTIMIZER):
+            if name.startswith(OPTIMIZER) or split_replica(name)[0]:
                 continue
             if name not in own:
                 raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")

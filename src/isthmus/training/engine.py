@@ -63,9 +63,24 @@ class Engine(Protocol):
         """Gradients of borrowed parameters, summed over the step's micro-batches; float32."""
         ...
 
-    def collect(self, count: float | None, shared: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        """Final gradients of the step, those of borrowers added; returns the norms of owned parameters, -1 where there
-        is no gradient."""
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        """Add to the summed gradients of owned parameters (op names): those of borrowers, or of all replicas."""
+        ...
+
+    def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:
+        """The summed gradients of owned parameters (op names), which the engine forgets; None where there is none."""
+        ...
+
+    def parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
+        """What the optimizer updates, of owned parameters (op names)."""
+        ...
+
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        """Put other values into owned parameters (op names)."""
+        ...
+
+    def collect(self, count: float | None) -> Tensor:
+        """Final gradients of the step; returns the norms of owned parameters, -1 where there is no gradient."""
         ...
 
     def update(self, step: int, norms: Tensor | None) -> None:
@@ -250,11 +265,24 @@ class TorchEngine:
             for n in names
         }
 
-    def collect(self, count: float | None, shared: Sequence[Mapping[str, Tensor]]) -> Tensor:
-        for given in shared:
-            for name, gradient in given.items():
-                mine = self._gradients.get(name)
-                self._gradients[name] = gradient.clone() if mine is None else mine.add_(gradient)
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        for name, gradient in gradients.items():
+            mine = self._gradients.get(name)
+            self._gradients[name] = gradient.clone() if mine is None else mine.add_(gradient)
+
+    def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:
+        return {name: self._gradients.pop(name, None) for name in names}
+
+    def parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return {name: self._master[self.trainable[name]].detach() for name in names}
+
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        with torch.no_grad():
+            for name, value in values.items():
+                self._master[self.trainable[name]].copy_(value)
+        self._refresh()
+
+    def collect(self, count: float | None) -> Tensor:
         for name, own in self.trainable.items():
             if name in self.train.borrows or name not in self._gradients:
                 continue
@@ -269,6 +297,10 @@ class TorchEngine:
             given = [g for n in self.owned if (g := self._master[n].grad) is not None]
             clip(given, norms, self.config.clip_norm)
         self._optimizers.step(self.config.learning_rate.factor(step, self.config.steps))
+        self._refresh()
+
+    def _refresh(self) -> None:
+        """Where the optimizer updates a wider copy, compute with the new values."""
         with torch.no_grad():
             for name, own in self.trainable.items():
                 if own in self._master and self._variables[name] is not self._master[own]:

@@ -10,7 +10,7 @@ from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.graph.capture import Captured
-from isthmus.training.checkpoint import OPTIMIZER, read_tensors
+from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
 from isthmus.training.optim import OptimizerConfig, choose
 
 STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
@@ -42,16 +42,27 @@ def _attribute(module: nn.Module, path: str) -> Tensor:
 
 def resume(
     weights: dict[str, Tensor], expected: Collection[str], optimizers: Sequence[OptimizerConfig], checkpoint: Path
-) -> dict[str, Tensor]:
-    """The same weights with a checkpoint's values, and its optimizer state.
+) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
+    """The same weights with a checkpoint's values, and its optimizer state; and by replica what is that one's alone.
 
     `expected` are the names that a checkpoint of this model holds. UserError when the checkpoint is of another model
     or its optimizer state of another optimizer.
     """
-    saved = read_tensors(checkpoint)
+    saved: dict[int, dict[str, Tensor]] = {0: {}}
+    for name, value in read_tensors(checkpoint).items():
+        replica, own = split_replica(name)
+        saved.setdefault(replica, {})[own] = value
     for name in expected:
-        if name not in saved:
+        if name not in saved[0]:
             raise UserError(f"checkpoint {checkpoint}: has no weight {name!r}: it is of another model")
+    for values in saved.values():
+        _check(values, weights, optimizers, checkpoint)
+    return weights | saved.pop(0), saved
+
+
+def _check(
+    saved: Mapping[str, Tensor], weights: Mapping[str, Tensor], optimizers: Sequence[OptimizerConfig], checkpoint: Path
+) -> None:
     kept: dict[str, set[str]] = {}
     for name, value in saved.items():
         if name.startswith(OPTIMIZER):
@@ -69,7 +80,6 @@ def resume(
                 f"checkpoint {checkpoint}: optimizer state of {parameter!r} is {sorted(keys)}, "
                 f"{config.name} keeps {sorted(STATE_KEYS[config.name])}: resume with the optimizer it was trained with"
             )
-    return weights | saved
 
 
 def rest(weights: Mapping[str, Tensor], held: set[str], state_names: set[str]) -> dict[str, Tensor]:

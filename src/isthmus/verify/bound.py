@@ -3,7 +3,8 @@
 A replica on S devices computes W FLOPs per micro-batch. Its first micro-batch takes at least W on the fastest device,
 every later one W on all S together, or its largest block (between two places to cut) on the fastest; and each stage
 but the first receives what its first block takes, over the best link. With R replicas, all of them together complete
-no more than their speeds allow, and average R - 1 times there and back, in shards of no less than G / N bytes.
+no more than their speeds allow. Whatever the collective, summing G bytes of gradients takes two rounds and R - 1 times
+2 G bytes, which at best spread over all N (N - 1) links.
 """
 
 from __future__ import annotations
@@ -90,11 +91,12 @@ def _received_s(reading: Reading, facts: _Facts) -> list[float]:
 def _replicated_s(reading: Reading, facts: _Facts) -> float:
     devices, micro_batches = len(facts.speeds), reading.question.micro_batches
     gradient_bytes = FLOAT32_BYTES * sum(v.elements for v in reading.variables if v.trained)
-    round_s = 2 * (facts.latency_s + gradient_bytes / devices * facts.byte_s) if gradient_bytes else 0.0
+    link_s = 2 * gradient_bytes * facts.byte_s / (devices * (devices - 1)) if devices > 1 else 0.0
+    rounds = 2 if gradient_bytes else 0
     return min(
         (
             facts.work / facts.speeds[0] + (micro_batches - count) * facts.work / sum(facts.speeds)
-            + (count - 1) * round_s
+            + max(rounds * facts.latency_s, (count - 1) * link_s)
             for count in range(2, min(devices // facts.fewest, micro_batches) + 1)
         ),
         default=float("inf"),

@@ -16,7 +16,8 @@ from isthmus.plan import Certificate
 from isthmus.verify.bound import own_bound_s
 from isthmus.verify.cutting import CutGraph, cut
 from isthmus.verify.reading import Reading
-from isthmus.verify.timing import Timed, averaging_groups, averaging_s
+from isthmus.verify.sums import in_shards, sums_s
+from isthmus.verify.timing import Timed
 from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger
 
 MOST_DEVICES = 5
@@ -100,8 +101,8 @@ class _Maker:
             return float("inf")
         cuts = [graph for graph in graphs if graph is not None]
         slowest_s = max(self._pipeline_s(s, g) for s, g in zip(setups, cuts, strict=True))
-        groups = averaging_groups([(s.devices, g) for s, g in zip(setups, cuts, strict=True)])
-        return slowest_s + averaging_s(self._question.fleet, groups)
+        sync = in_shards([(s.devices, g) for s, g in zip(setups, cuts, strict=True)])
+        return slowest_s + sums_s(self._question.fleet, sync)
 
     def _cut_graph(self, starts: tuple[int, ...]) -> CutGraph | None:
         try:

@@ -10,12 +10,14 @@ from collections import Counter
 from collections.abc import Sequence
 
 from isthmus.errors import UserError
-from isthmus.plan import Compression, Plan, Prediction, Replica, Stage, SyncGroup
+from isthmus.fleet import Fleet
+from isthmus.plan import Compression, Plan, Prediction, Replica, Stage
 from isthmus.verify.certificate import Setup, check_certificate
 from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
 from isthmus.verify.question import Question
 from isthmus.verify.reading import Reading
-from isthmus.verify.timing import Timed, averaging_groups, averaging_s
+from isthmus.verify.sums import averaging_groups, buffer_bytes, sums_s, well_formed
+from isthmus.verify.timing import Timed
 from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger, Verdict
 
 _UNCHECKED = BoundCheck(method="none", told="the bound was not checked: this is no plan for the problem")
@@ -43,9 +45,8 @@ def verify(plan: Plan, question: Question) -> Verdict:
         _shared(ledger, where, replica, graph)
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
         timed.append(Timed(question, packed, [stage.device for stage in replica.stages]))
-    groups = averaging_groups([(t.devices, g) for t, g in zip(timed, graphs, strict=True)])
-    _sync(ledger, plan.sync, groups)
-    step_s = _predicted(ledger, plan, timed, averaging_s(question.fleet, groups))
+    averaging_s = _sync(ledger, plan, graphs, question.fleet)
+    step_s = _predicted(ledger, plan, timed, averaging_s)
     bound = check_certificate(ledger, reading, plan.certificate, step_s, [_setup(r) for r in plan.replicas])
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
 
@@ -181,12 +182,33 @@ def _shared(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> No
             ledger.same(f"{where}.shared[{p.name}].size_bytes", p.size_bytes, lent.size_bytes)
 
 
-def _sync(ledger: Ledger, stated: Sequence[SyncGroup], needed: dict[tuple[str, ...], int]) -> None:
-    names = [", ".join(group.devices) for group in stated]
-    ledger.same("sync", "; ".join(sorted(names)) or "none", "; ".join(sorted(map(", ".join, needed))) or "none")
-    for group in stated:
-        if group.devices in needed:
-            ledger.same(f"sync[{', '.join(group.devices)}].size_bytes", group.size_bytes, needed[group.devices])
+def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], fleet: Fleet) -> float:
+    """Seconds of the sums as stated; every parameter must be summed once in a period by those who hold it."""
+    held = [([stage.device for stage in r.stages], g) for r, g in zip(plan.replicas, graphs, strict=True)]
+    needed = averaging_groups(held)
+    stated: dict[tuple[str, ...], list[str]] = {}
+    for group in plan.sync.groups:
+        stated.setdefault(group.devices, []).extend(group.parameters)
+    agree = [
+        ledger.same(
+            f"sync: what {', '.join(members)} sum", ", ".join(sorted(stated.get(members, []))),
+            ", ".join(sorted(needed.get(members, []))),
+        )
+        for members in sorted({*needed, *stated})
+    ]  # fmt: skip
+    agree += [
+        ledger.judge(f"sync.groups[{k}].collective", well_formed(g), str(g.collective.islands), "each member once")
+        for k, g in enumerate(plan.sync.groups)
+    ]
+    if not all(agree):
+        return 0.0
+    for number, group in enumerate(plan.sync.groups):
+        where = f"sync.groups[{number}]"
+        size_bytes = buffer_bytes(graphs[0], group.parameters, plan.sync.averages)
+        ledger.same(f"{where}.size_bytes", group.size_bytes, size_bytes)
+        legal = 0 < len(group.iterations) == len(set(group.iterations)) and max(group.iterations) < plan.sync.period
+        ledger.judge(f"{where}.iterations", legal, str(list(group.iterations)), f"some of 0..{plan.sync.period - 1}")
+    return sums_s(fleet, plan.sync)
 
 
 def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: float) -> float:

@@ -1,4 +1,4 @@
-"""Seconds of a placed pipeline: the closed form, FusionLLM's Eq. 3, and what averaging replicas takes.
+"""Seconds of a placed pipeline: the closed form and FusionLLM's Eq. 3. What replicas sum is in `sums`.
 
     step = fill + (n - 1) * period + shared parameters + averaging
 
@@ -8,12 +8,11 @@ without latency; what leaves a site over its shared uplink; a stage's round trip
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Sequence
 from functools import cached_property
 
-from isthmus.fleet import Fleet
 from isthmus.verify.cutting import CutGraph
-from isthmus.verify.question import FLOAT32_BYTES, Question
+from isthmus.verify.question import Question
 
 
 class Timed:
@@ -115,28 +114,3 @@ class Timed:
         """FusionLLM Eq. 3 with the backward: latency counts in the bottleneck, receives follow one another."""
         slowest_s = max(max(c, r) for c, r in zip(self.compute_s, self.received_s, strict=True))
         return self.fill_s + (micro_batches - 1) * slowest_s
-
-
-def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[tuple[str, ...], int]:
-    """Bytes of the gradients (float32) that each set of devices averages; devices in the order of the replicas."""
-    found: dict[tuple[str, ...], int] = {}
-    for parameter, (_, elements) in replicas[0][1].owners.items() if len(replicas) > 1 else ():
-        members = tuple(devices[graph.owners[parameter][0]] for devices, graph in replicas)
-        found[members] = found.get(members, 0) + FLOAT32_BYTES * elements
-    return found
-
-
-def averaging_s(fleet: Fleet, groups: Mapping[tuple[str, ...], int]) -> float:
-    """Until the last device is through its groups, one after another: each in shards (DT-FM Eq. 2) or as a ring."""
-    busy_s: dict[str, float] = {}
-    for members, size_bytes in groups.items():
-        count = len(members)
-        hop_s = {
-            (a, b): fleet.link(a, b).latency_s + size_bytes / count / fleet.link(a, b).bandwidth_bytes_per_s
-            for a in members for b in members if a != b
-        }  # fmt: skip
-        ring_s = 2 * (count - 1) * max(hop_s[members[k - 1], members[k]] for k in range(count))
-        for device in members:
-            shards_s = sum(seconds for pair, seconds in hop_s.items() if device in pair)
-            busy_s[device] = busy_s.get(device, 0.0) + min(ring_s, shards_s)
-    return max(busy_s.values(), default=0.0)

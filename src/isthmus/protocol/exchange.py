@@ -1,0 +1,78 @@
+"""The sums that one worker makes with workers of other replicas: which parts leave, and when a sum is complete.
+
+    start ─► round 0: send, wait, merge ─► round 1: send, wait, merge ─► ... ─► summed
+
+Each of a worker's groups goes through its own rounds; what arrives early waits. No clock, link or tensor here.
+"""
+
+from __future__ import annotations
+
+from collections import defaultdict
+from collections.abc import Iterable, Sequence
+
+import msgspec
+
+from isthmus.plan.collective import Round
+from isthmus.protocol.events import Merge, PartsArrived, SendParts
+
+
+class GroupView(msgspec.Struct, frozen=True, kw_only=True):
+    """One group from one member's side. In its rounds the others are workers' numbers."""
+
+    group: int
+    rounds: tuple[Round, ...]
+    iterations: tuple[int, ...] = (0,)
+    """In which steps of a period it is summed."""
+
+
+class Exchange:
+    """The groups of one worker. Items do not mix, whatever the order of arrivals."""
+
+    def __init__(self, groups: Sequence[GroupView]) -> None:
+        self._rounds = {g.group: g.rounds for g in groups}
+        self._at: dict[int, int] = {}
+        """Groups at work: in which round each is."""
+        self._item = -1
+        self._arrived: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
+        """Who has sent, by (item, group, round)."""
+
+    @property
+    def busy(self) -> bool:
+        return bool(self._at)
+
+    def start(self, item: int, groups: Iterable[int]) -> list[SendParts | Merge]:
+        """This worker's buffers of these groups are filled."""
+        self._item = item
+        self._at = dict.fromkeys(groups, -1)
+        out: list[SendParts | Merge] = []
+        for group in list(self._at):
+            self._next(group, out)
+            self._advance(group, out)
+        return out
+
+    def arrived(self, event: PartsArrived) -> list[SendParts | Merge]:
+        """Parts are here, perhaps for a round or an item that this worker has not come to."""
+        self._arrived[event.item, event.group, event.round].add(event.source)
+        out: list[SendParts | Merge] = []
+        if event.item == self._item and event.group in self._at:
+            self._advance(event.group, out)
+        return out
+
+    def _advance(self, group: int, out: list[SendParts | Merge]) -> None:
+        while group in self._at:
+            number = self._at[group]
+            due = self._rounds[group][number].receives
+            if not self._arrived[self._item, group, number].issuperset(m.other for m in due):
+                return
+            del self._arrived[self._item, group, number]
+            if due:
+                out.append(Merge(group, number, self._item))
+            self._next(group, out)
+
+    def _next(self, group: int, out: list[SendParts | Merge]) -> None:
+        number = self._at[group] + 1
+        if number == len(self._rounds[group]):
+            del self._at[group]
+            return
+        self._at[group] = number
+        out += [SendParts(group, number, m.other, self._item) for m in self._rounds[group][number].sends]

@@ -1,0 +1,105 @@
+"""Seconds of the sums that replicas make, computed apart from the planners' cost model.
+
+A buffer of E elements is cut into n parts; part k is elements E k // n up to E (k + 1) // n. A round lasts as long as
+its slowest message, or as a site's uplink takes for all that leaves the site; a sum lasts all its rounds; and nothing
+is over before every link has carried all that crosses it.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping, Sequence
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Collective, Sync, SyncGroup
+from isthmus.verify.cutting import CutGraph
+from isthmus.verify.question import FLOAT32_BYTES
+
+Sent = list[tuple[str, str, float]]
+"""Source, target and bytes of each message of a round."""
+
+
+def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[tuple[str, ...], list[str]]:
+    """The parameters that each set of devices sums; devices in the order of the replicas."""
+    found: dict[tuple[str, ...], list[str]] = {}
+    for parameter in replicas[0][1].owners if len(replicas) > 1 else ():
+        members = tuple(devices[graph.owners[parameter][0]] for devices, graph in replicas)
+        found.setdefault(members, []).append(parameter)
+    return found
+
+
+def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> int:
+    """float32 elements; with gradients go one number per parameter and the count of the loss."""
+    elements = sum(graph.owners[name][1] for name in parameters)
+    return FLOAT32_BYTES * (elements + (len(parameters) + 1 if averages == "gradients" else 0))
+
+
+def in_shards(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> Sync:
+    """Gradients summed by sharded parameter servers, whatever the links."""
+    groups = averaging_groups(replicas)
+    return Sync(groups=tuple(
+        SyncGroup(devices=members, parameters=tuple(p), size_bytes=buffer_bytes(replicas[0][1], p, "gradients"))
+        for members, p in groups.items()
+    ))  # fmt: skip
+
+
+def well_formed(group: SyncGroup) -> bool:
+    """Whether the collective's islands are the group's members, each once."""
+    members = sorted(m for island in group.collective.islands for m in island)
+    expected = [] if group.collective.kind == "sharded" else list(range(len(group.devices)))
+    one_ring = group.collective.kind != "ring" or len(group.collective.islands) == 1
+    return members == expected and one_ring and all(group.collective.islands)
+
+
+def sums_s(fleet: Fleet, sync: Sync) -> float:
+    """The mean over the steps of a period."""
+    total_s = 0.0
+    for step in range(sync.period):
+        carried_s: dict[tuple[str, str], float] = {}
+        longest_s = 0.0
+        for group in sync.groups:
+            if step in group.iterations:
+                turns = list(_rounds(group.collective, group.devices, group.size_bytes // FLOAT32_BYTES))
+                longest_s = max(longest_s, sum(_round_s(fleet, sent) for sent in turns))
+                for a, b, size in (message for sent in turns for message in sent):
+                    rate = fleet.link(a, b).bandwidth_bytes_per_s
+                    carried_s[a, b] = carried_s.get((a, b), 0.0) + size / rate
+        crossed_s = (seconds + fleet.link(a, b).latency_s for (a, b), seconds in carried_s.items())
+        total_s += max([longest_s, *crossed_s])
+    return total_s / sync.period
+
+
+def _round_s(fleet: Fleet, sent: Sent) -> float:
+    slowest_s, left_s = 0.0, dict[str, float]()
+    for a, b, size in sent:
+        link = fleet.link(a, b)
+        slowest_s = max(slowest_s, link.latency_s + size / link.bandwidth_bytes_per_s)
+        home, away = fleet.device(a).region, fleet.device(b).region
+        rate = fleet.site(home).uplink_bytes_per_s
+        if home != away and rate is not None:
+            left_s[home] = left_s.get(home, 0.0) + size / rate
+    return max([slowest_s, *left_s.values()])
+
+
+def _rounds(collective: Collective, devices: Sequence[str], elements: int) -> Iterator[Sent]:
+    if len(devices) < 2:
+        return
+    if collective.kind == "ring":
+        ring = [devices[m] for m in collective.islands[0]]
+        parts = _parts(len(ring), elements)
+        for turn in range(2 * len(ring) - 2):
+            yield [(d, ring[(k + 1) % len(ring)], parts[(k - turn) % len(ring)]) for k, d in enumerate(ring)]
+        return
+    islands = collective.islands if collective.kind == "hierarchical" else tuple((m,) for m in range(len(devices)))
+    leaders = [devices[island[0]] for island in islands]
+    inside = [(devices[m], devices[island[0]]) for island in islands for m in island[1:]]
+    parts = _parts(len(leaders), elements)
+    if collective.kind == "hierarchical":
+        yield [(member, leader, FLOAT32_BYTES * elements) for member, leader in inside]
+    yield [(a, b, parts[k]) for a in leaders for k, b in enumerate(leaders) if a != b]
+    yield [(a, b, parts[k]) for k, a in enumerate(leaders) for b in leaders if a != b]
+    if collective.kind == "hierarchical":
+        yield [(leader, member, FLOAT32_BYTES * elements) for member, leader in inside]
+
+
+def _parts(count: int, elements: int) -> Mapping[int, float]:
+    return {k: FLOAT32_BYTES * (elements * (k + 1) // count - elements * k // count) for k in range(count)}
