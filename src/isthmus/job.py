@@ -14,7 +14,7 @@ import torch
 from msgspec import Meta
 from torch import nn
 
-from isthmus.cost import ParameterState, Problem, parameter_state
+from isthmus.cost import ParameterState, Problem, SyncPolicy, parameter_state
 from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError, unknown_name
@@ -91,6 +91,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     training: TrainingConfig = TrainingConfig()
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
     learning_rate: LearningRate = LearningRate()
+    sync: SyncPolicy = SyncPolicy()
+    """Of several replicas."""
     runtime: RuntimeConfig = RuntimeConfig()
     hooks: Hooks = Hooks()
 
@@ -118,6 +120,11 @@ def load_job(path: Path) -> Job:
         raise UserError(
             f"{path}: training.batch_size: got {t.batch_size}, expected a multiple of training.micro_batches "
             f"({t.micro_batches})"
+        )
+    if t.steps % job.sync.period:
+        raise UserError(
+            f"{path}: training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas "
+            "are equal only at the end of a period"
         )
     if job.schedule not in SCHEDULES:
         raise UserError(f"{path}: schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
@@ -163,7 +170,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         t = self.job.training
         return Problem(
             flow=self.flow, fleet=fleet, micro_batch_size=self.job.micro_batch_size, micro_batches=t.micro_batches,
-            schedule=self.job.schedule, state=_state(self.job),
+            schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job),
         )  # fmt: skip
 
 

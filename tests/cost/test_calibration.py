@@ -49,7 +49,7 @@ def plan_of(sizes: list[tuple[int, int, int]]) -> Plan:
                 schedule=Schedule("1f1b", classic_in_flight("1f1b", len(sizes), MICRO_BATCHES)),
             ),
         ),
-        predicted=Prediction(step_s=0, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
+        predicted=Prediction(step_s=0, micro_batches=1, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
     )  # fmt: skip
 
 

@@ -98,9 +98,13 @@ def test_a_plan_of_another_problem_is_refused() -> None:
 def test_bytes_on_the_wire_are_paid_for_each_replica_with_its_share() -> None:
     asked = problem()
     dense = two_replicas(asked)
-    assert step_price(dense, asked.fleet, step_s=0.0).egress == pytest.approx((4 + 2) * 2 * 8 / GB)
+    # Two members send twice the buffer in sum, each of the other's site.
+    sums = 2 * sum(group.size_bytes for group in dense.sync.groups)
+    assert sums and step_price(dense, asked.fleet, step_s=0.0).egress == pytest.approx(((4 + 2) * 2 * 8 + sums) / GB)
     short = packed(dense, asked, 2)
-    assert step_price(short, asked.fleet, step_s=0.0).egress == pytest.approx(((4 + 2) * 2 * 8 - 4 * 6) / GB)
+    saved = 4 * 6
+    expected = ((4 + 2) * 2 * 8 - saved + sums) / GB
+    assert step_price(short, asked.fleet, step_s=0.0).egress == pytest.approx(expected)
 
 
 def test_the_document_keeps_it_and_says_nothing_where_there_is_none(tmp_path: Path) -> None:

@@ -76,7 +76,9 @@ def make_plan(fleet: Fleet, micro_batches: int = 8) -> Plan:
                 schedule=Schedule("1f1b", classic_in_flight("1f1b", count, micro_batches)),
             ),
         ),
-        predicted=Prediction(step_s=1.13, period_s=0.09, fill_s=0.5, eq3_step_s=1.5, bottleneck="device oslo-2"),
+        predicted=Prediction(
+            step_s=1.13, micro_batches=8, period_s=0.09, fill_s=0.5, eq3_step_s=1.5, bottleneck="device oslo-2"
+        ),
         certificate=Certificate(lower_bound_s=1.2, gap=1 / 24, scope="contiguous partitions"),
         notes=("lisbon-0 holds the embedding.",),
     )  # fmt: skip

@@ -7,15 +7,19 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
-from isthmus.cost import Layout, build_replicas
+from isthmus.cost import Layout, SyncPolicy, build_replicas
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Collective, Plan
+from isthmus.planners import scheduled
 from isthmus.runtime.conductor import Outcome
 from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.training.checkpoint import latest_checkpoint, split_replica
+from isthmus.training.optim import OptimizerConfig
 
-from .jobs import TEXT, final_weights, fleet_of, job_of, plain_run
+from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run
 
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2, "tie_embedding": True}
 
@@ -83,3 +87,58 @@ def test_replicas_equal_the_plain_loop(
     sums = [s for s in outcome.spans if s.track == "send" and s.name == "average"]
     expected = 2 * (len(shapes) - 1) * sum(g.size_bytes for g in plan.sync.groups)
     assert sum(s.size_bytes for s in sums) == job.training.steps * expected
+
+
+@pytest.mark.parametrize("mode", ["local", "partial", "dream"])
+def test_parameters_averaged_in_every_step_equal_gradients_summed(mode: str, tmp_path: Path) -> None:
+    """With plain SGD, averages of parameters after one step are the parameters after a step on the mean gradient."""
+    job = job_of("gpt", GPT, TEXT)
+    job = msgspec.structs.replace(
+        job, sync=SyncPolicy(mode=mode, period=1), optimizer=(OptimizerConfig(name="sgd", lr=0.1),)  # type: ignore[arg-type]
+    )
+    prepared = prepare(job)
+    plan = scheduled(prepared.problem(fleet_of(3)), planned(prepared, [((0.5,), 1), ((), 3)]))
+    assert plan.sync.averages == "parameters"
+    _, losses = run(prepared, plan, tmp_path)
+    assert_plain(job, prepared, tmp_path, losses)
+
+
+def test_a_period_sends_each_parameter_once_and_ends_with_equal_replicas(tmp_path: Path) -> None:
+    job = job_of("gpt", GPT, TEXT, steps=4, save_every=4)
+    job = msgspec.structs.replace(job, sync=SyncPolicy(mode="partial", period=2))
+    prepared = prepare(job)
+    plan = planned(prepared, [((0.5,), 2), ((0.4,), 2)])
+    outcome, _ = run(prepared, plan, tmp_path)
+    sums = [s for s in outcome.spans if s.track == "send" and s.name == "average"]
+    for step in range(4):
+        due = sum(2 * g.size_bytes for g in plan.sync.groups if step % 2 in g.iterations)
+        assert sum(s.size_bytes for s in sums if s.step == step) == due
+    saved = final_weights(tmp_path)
+    second = {name for name in saved if split_replica(name)[0] == 1}
+    assert {split_replica(name)[1] for name in second} == saved.keys() - second
+    # What was averaged in the period's first step has gone ways of its own since.
+    last = {prepared.flow.by_name[p].target for g in plan.sync.groups if 1 in g.iterations for p in g.parameters}
+    same = {split_replica(n)[1] for n in second if torch.equal(saved[n], saved[split_replica(n)[1]])}
+    assert last <= same
+    assert any(name not in same for name in saved.keys() - second)
+
+
+POLICIES = [SyncPolicy(), SyncPolicy(mode="partial", period=4)]
+
+
+@pytest.mark.parametrize("policy", POLICIES, ids=["every step", "partial"])
+def test_resumed_in_the_middle_of_a_period(policy: SyncPolicy, tmp_path: Path) -> None:
+    """Weights, optimizer state and buffers of each replica: the same bits as a run that was not interrupted."""
+    job = job_of("unet", {"channels": 1, "classes": 10, "width": 8, "depth": 1}, DIGITS, steps=4, save_every=2)
+    job = msgspec.structs.replace(job, sync=policy)
+    prepared = prepare(job)
+    plan = planned(prepared, [((0.5,), 2), ((), 2)])
+    run(prepared, plan, tmp_path / "whole")
+    half = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=2))
+    run(msgspec.structs.replace(prepared, job=half), plan, tmp_path / "parts")
+    found = latest_checkpoint(tmp_path / "parts" / "checkpoints")
+    run(prepared, plan, tmp_path / "parts", RunOptions(emulate=False, resume_from=found))
+    whole, parts = final_weights(tmp_path / "whole"), final_weights(tmp_path / "parts")
+    assert whole.keys() == parts.keys() and any(split_replica(name)[0] for name in whole)
+    for name, value in whole.items():
+        assert torch.equal(value, parts[name]), name

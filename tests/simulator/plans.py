@@ -72,7 +72,7 @@ def make_plan(
         micro_batch_size=1,
         micro_batches=micro_batches,
         replicas=(replica,),
-        predicted=Prediction(step_s=0, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
+        predicted=Prediction(step_s=0, micro_batches=1, period_s=0, fill_s=0, eq3_step_s=0, bottleneck=""),
     )
 
 

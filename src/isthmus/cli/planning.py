@@ -13,7 +13,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of
 from isthmus.plan import Plan, Replica, load_plan
 from isthmus.planners import plan as make_plan
-from isthmus.planners import planner_names
+from isthmus.planners import planner_names, scheduled
 from isthmus.protocol import RunSpec
 from isthmus.runtime.stages import refuse_compression, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
@@ -44,7 +44,7 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     for number, replica in enumerate(plan.replicas):
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:
-        again = build_replicas(problem, layouts_of(plan), planner=plan.planner)
+        again = scheduled(problem, build_replicas(problem, layouts_of(plan), planner=plan.planner))
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
     as_limited = tuple(

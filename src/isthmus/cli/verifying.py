@@ -19,7 +19,8 @@ def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> in
     plan, fleet = load_plan(document), fleet_of(job)
     question = Question(
         graph=prepare(job).captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
-        micro_batches=job.training.micro_batches, schedule=job.schedule, state=_state(job),
+        micro_batches=job.training.micro_batches, schedule=job.schedule, period=job.sync.period,
+        state=_state(job),
     )  # fmt: skip
     verdict = verify(plan, question)
     if json:

@@ -8,15 +8,17 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 from typing import NamedTuple
 
+import msgspec
+
 from isthmus.cost.compute import stage_flops
 from isthmus.cost.memory import micro_batch_bytes, stage_memory
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline, prediction, together
-from isthmus.cost.sync import gradient_sync, sync_s
+from isthmus.cost.sync import replica_sync, sync_s
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
-from isthmus.plan import Certificate, Edge, Plan, Replica, Schedule, SharedParameter, Stage
+from isthmus.plan import Certificate, Edge, Plan, Replica, Schedule, SharedParameter, Stage, Sync
 from isthmus.units import format_compute, format_size
 
 
@@ -68,6 +70,18 @@ def layouts_of(plan: Plan) -> list[Layout]:
     ]
 
 
+def with_sync(problem: Problem, plan: Plan, sync: Sync) -> Plan:
+    """The plan with other sums, its prediction following."""
+    predicted, other_s = plan.predicted, sync_s(problem.fleet, sync)
+    more_s = other_s - predicted.sync_s
+    return msgspec.structs.replace(
+        plan, sync=sync,
+        predicted=msgspec.structs.replace(
+            predicted, sync_s=other_s, step_s=predicted.step_s + more_s, eq3_step_s=predicted.eq3_step_s + more_s
+        ),
+    )  # fmt: skip
+
+
 def build_plan(
     problem: Problem,
     order: Sequence[str],
@@ -102,7 +116,7 @@ def build_replicas(
     placed = [place(_share(problem, x.micro_batches), x.order, x.boundaries) for x in layouts]
     limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
-    sync = gradient_sync(problem.flow, problem.fleet, [(p.order, p.graphs) for p in placed])
+    sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
     return Plan(
         model=problem.flow.graph.name,
         fleet=problem.fleet.name,

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 from functools import cached_property
 from types import MappingProxyType
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
 
@@ -48,6 +48,21 @@ def parameter_state(optimizer: str, *, momentum: bool = False, precision: Precis
     )
 
 
+class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What replicas sum, and how often."""
+
+    mode: Literal["every-step", "local", "partial", "dream"] = "every-step"
+    """`every-step`: gradients, in each step. The others average parameters, each once in a period: `local` all of them
+    in its last step (LSGD), `partial` the same number in each step (PLSGD-ENP), `dream` so many in each step that the
+    period is short, more than once where that costs nothing (DreamDDP)."""
+    period: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Steps; 1 for `every-step`."""
+
+    def __post_init__(self) -> None:
+        if self.mode == "every-step" and self.period != 1:
+            raise ValueError(f"period: got {self.period}, expected 1 where mode is 'every-step'")
+
+
 def _no_scale() -> Mapping[str, float]:
     return MappingProxyType({})
 
@@ -64,6 +79,8 @@ class Problem:
     micro_batch_size: int
     micro_batches: int
     schedule: str = "1f1b"
+    sync: SyncPolicy = field(default_factory=SyncPolicy)
+    """Of several replicas."""
     state: ParameterState = field(default_factory=ParameterState)
     speed_scale: Mapping[str, float] = field(default_factory=_no_scale)
     """lambda of FusionLLM's S = lambda * S*, per device; 1 where absent."""

@@ -185,6 +185,7 @@ def prediction(times: Pipeline, in_flight: Sequence[int], micro_batches: int) ->
         step_s=times.step_s(micro_batches, period),
         period_s=period,
         fill_s=times.fill_s,
+        micro_batches=micro_batches,
         eq3_step_s=times.eq3_step_s(micro_batches),
         bottleneck=bottleneck,
     )

@@ -12,7 +12,7 @@ from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
 from isthmus.cost.memory import elements, trainable
-from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
 from isthmus.plan import Averages, Collective, Sync, SyncGroup
@@ -22,15 +22,24 @@ MOST_ORDERED = 5
 """Members up to which every order of a ring is tried."""
 
 
-def gradient_sync(flow: Flow, fleet: Fleet, replicas: Sequence[tuple[Sequence[str], Sequence[StageGraph]]]) -> Sync:
-    """Gradients summed in every step, given each replica's devices and stages."""
+Holders = Sequence[tuple[Sequence[str], Sequence[StageGraph]]]
+"""Each replica's devices and stages."""
+
+
+def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders) -> Sync:
+    """What replicas sum under a policy. `dream` begins as `partial`: its planner moves parameters between steps."""
     if len(replicas) < 2:
         return Sync()
-    members = owners(replicas)
-    return grouped(flow, fleet, {name: (devices, (0,)) for name, devices in members.items()}, "gradients", 1)
+    held, period = owners(replicas), policy.period
+    if policy.mode == "every-step":
+        return grouped(flow, fleet, {name: (devices, (0,)) for name, devices in held.items()}, "gradients", 1)
+    spread = policy.mode != "local"
+    steps = [number * period // len(held) if spread else period - 1 for number in range(len(held))]
+    dated = {name: (devices, (step,)) for (name, devices), step in zip(held.items(), steps, strict=True)}
+    return grouped(flow, fleet, dated, "parameters", period)
 
 
-def owners(replicas: Sequence[tuple[Sequence[str], Sequence[StageGraph]]]) -> dict[str, tuple[str, ...]]:
+def owners(replicas: Holders) -> dict[str, tuple[str, ...]]:
     """By trainable parameter, the device of each replica that updates it; in the graph's order of the first replica."""
     found = [
         {

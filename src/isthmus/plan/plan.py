@@ -134,6 +134,8 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
     period_s: float
     """Steady time between micro-batches: the slowest stage, or the slowest link's bytes / bandwidth."""
     fill_s: float
+    micro_batches: Positive
+    """n of the slowest replica."""
     sync_s: float = 0.0
     """Averaging with other replicas, after the last backward; the mean over the steps of a period."""
     eq3_step_s: float

@@ -1,5 +1,5 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
-from isthmus.planners.registry import ENTRY_POINTS, Planner, describe, plan, planner_names
+from isthmus.planners.registry import ENTRY_POINTS, Planner, describe, plan, planner_names, scheduled
 
-__all__ = ["ENTRY_POINTS", "Planner", "describe", "plan", "planner_names"]
+__all__ = ["ENTRY_POINTS", "Planner", "describe", "plan", "planner_names", "scheduled"]

@@ -89,12 +89,15 @@ class _Search:
         self._gradient_bytes = float(sum(variable.gradient_bytes for variable in self.blocks.variables))
 
     def replicas_bound_s(self) -> float:
-        return replicas_bound_s(self.network, self.blocks, self.problem.micro_batches, self._gradient_bytes)
+        return replicas_bound_s(
+            self.network, self.blocks, self.problem.micro_batches, self._gradient_bytes, self.problem.sync.period
+        )
 
     def replicated(self, single_s: float) -> Iterator[Plan]:
         """Plans of two replicas and more, each the best of its grouping, where one pipeline takes `single_s`."""
         rough = coarse(self.blocks, ROUGH_BLOCKS)
-        scorer = GroupScorer(scorer_of(self.problem, self.network, rough), self.network, self._gradient_bytes)
+        gradient_bytes = self._gradient_bytes / self.problem.sync.period
+        scorer = GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
         most = min(len(self.network.names), self.problem.micro_batches)
         if len(self.network.names) <= MOST_EXHAUSTIVE:
             found = [scorer.grouping(g) for g in every_grouping(len(self.network.names)) if 1 < len(g) <= most]

@@ -9,16 +9,20 @@ import inspect
 from collections.abc import Callable, Mapping
 from typing import cast
 
+import msgspec
+
 from isthmus.cost import Problem
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import load_third_party, third_party
 from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
 from isthmus.planners.auto import auto
+from isthmus.planners.bounds import step_certificate
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
 from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import dtfm_genetic, dtfm_kl, islands, random
+from isthmus.planners.sync.replicas import dream_replicas
 
 Planner = Callable[[Problem], Plan]
 
@@ -63,7 +67,19 @@ def plan(name: str, problem: Problem) -> Plan:
         raise UserError(f"planner {name!r} failed: {error!r}") from error
     if not isinstance(made, Plan):
         raise UserError(f"planner {name!r}: got a {type(made).__name__}, expected a Plan")
-    return made
+    return scheduled(problem, made)
+
+
+def scheduled(problem: Problem, made: Plan) -> Plan:
+    """The plan with what its replicas sum put in the steps where it costs least, under a policy that leaves a choice."""
+    if problem.sync.mode != "dream" or len(made.replicas) < 2:
+        return made
+    dreamt = dream_replicas(problem, made)
+    proven = dreamt.certificate
+    if proven is None or proven.objective != "step":
+        return dreamt
+    again = step_certificate(proven.lower_bound_s, dreamt.predicted.step_s, proven.scope)
+    return msgspec.structs.replace(dreamt, certificate=again)
 
 
 def _planner(name: str) -> Planner:

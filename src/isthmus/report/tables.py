@@ -105,11 +105,13 @@ def _transfer_text(transfer: Transfer) -> Text:
 
 def _plan_caption(plan: PlanSummary) -> str:
     predicted = plan.predicted
-    rest_s = predicted.step_s - predicted.fill_s - (plan.micro_batches - 1) * predicted.period_s
+    later = predicted.micro_batches - 1
+    rest_s = predicted.step_s - predicted.sync_s - predicted.fill_s - later * predicted.period_s
     shared = f" + shared parameters {format_duration(rest_s)}" if rest_s > 0.0005 * predicted.step_s else ""
+    summed = f" + sums of replicas {format_duration(predicted.sync_s)}" if predicted.sync_s else ""
     lines = [
         f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
-        f"+ {plan.micro_batches - 1} x period {format_duration(predicted.period_s)}{shared} (closed form); "
+        f"+ {later} x period {format_duration(predicted.period_s)}{shared}{summed} (closed form); "
         f"FusionLLM Eq. 3: {format_duration(predicted.eq3_step_s)}",
         f"bottleneck: {predicted.bottleneck}",
     ]

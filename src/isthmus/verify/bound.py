@@ -4,7 +4,7 @@ A replica on S devices computes W FLOPs per micro-batch. Its first micro-batch t
 every later one W on all S together, or its largest block (between two places to cut) on the fastest; and each stage
 but the first receives what its first block takes, over the best link. With R replicas, all of them together complete
 no more than their speeds allow. Whatever the collective, summing G bytes of gradients takes two rounds and R - 1 times
-2 G bytes, which at best spread over all N (N - 1) links.
+2 G bytes, which at best spread over all N (N - 1) links; once in a period of steps.
 """
 
 from __future__ import annotations
@@ -96,7 +96,7 @@ def _replicated_s(reading: Reading, facts: _Facts) -> float:
     return min(
         (
             facts.work / facts.speeds[0] + (micro_batches - count) * facts.work / sum(facts.speeds)
-            + max(rounds * facts.latency_s, (count - 1) * link_s)
+            + max(rounds * facts.latency_s, (count - 1) * link_s) / reading.question.period
             for count in range(2, min(devices // facts.fewest, micro_batches) + 1)
         ),
         default=float("inf"),

@@ -102,7 +102,7 @@ class _Maker:
         cuts = [graph for graph in graphs if graph is not None]
         slowest_s = max(self._pipeline_s(s, g) for s, g in zip(setups, cuts, strict=True))
         sync = in_shards([(s.devices, g) for s, g in zip(setups, cuts, strict=True)])
-        return slowest_s + sums_s(self._question.fleet, sync)
+        return slowest_s + sums_s(self._question.fleet, sync) / self._question.period
 
     def _cut_graph(self, starts: tuple[int, ...]) -> CutGraph | None:
         try:

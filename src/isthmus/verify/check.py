@@ -10,7 +10,6 @@ from collections import Counter
 from collections.abc import Sequence
 
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet
 from isthmus.plan import Compression, Plan, Prediction, Replica, Stage
 from isthmus.verify.certificate import Setup, check_certificate
 from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
@@ -45,7 +44,7 @@ def verify(plan: Plan, question: Question) -> Verdict:
         _shared(ledger, where, replica, graph)
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
         timed.append(Timed(question, packed, [stage.device for stage in replica.stages]))
-    averaging_s = _sync(ledger, plan, graphs, question.fleet)
+    averaging_s = _sync(ledger, plan, graphs, question)
     step_s = _predicted(ledger, plan, timed, averaging_s)
     bound = check_certificate(ledger, reading, plan.certificate, step_s, [_setup(r) for r in plan.replicas])
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
@@ -182,9 +181,11 @@ def _shared(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> No
             ledger.same(f"{where}.shared[{p.name}].size_bytes", p.size_bytes, lent.size_bytes)
 
 
-def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], fleet: Fleet) -> float:
+def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Question) -> float:
     """Seconds of the sums as stated; every parameter must be summed once in a period by those who hold it."""
     held = [([stage.device for stage in r.stages], g) for r, g in zip(plan.replicas, graphs, strict=True)]
+    if len(plan.replicas) > 1:
+        ledger.same("sync.period", plan.sync.period, question.period)
     needed = averaging_groups(held)
     stated: dict[tuple[str, ...], list[str]] = {}
     for group in plan.sync.groups:
@@ -208,7 +209,7 @@ def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], fleet: Fleet) 
         ledger.same(f"{where}.size_bytes", group.size_bytes, size_bytes)
         legal = 0 < len(group.iterations) == len(set(group.iterations)) and max(group.iterations) < plan.sync.period
         ledger.judge(f"{where}.iterations", legal, str(list(group.iterations)), f"some of 0..{plan.sync.period - 1}")
-    return sums_s(fleet, plan.sync)
+    return sums_s(question.fleet, plan.sync)
 
 
 def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: float) -> float:
@@ -224,6 +225,7 @@ def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: 
     ledger.close("predicted.step_s", said.step_s, slowest_s + averaging_s)
     ledger.close("predicted.period_s", said.period_s, period_s)
     ledger.close("predicted.fill_s", said.fill_s, timed[meant].fill_s)
+    ledger.same("predicted.micro_batches", said.micro_batches, plan.replicas[meant].micro_batches)
     ledger.close("predicted.sync_s", said.sync_s, averaging_s)
     eq3_s = max(t.eq3_s(share[1]) for t, share in zip(timed, shares, strict=True))
     ledger.close("predicted.eq3_step_s", said.eq3_step_s, eq3_s + averaging_s)

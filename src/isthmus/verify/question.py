@@ -54,6 +54,8 @@ class Question:
     """Of a step, over all replicas."""
     schedule: str
     state: StateBytes = field(default_factory=StateBytes)
+    period: int = 1
+    """Steps in which every parameter is averaged; 1 where gradients are summed in each step."""
     speed_scale: Mapping[str, float] = field(default_factory=_as_stated)
     """Factor on a device's stated speed; 1 where absent."""
 
