@@ -71,7 +71,7 @@ def plan(name: str, problem: Problem) -> Plan:
 
 
 def scheduled(problem: Problem, made: Plan) -> Plan:
-    """The plan with what its replicas sum put in the steps where it costs least, under a policy that leaves a choice."""
+    """The plan with what its replicas sum put in the steps where it costs least, if the policy leaves a choice."""
     if problem.sync.mode != "dream" or len(made.replicas) < 2:
         return made
     dreamt = dream_replicas(problem, made)
