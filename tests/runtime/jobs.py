@@ -7,6 +7,7 @@ from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import torch
 from torch import Tensor, nn
 
@@ -26,6 +27,16 @@ from isthmus.training.plain import plain_step, plain_update
 
 TEXT = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 60_000})
 DIGITS = DataSpec(kind="digits")
+RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 10}
+"""Batch norm: its forward writes buffers."""
+
+
+def images(folder: Path) -> DataSpec:
+    """Forty small pictures of noise."""
+    draw = np.random.default_rng(0)
+    path = folder / "images.npz"
+    np.savez(path, pixel_values=draw.normal(size=(40, 3, 32, 32)).astype(np.float32), labels=np.arange(40) % 10)
+    return DataSpec(kind="npz", options={"path": str(path)})
 
 
 def fleet_of(count: int, flops_per_s: float = 1e12) -> Fleet:

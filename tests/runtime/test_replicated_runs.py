@@ -19,7 +19,7 @@ from isthmus.runtime.run import RunOptions, Watcher, train
 from isthmus.training.checkpoint import latest_checkpoint, split_replica
 from isthmus.training.optim import OptimizerConfig
 
-from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run
+from .jobs import RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run
 
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2, "tie_embedding": True}
 
@@ -129,7 +129,7 @@ POLICIES = [SyncPolicy(), SyncPolicy(mode="partial", period=4)]
 @pytest.mark.parametrize("policy", POLICIES, ids=["every step", "partial"])
 def test_resumed_in_the_middle_of_a_period(policy: SyncPolicy, tmp_path: Path) -> None:
     """Weights, optimizer state and buffers of each replica: the same bits as a run that was not interrupted."""
-    job = job_of("unet", {"channels": 1, "classes": 10, "width": 8, "depth": 1}, DIGITS, steps=4, save_every=2)
+    job = job_of("hf-resnet", RESNET, images(tmp_path), steps=4, save_every=2)
     job = msgspec.structs.replace(job, sync=policy)
     prepared = prepare(job)
     plan = planned(prepared, [((0.5,), 2), ((), 2)])

@@ -7,7 +7,6 @@ from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
-import numpy as np
 import pytest
 import torch
 
@@ -17,7 +16,7 @@ from isthmus.fleet import Link, Links
 from isthmus.job import prepare
 from isthmus.runtime.run import RunOptions, Watcher, train
 
-from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run, random_cut, run
+from .jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run, random_cut, run
 
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
 
@@ -32,18 +31,10 @@ def _pairs(folder: Path) -> DataSpec:
     return DataSpec(kind="pairs", options={"path": str(path), "sequence_length": 24})
 
 
-def _npz(folder: Path) -> DataSpec:
-    draw = np.random.default_rng(0)
-    path = folder / "images.npz"
-    np.savez(path, pixel_values=draw.normal(size=(40, 3, 32, 32)).astype(np.float32), labels=np.arange(40) % 10)
-    return DataSpec(kind="npz", options={"path": str(path)})
-
-
 BERT = {
     "num_hidden_layers": 2, "hidden_size": 32, "intermediate_size": 64, "num_attention_heads": 2, "vocab_size": 258,
     "num_labels": 3, "hidden_dropout_prob": 0.0, "attention_probs_dropout_prob": 0.0,
 }  # fmt: skip
-RESNET = {"embedding_size": 8, "hidden_sizes": [8, 16], "depths": [1, 1], "layer_type": "basic", "num_labels": 10}
 
 GPT2 = {
     "n_layer": 3, "n_head": 2, "n_embd": 16, "vocab_size": 256, "n_positions": 16, "resid_pdrop": 0.0,
@@ -62,7 +53,7 @@ CASES: dict[str, tuple[str, dict[str, object], Callable[[Path], DataSpec], int, 
     "hf-llama-6": ("hf-llama", LLAMA, lambda _: CAUSAL, 6, True),
     "unet-3": ("unet", {"channels": 1, "classes": 10, "width": 8, "depth": 2}, lambda _: DIGITS, 3, False),
     "hf-bert-3": ("hf-bert-classifier", BERT, _pairs, 3, False),
-    "hf-resnet-3": ("hf-resnet", RESNET, _npz, 3, False),
+    "hf-resnet-3": ("hf-resnet", RESNET, images, 3, False),
 }
 """Model, options, data, devices, and whether every sum has the order of eager autograd.
 
