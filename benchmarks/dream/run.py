@@ -144,7 +144,7 @@ def measure(case: Case) -> Result:
             **{name: plan.exposed_s / case.iterations for name, (plan, _) in planned.items()},
             "forward-overlap": overlapped.exposed_s / case.iterations,
         },
-        bound_s=exact.certificate.lower_bound_s / case.iterations - line.compute_s,
+        bound_s=exact.certificate.lower_bound / case.iterations - line.compute_s,
         plan_s={name: taken_s for name, (_, taken_s) in planned.items()},
         filled={name: sum(len(i.filled) for i in plan.iterations) for name, (plan, _) in planned.items()},
         dfs_leaves=search(line, case.iterations).leaves,

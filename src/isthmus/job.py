@@ -23,7 +23,7 @@ from isthmus.fleet import Fleet, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.models import ModelSpec, as_eager, build_model
-from isthmus.plan import SCHEDULES
+from isthmus.plan import SCHEDULES, Objective, Terms
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
 from isthmus.training.preflight import check_limits, check_optimizers
@@ -50,6 +50,21 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     eval_samples: NotNegative = 256
     save_every: NotNegative = 0
     keep_checkpoints: Positive = 2
+
+
+class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan must respect besides time."""
+
+    objective: Objective = "time"
+    """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
+    data_holder: str | tuple[str, ...] = ()
+    """A device or a region that has the data, or several: only they read it. None: the data are everywhere."""
+    labels_stay: bool = False
+    """Labels do not leave the data holders: they run the last part of the model as well as the first."""
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        return (self.data_holder,) if isinstance(self.data_holder, str) else self.data_holder
 
 
 class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -87,6 +102,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """Thin the fleet to so many devices."""
     planner: str = "chain"
     schedule: str = "1f1b"
+    plan: PlanConfig = PlanConfig()
     run_dir: str = "runs"
     training: TrainingConfig = TrainingConfig()
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
@@ -126,6 +142,10 @@ def load_job(path: Path) -> Job:
             f"{path}: training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas "
             "are equal only at the end of a period"
         )
+    if job.plan.labels_stay and not job.plan.holders:
+        raise UserError(f"{path}: plan.labels_stay: got true, expected a plan.data_holder where the labels stay")
+    if "" in job.plan.holders:
+        raise UserError(f"{path}: plan.data_holder: got an empty name, expected a device or a region")
     if job.schedule not in SCHEDULES:
         raise UserError(f"{path}: schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
     if not job.optimizer:
@@ -147,6 +167,19 @@ def fleet_of(job: Job) -> Fleet:
     return fleet.thin(job.devices) if job.devices is not None else fleet
 
 
+def terms_of(job: Job, fleet: Fleet) -> Terms:
+    """What the job asks of a plan on this fleet. UserError for a data holder that is not there."""
+    found: list[str] = []
+    for name in job.plan.holders:
+        try:
+            found += fleet.located(name)
+        except UserError as error:
+            thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
+            raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {error}") from None
+    holders = tuple(name for name in fleet.names if name in found)
+    return Terms(objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay)
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A job whose model is captured on its data's columns. No weight is allocated yet."""
 
@@ -163,14 +196,14 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def flow(self) -> Flow:
-        return Flow(self.captured.train)
+        return Flow(self.captured.train, columns_first=bool(self.job.plan.holders))
 
     def problem(self, fleet: Fleet) -> Problem:
         """What a planner is asked."""
         t = self.job.training
         return Problem(
             flow=self.flow, fleet=fleet, micro_batch_size=self.job.micro_batch_size, micro_batches=t.micro_batches,
-            schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job),
+            schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job), terms=terms_of(self.job, fleet),
         )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from isthmus.cost import (
     ParameterState,
     Pipeline,
     Problem,
+    Room,
     build_plan,
     in_flight_limits,
     parameter_state,
@@ -125,9 +126,10 @@ def test_1f1b_holds_what_hides_the_round_trip_as_far_as_memory_goes() -> None:
     for batches, memory, expected in (
         (100, (99, 99), (13, 2)), (6, (99, 99), (6, 2)), (100, (4, 1), (4, 1)), (1, (9, 9), (1, 1)),
     ):  # fmt: skip
-        assert in_flight_limits(problem(micro_batches=batches), times, memory) == expected
+        rooms = [Room(capacity=most, fixed=0, each=1) for most in memory]
+        assert in_flight_limits(problem(micro_batches=batches), times, rooms) == expected
     gpipe = problem(micro_batches=7, schedule="gpipe")
-    assert in_flight_limits(gpipe, times, (1, 1)) == (7, 7)
+    assert in_flight_limits(gpipe, times, [Room(1, 0, 1)] * 2) == (7, 7)
 
 
 def test_memory_counts_owner_user_frozen_and_received() -> None:
@@ -205,7 +207,7 @@ def test_a_wrong_problem_is_the_users_error(fields: dict[str, object], message: 
 def test_an_order_must_match_the_cuts_and_name_each_device_once() -> None:
     with pytest.raises(UserError, match="got 1 devices for 2 stages"):
         place(problem(), ["p"], [2])
-    with pytest.raises(UserError, match="each at most once"):
+    with pytest.raises(UserError, match="no two neighbours on the same device"):
         place(problem(), ["p", "p"], [2])
 
 

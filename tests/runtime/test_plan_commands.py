@@ -93,3 +93,83 @@ def test_state_of_the_jobs_optimizers_is_verified(tmp_path: Path) -> None:
     document.write_text(isthmus("plan", job, "--json").out)
     done = isthmus("plan", job, "--verify", str(document))
     assert done.code == 0, done.out
+
+
+PRICED = """
+name = "clinics"
+[[device]]
+name = "hospital"
+region = "clinic"
+compute = "{speed}"
+memory = "{memory}"
+price_per_hour = 1.0
+[[device]]
+name = "cloud"
+region = "far"
+compute = "40 GFLOPS"
+memory = "2 GiB"
+price_per_hour = 3.0
+count = 2
+[links]
+intra = {{ latency = "0.1 ms", bandwidth = "10 Gbit/s" }}
+default = {{ latency = "1 ms", bandwidth = "1 Gbit/s" }}
+[[site]]
+region = "clinic"
+egress_price_per_gb = 0.1
+"""
+
+
+def clinics(folder: Path, *plan: str, speed: str = "2 GFLOPS", memory: str = "2 GiB", planner: str = "chain") -> Path:
+    fleet = folder / "clinics.toml"
+    fleet.write_text(PRICED.format(speed=speed, memory=memory))
+    table = "[plan]\n" + "\n".join(plan) + "\n[learning_rate]"
+    return edited(write_job(folder, fleet=str(fleet), planner=planner), ("[learning_rate]", table))
+
+
+def test_a_plan_that_keeps_data_and_labels_is_explained_verified_and_simulated(tmp_path: Path) -> None:
+    job = clinics(tmp_path, 'data_holder = "clinic"', "labels_stay = true", speed="20 MFLOPS", planner="auto")
+    done = isthmus("plan", job, "--explain", "--json", "--picture", str(tmp_path / "plan.png"))
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    devices = [stage["device"] for stage in told["plan"]["replicas"][0]["stages"]]
+    assert len(devices) > 2 and devices[0] == devices[-1] == "hospital"
+    assert told["plan"]["terms"] == {"data_holders": ["hospital"], "labels_stay": True}
+    assert any("Labels stay there too" in line for line in told["explanation"]["step"])
+    document = tmp_path / "plan.json"
+    document.write_text(json.dumps(told["plan"]))
+    verified = isthmus("plan", job, "--verify", str(document))
+    assert verified.code == 0, verified.out
+    elsewhere = edited(job, ('"clinic"', '"cloud-1"'))
+    assert isthmus("plan", elsewhere, "--verify", str(document)).code == 1
+    simulated = isthmus("simulate", edited(elsewhere, ('"cloud-1"', '"clinic"')), "--plan", str(document), "--json")
+    assert simulated.code == 0, simulated.err
+    assert {pair.split(" -> ")[0] for pair in json.loads(simulated.out)["link_bytes"]} == set(devices)
+    refused(isthmus("train", job, "--plan", str(document)), 2, "'hospital' runs 2 stages", "expected one")
+
+
+def test_the_cheapest_plan_and_its_row(tmp_path: Path) -> None:
+    job = clinics(tmp_path, speed="30 GFLOPS")
+    fast, cheap = (json.loads(isthmus("plan", job, "--json", *o).out) for o in ((), ("--objective", "cost")))
+    assert fast["certificate"]["objective"] == "step" and cheap["certificate"]["objective"] == "cost"
+    assert cheap["terms"] == {"objective": "cost"}
+    assert cheap["predicted"]["step_s"] >= fast["predicted"]["step_s"]
+    compared = json.loads(isthmus("plan", job, "--objective", "cost", "--compare", "even,auto,chain", "--json").out)
+    rows = {row["planner"]: row for row in compared["rows"]}
+    prices = [row["price_per_1000_steps"] for row in compared["rows"]]
+    assert prices == sorted(prices) and compared["objective"] == "cost"
+    assert rows["auto"]["lower_bound_per_1000_steps"] > 0 and rows["auto"]["lower_bound_s"] is None
+    assert rows["even"]["lower_bound_per_1000_steps"] is None
+    table = isthmus("plan", job, "--objective", "cost").out
+    assert "price of 1,000 steps" in table and "which was minimised" in table
+    document = tmp_path / "plan.json"
+    document.write_text(json.dumps(cheap))
+    assert isthmus("plan", job, "--objective", "cost", "--verify", str(document)).code == 0
+    wrong = isthmus("plan", job, "--verify", str(document), "--json")
+    assert [d["field"] for d in json.loads(wrong.out)["differences"]] == ["terms.objective"]
+
+
+def test_terms_that_cannot_be_kept_name_what_binds(tmp_path: Path) -> None:
+    small = clinics(tmp_path, 'data_holder = "hospital"', "labels_stay = true", memory="20 KiB")
+    words = ("hospital (the data_holder, where labels_stay)", "bytes short", "plan.labels_stay")
+    refused(isthmus("plan", small), 3, *words)
+    refused(isthmus("plan", small, "--planner", "op-fence"), 2, "plan.labels_stay", "'op-fence'", "'auto', 'chain'")

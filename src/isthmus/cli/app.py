@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, cast
+from typing import Annotated, Literal, cast
 
 import msgspec
 import typer
@@ -16,6 +16,7 @@ from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.fleet import describe as describe_topology
 from isthmus.fleet import topology_names
 from isthmus.job import Job, load_job, prepare
+from isthmus.plan import Objective
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
@@ -35,14 +36,22 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
 PlannerOption = Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")]
+ObjectiveOption = Annotated[
+    Literal["time", "cost"] | None, typer.Option("--objective", help="What to minimise: a step's time, or its price.")
+]
 DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
-def _job(path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None) -> Job:
+def _job(
+    path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None,
+    objective: Objective | None = None,
+) -> Job:  # fmt: skip
     """The job with what the command line overrides."""
     job = load_job(path)
+    if objective is not None:
+        job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, objective=objective))
     if steps is not None:
         job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
     given = {"fleet": fleet, "planner": planner, "devices": devices}
@@ -59,6 +68,7 @@ def plan(
     fleet: FleetOption = None,
     planner: PlannerOption = None,
     devices: DevicesOption = None,
+    objective: ObjectiveOption = None,
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
     picture: Annotated[Path | None, typer.Option("--picture", help="Draw the plan on its fleet: a PNG.")] = None,
@@ -66,7 +76,7 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Plan where each part of the model runs; or compare planners, or check a plan. With --json: the plan document."""
-    job = _job(job_file, fleet, planner, devices)
+    job = _job(job_file, fleet, planner, devices, objective=objective)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
@@ -84,13 +94,14 @@ def simulate_command(
     fleet: FleetOption = None,
     planner: PlannerOption = None,
     devices: DevicesOption = None,
+    objective: ObjectiveOption = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 4,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
     json: JsonOption = False,
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations."""
-    job = _job(job_file, fleet, planner, devices, steps)
+    job = _job(job_file, fleet, planner, devices, steps, objective)
     chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
         found, graph = planning.read_plan(job, chosen, plan_file), None

@@ -13,8 +13,8 @@ from isthmus.cost import step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
+from isthmus.planners import can_price, planner_names
 from isthmus.planners import plan as make_plan
-from isthmus.planners import planner_names
 from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
 from isthmus.runtime.run import run_spec
 from isthmus.trace import steady_step_s
@@ -34,7 +34,8 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
         codes.append(code)
     comparison = Comparison(
         model=job.model.name, fleet=fleet.name, micro_batch_size=job.micro_batch_size,
-        micro_batches=job.training.micro_batches, rows=ranked(rows),
+        micro_batches=job.training.micro_batches, objective=job.plan.objective,
+        rows=ranked(rows, job.plan.objective),
     )  # fmt: skip
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=1).decode())
@@ -59,6 +60,8 @@ def chosen_planners(text: str) -> list[str]:
 def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int]:
     """The planner's row, and the exit code that it would have had alone."""
     problem = prepared.problem(fleet)  # a new one each: no planner profits from what another left in its caches
+    if problem.terms.objective == "cost" and not can_price(name):  # what it makes has a price all the same
+        problem = problem.timed()
     start_s = time.perf_counter()
     try:
         plan = make_plan(name, problem)
@@ -68,17 +71,20 @@ def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int
     plan_s = time.perf_counter() - start_s
     simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared)))
     # A certificate of another objective would stand beside the wrong time.
-    certificate = plan.certificate if plan.certificate and plan.certificate.objective == "step" else None
+    certificate = plan.certificate if plan.certificate and plan.certificate.objective != "stage" else None
+    bound = None if certificate is None else certificate.lower_bound
+    priced = certificate is not None and certificate.objective == "cost"
     row = ComparedPlan(
         planner=name,
         plan_s=plan_s,
         step_s=plan.predicted.step_s,
         simulated_step_s=simulated_s,
         price_per_1000_steps=1000 * step_price(plan, fleet, simulated_s).total,
-        lower_bound_s=None if certificate is None else certificate.lower_bound_s,
+        lower_bound_s=None if priced else bound,
+        lower_bound_per_1000_steps=1000 * bound if priced and bound is not None else None,
         gap=None if certificate is None else certificate.gap,
         headroom=least_headroom(plan, fleet),
-        devices=len(plan.devices),
+        devices=len(plan.used),
         replicas=len(plan.replicas),
     )
     return row, 0

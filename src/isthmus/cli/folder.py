@@ -151,7 +151,7 @@ class RunFolder:
         if not all((self.path / name).is_file() for name in (JOB, FLEET, PLAN)):
             return None
         before = self.job()
-        same = all(getattr(before, field) == getattr(job, field) for field in ("model", "planner", "schedule"))
+        same = all(getattr(before, field) == getattr(job, field) for field in ("model", "planner", "schedule", "plan"))
         sizes = (before.training.batch_size, before.training.micro_batches, before.training.precision)
         now = (job.training.batch_size, job.training.micro_batches, job.training.precision)
         return self.path / PLAN if same and sizes == now and self.fleet() == fleet else None

@@ -10,12 +10,12 @@ from rich.console import Console
 from isthmus.cost import build_replicas, layouts_of
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
-from isthmus.job import Job, Prepared, fleet_of
+from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, Replica, load_plan
+from isthmus.planners import check_honoured, planner_names, scheduled
 from isthmus.planners import plan as make_plan
-from isthmus.planners import planner_names, scheduled
 from isthmus.protocol import RunSpec
-from isthmus.runtime.stages import refuse_compression, stage_pairs
+from isthmus.runtime.stages import refuse_compression, refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
@@ -26,10 +26,13 @@ HEADER_BYTES = 400
 
 
 def fleet_for(job: Job) -> Fleet:
-    """The job's fleet. It and the planner's name are checked before the model is captured, which takes longer."""
+    """The job's fleet. It, the planner and the plan's terms are checked before the model is captured, which takes
+    longer."""
     if job.planner not in planner_names():
         raise unknown_name("planner", job.planner, planner_names())
-    return fleet_of(job)
+    fleet = fleet_of(job)
+    check_honoured(job.planner, terms_of(job, fleet))
+    return fleet
 
 
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
@@ -38,9 +41,12 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     Where cuts or devices were edited, all else is computed anew.
     """
     if document is None:
-        return make_plan(prepared.job.planner, prepared.problem(fleet))
+        plan = make_plan(prepared.job.planner, prepared.problem(fleet))
+        refuse_shared_devices(plan, f"planner {prepared.job.planner!r}")
+        return plan
     plan, problem = read_plan(prepared.job, fleet, document), prepared.problem(fleet)
     refuse_compression(plan, f"plan file {document}")
+    refuse_shared_devices(plan, f"plan file {document}")
     for number, replica in enumerate(plan.replicas):
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:

@@ -8,7 +8,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.job import Job, fleet_of, prepare
+from isthmus.job import Job, fleet_of, prepare, terms_of
 from isthmus.plan import load_plan
 from isthmus.report import verdict_table
 from isthmus.verify import Question, StateBytes, state_bytes, verify
@@ -20,7 +20,7 @@ def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> in
     question = Question(
         graph=prepare(job).captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
         micro_batches=job.training.micro_batches, schedule=job.schedule, period=job.sync.period,
-        state=_state(job),
+        state=_state(job), terms=terms_of(job, fleet),
     )  # fmt: skip
     verdict = verify(plan, question)
     if json:

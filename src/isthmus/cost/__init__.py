@@ -2,12 +2,14 @@
 
 from isthmus.cost.assemble import Layout, Placement, build_plan, build_replicas, layouts_of, place, with_sync
 from isthmus.cost.compressed import with_edges
-from isthmus.cost.price import Price, step_price
+from isthmus.cost.in_flight import Room, in_flight_limits
+from isthmus.cost.price import Price, is_priced, preference, step_price
 from isthmus.cost.problem import OPTIMIZER_TENSORS, ParameterState, Problem, SyncPolicy, parameter_state
-from isthmus.cost.steptime import EdgeTime, Pipeline, in_flight_limits
+from isthmus.cost.respect import broken_term
+from isthmus.cost.steptime import EdgeTime, Pipeline
 
 __all__ = [
-    "OPTIMIZER_TENSORS", "EdgeTime", "Layout", "ParameterState", "Pipeline", "Placement", "Price", "Problem",
-    "SyncPolicy", "build_plan", "build_replicas", "in_flight_limits", "layouts_of", "parameter_state", "place",
-    "step_price", "with_edges", "with_sync",
+    "OPTIMIZER_TENSORS", "EdgeTime", "Layout", "ParameterState", "Pipeline", "Placement", "Price", "Problem", "Room",
+    "SyncPolicy", "broken_term", "build_plan", "build_replicas", "in_flight_limits", "is_priced", "layouts_of",
+    "parameter_state", "place", "preference", "step_price", "with_edges", "with_sync",
 ]  # fmt: skip

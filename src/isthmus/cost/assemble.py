@@ -11,9 +11,11 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.cost.compute import stage_flops
+from isthmus.cost.in_flight import Room, in_flight_limits
 from isthmus.cost.memory import micro_batch_bytes, stage_memory
 from isthmus.cost.problem import Problem
-from isthmus.cost.steptime import Pipeline, in_flight_limits, pipeline, prediction, together
+from isthmus.cost.respect import broken_term
+from isthmus.cost.steptime import Pipeline, pipeline, prediction, together
 from isthmus.cost.sync import replica_sync, sync_s
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
@@ -46,11 +48,17 @@ class Placement:
 
 
 def place(problem: Problem, order: Sequence[str], boundaries: Sequence[int]) -> Placement:
-    """Cut the graph and put stage k on `order[k]`. Raises UserError for a wrong order or wrong boundaries."""
+    """Cut the graph and put stage k on `order[k]`.
+
+    Raises UserError for a wrong order or wrong boundaries, or where they break the problem's terms.
+    """
     if len(order) != len(boundaries) + 1:
         raise UserError(f"plan: got {len(order)} devices for {len(boundaries) + 1} stages, expected one each")
-    if len(set(order)) != len(order):
-        raise UserError(f"plan: got devices {list(order)}, expected each at most once")
+    if any(a == b for a, b in itertools.pairwise(order)):
+        raise UserError(f"plan: got devices {list(order)}, expected no two neighbours on the same device")
+    broken = broken_term(problem, order, boundaries)
+    if broken is not None:
+        raise UserError(f"plan: {broken}")
     flow = problem.flow
     graphs = partition(flow, assign(flow, boundaries))
     flops = tuple(stage_flops(problem, g) for g in graphs)
@@ -114,7 +122,7 @@ def build_replicas(
     """
     _check_layouts(problem, layouts)
     placed = [place(_share(problem, x.micro_batches), x.order, x.boundaries) for x in layouts]
-    limits = [in_flight_limits(p.problem, p.times, memory_allows(p)) for p in placed]
+    limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
     return Plan(
@@ -125,6 +133,7 @@ def build_replicas(
         micro_batches=problem.micro_batches,
         replicas=tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True)),
         sync=sync,
+        terms=problem.terms,
         predicted=together(predicted, sync_s(problem.fleet, sync)),
         certificate=certificate,
         notes=tuple(_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names),
@@ -151,21 +160,24 @@ def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
     )  # fmt: skip
 
 
-def memory_allows(placed: Placement) -> list[int]:
-    """How many micro-batches in flight fit each stage's device; FleetTooSmall where too few do."""
-    problem, found = placed.problem, list[int]()
+def rooms(placed: Placement) -> list[Room]:
+    """The memory of each stage and its device; FleetTooSmall where too few micro-batches fit."""
+    problem = placed.problem
+    found = [
+        Room(problem.fleet.device(name).memory_bytes, stage_memory(problem, graph, 0).total,
+             micro_batch_bytes(problem, graph))
+        for name, graph in zip(placed.order, placed.graphs, strict=True)
+    ]  # fmt: skip
     least = problem.micro_batches if problem.schedule == "gpipe" else 1
-    for name, graph in zip(placed.order, placed.graphs, strict=True):
-        capacity = problem.fleet.device(name).memory_bytes
-        fixed, each = stage_memory(problem, graph, 0).total, micro_batch_bytes(problem, graph)
-        short = fixed + least * each - capacity
-        if short > 0:
+    for name, stages in placed.times.stages_of.items():
+        need, capacity = sum(found[s].fixed + least * found[s].each for s in stages), found[stages[0]].capacity
+        if need > capacity:
+            which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
             raise FleetTooSmall(
-                f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: stage {graph.index} on "
-                f"device {name} needs {format_size(fixed + least * each)} with {least} micro-batches in flight, "
-                f"has {format_size(capacity)}: {short} bytes short"
+                f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: {which} on "
+                f"device {name} needs {format_size(need)} with {least} micro-batches in flight, "
+                f"has {format_size(capacity)}: {need - capacity} bytes short"
             )
-        found.append((capacity - fixed) // each if each else problem.micro_batches)
     return found
 
 
@@ -196,14 +208,15 @@ def _note(replicas: Sequence[Placement], name: str, why: str) -> str:
     placed = next((p for p in replicas if name in p.order), None)
     if placed is None:
         return f"{name} is left out{reason}"
-    index = placed.order.index(name)
+    runs = " and ".join(_runs(placed, stage) for stage in placed.times.stages_of[name])
+    speed = format_compute(placed.problem.speed(placed.problem.fleet.device(name)))
+    return f"{name} runs {runs} at {speed}, {placed.times.device_s[name]:.3g} s per micro-batch{reason}"
+
+
+def _runs(placed: Placement, stage: int) -> str:
     problem, operators = placed.problem, placed.problem.flow.operators
-    first, end = placed.bounds[index], placed.bounds[index + 1]
+    first, end = placed.bounds[stage], placed.bounds[stage + 1]
     modules = list(dict.fromkeys(op.module for op in operators[first:end] if op.module))
     where = f" ({modules[0]} .. {modules[-1]})" if len(modules) > 1 else f" ({modules[0]})" if modules else ""
-    share = sum(placed.flops[index]) / max(problem.cumulative_flops[-1], 1)
-    speed = format_compute(problem.speed(problem.fleet.device(name)))
-    return (
-        f"{name} runs operators {first}..{end - 1}{where}, {share:.1%} of the FLOPs at {speed}, "
-        f"{placed.times.compute_s[index]:.3g} s per micro-batch{reason}"
-    )
+    share = sum(placed.flops[stage]) / max(problem.cumulative_flops[-1], 1)
+    return f"operators {first}..{end - 1}{where}, {share:.1%} of the FLOPs"

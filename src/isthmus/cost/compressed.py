@@ -7,8 +7,9 @@ from dataclasses import replace
 
 import msgspec
 
+from isthmus.cost.in_flight import Room, in_flight_limits
 from isthmus.cost.problem import Problem
-from isthmus.cost.steptime import in_flight_limits, pipeline, prediction, together
+from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import UserError
 from isthmus.plan import Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory
 
@@ -44,7 +45,7 @@ def _replica(problem: Problem, replica: Replica, edges: tuple[Edge, ...]) -> tup
     flops = [(stage.flops_forward, stage.flops_backward) for stage in replica.stages]
     times = pipeline(share, devices, flops, edges, replica.shared)
     held = list(zip(replica.stages, replica.schedule.in_flight, strict=True))
-    in_flight = in_flight_limits(share, times, [_memory_allows(share, stage, k) for stage, k in held])
+    in_flight = in_flight_limits(share, times, [_room(share, stage, k) for stage, k in held])
     stages = tuple(
         msgspec.structs.replace(stage, memory=_memory(stage, k, now))
         for (stage, k), now in zip(held, in_flight, strict=True)
@@ -59,9 +60,9 @@ def _memory(stage: Stage, in_flight: int, now: int) -> StageMemory:
     return msgspec.structs.replace(stage.memory, activations=stage.memory.activations // in_flight * now)
 
 
-def _memory_allows(problem: Problem, stage: Stage, in_flight: int) -> int:
-    """How many micro-batches in flight fit the device."""
-    each = stage.memory.activations // in_flight
-    fixed = stage.memory.total - stage.memory.activations
-    free = problem.fleet.device(stage.device).memory_bytes - fixed
-    return free // each if each else problem.micro_batches
+def _room(problem: Problem, stage: Stage, in_flight: int) -> Room:
+    """`in_flight` is what the stage's memory was stated for."""
+    return Room(
+        capacity=problem.fleet.device(stage.device).memory_bytes, fixed=stage.memory.total - stage.memory.activations,
+        each=stage.memory.activations // in_flight,
+    )  # fmt: skip

@@ -7,6 +7,7 @@ from collections.abc import Iterator
 
 import msgspec
 
+from isthmus.cost.problem import Problem
 from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
 from isthmus.plan import Plan, Replica
@@ -29,16 +30,27 @@ class Price(msgspec.Struct, frozen=True, kw_only=True):
 
 def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
     """The price of one step that takes `step_s`, by default what the plan predicts. UserError for an unknown device."""
-    used = {stage.device for replica in plan.replicas for stage in replica.stages}
     hours = (plan.predicted.step_s if step_s is None else step_s) / SECONDS_PER_HOUR
     return Price(
-        devices=hours * sum(fleet.device(name).price_per_hour for name in used),
+        devices=hours * sum(fleet.device(name).price_per_hour for name in plan.used),
         egress=sum(
             size_bytes / GB * fleet.site(fleet.device(source).region).egress_price_per_gb
             for source, target, size_bytes in _sent(plan)
             if fleet.device(source).region != fleet.device(target).region
         ),
     )
+
+
+def preference(problem: Problem, plan: Plan) -> tuple[float, float]:
+    """What the problem minimises, and what decides among equals: (seconds, 0), or (price of a step, seconds)."""
+    if problem.terms.objective == "time":
+        return plan.predicted.step_s, 0.0
+    return step_price(plan, problem.fleet).total, plan.predicted.step_s
+
+
+def is_priced(fleet: Fleet) -> bool:
+    """Whether anything costs money there."""
+    return any(d.price_per_hour for d in fleet.devices) or any(site.egress_price_per_gb for site in fleet.sites)
 
 
 def _sent(plan: Plan) -> Iterator[tuple[str, str, float]]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from functools import cached_property
 from types import MappingProxyType
 from typing import Annotated, Literal
@@ -14,7 +14,8 @@ import msgspec
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Device, Fleet
 from isthmus.graph import Flow, Op
-from isthmus.plan import SCHEDULES
+from isthmus.graph.labels import last_start
+from isthmus.plan import SCHEDULES, Terms
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -84,8 +85,12 @@ class Problem:
     state: ParameterState = field(default_factory=ParameterState)
     speed_scale: Mapping[str, float] = field(default_factory=_no_scale)
     """lambda of FusionLLM's S = lambda * S*, per device; 1 where absent."""
+    terms: Terms = field(default_factory=Terms)
+    """With data holders, `flow` becomes one whose columns are all read by the first stage."""
 
     def __post_init__(self) -> None:
+        if self.flow.columns_first != bool(self.terms.data_holders):
+            object.__setattr__(self, "flow", Flow(self.flow.graph, columns_first=bool(self.terms.data_holders)))
         for name, value in (("micro_batch_size", self.micro_batch_size), ("micro_batches", self.micro_batches)):
             if value < 1:
                 raise UserError(f"{name}: got {value}, expected at least 1")
@@ -96,6 +101,9 @@ class Problem:
                 raise unknown_name("device in speed_scale", name, self.fleet.names)
             if not scale > 0:
                 raise UserError(f"speed_scale of {name!r}: got {scale}, expected a number above 0")
+        for name in self.terms.data_holders:
+            if name not in self.fleet.names:
+                raise unknown_name("device in data_holder", name, self.fleet.names)
         graph = self.flow.graph
         if graph.mode != "train":
             raise UserError(f"graph {graph.name!r}: got mode {graph.mode!r}, expected 'train'")
@@ -126,6 +134,24 @@ class Problem:
         if op.kind != "operator" or op.name in self.flow.free:
             return 0
         return op.saved_bytes.at(self.micro_batch_size)
+
+    def timed(self) -> Problem:
+        """The same with time as its objective."""
+        if self.terms.objective == "time":
+            return self
+        return replace(self, terms=msgspec.structs.replace(self.terms, objective="time"))
+
+    def on(self, fleet: Fleet, micro_batches: int | None = None) -> Problem:
+        """The same on a part of the fleet, with so many micro-batches. UserError where no data holder is in it."""
+        return replace(
+            self, fleet=fleet, micro_batches=micro_batches or self.micro_batches, terms=self.terms.among(fleet.names),
+            speed_scale={name: scale for name, scale in self.speed_scale.items() if name in fleet.names},
+        )  # fmt: skip
+
+    @cached_property
+    def last_start(self) -> int | None:
+        """The latest position at which a last stage may start for labels to stay with it; None where they may go."""
+        return last_start(self.flow) if self.terms.labels_stay else None
 
     @cached_property
     def cumulative_flops(self) -> tuple[int, ...]:

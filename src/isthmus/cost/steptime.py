@@ -14,7 +14,6 @@ Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives o
 
 from __future__ import annotations
 
-import math
 from collections.abc import Sequence
 from dataclasses import dataclass
 from functools import cached_property
@@ -24,7 +23,7 @@ import msgspec
 from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
 from isthmus.cost.transfer import transfer_s, wire_s
-from isthmus.plan import Edge, Prediction, SharedParameter, classic_in_flight
+from isthmus.plan import Edge, Prediction, SharedParameter
 
 
 @dataclass(frozen=True)
@@ -60,13 +59,34 @@ class Pipeline:
         return sum(self.compute_s) + sum(e.forward_s + e.backward_s for e in self.edges)
 
     @cached_property
-    def bottleneck(self) -> tuple[float, str]:
-        """(period without throttling, what sets it)."""
-        found = [(c, f"device {d}") for c, d in zip(self.compute_s, self.devices, strict=True)]
+    def stages_of(self) -> dict[str, list[int]]:
+        """The stages on each device."""
+        found: dict[str, list[int]] = {}
+        for stage, device in enumerate(self.devices):
+            found.setdefault(device, []).append(stage)
+        return found
+
+    @cached_property
+    def device_s(self) -> dict[str, float]:
+        """How long each device computes per micro-batch, all its stages together."""
+        return {device: sum(self.compute_s[s] for s in stages) for device, stages in self.stages_of.items()}
+
+    @cached_property
+    def link_s(self) -> dict[tuple[str, str], float]:
+        """How long one micro-batch's bytes occupy each directed link, of all edges that take it."""
+        found: dict[tuple[str, str], float] = {}
         for e in self.edges:
             source, target = self.devices[e.source], self.devices[e.target]
-            found.append((e.forward_wire_s, f"link {source} -> {target}"))
-            found.append((e.backward_wire_s, f"link {target} -> {source}"))
+            if source != target:
+                found[source, target] = found.get((source, target), 0.0) + e.forward_wire_s
+                found[target, source] = found.get((target, source), 0.0) + e.backward_wire_s
+        return found
+
+    @cached_property
+    def bottleneck(self) -> tuple[float, str]:
+        """(period without throttling, what sets it)."""
+        found = [(seconds, f"device {device}") for device, seconds in self.device_s.items()]
+        found += [(seconds, f"link {source} -> {target}") for (source, target), seconds in self.link_s.items()]
         found += [(seconds, f"uplink of {region}") for region, seconds in self.uplinks_s]
         return max(found, key=lambda pair: pair[0])
 
@@ -106,9 +126,10 @@ class Pipeline:
         return self.fill_s + (micro_batches - 1) * period + self.shared_s
 
     def eq3_step_s(self, micro_batches: int) -> float:
-        """FusionLLM Eq. 3 with forward and backward: sum(C_p + R_p) + (n_b - 1) * max(C_p, R_p)."""
+        """FusionLLM Eq. 3 with forward and backward: sum(C_p + R_p) + (n_b - 1) * max(C_p, R_p), p a device."""
         receive = [sum(e.forward_s + e.backward_s for e in edges) for edges in self._incoming]
-        slowest = max(max(c, r) for c, r in zip(self.compute_s, receive, strict=True))
+        received_s = (sum(receive[s] for s in stages) for stages in self.stages_of.values())
+        slowest = max(max(pair) for pair in zip(self.device_s.values(), received_s, strict=True))
         return sum(self.compute_s) + sum(receive) + (micro_batches - 1) * slowest
 
 
@@ -188,21 +209,4 @@ def prediction(times: Pipeline, in_flight: Sequence[int], micro_batches: int) ->
         micro_batches=micro_batches,
         eq3_step_s=times.eq3_step_s(micro_batches),
         bottleneck=bottleneck,
-    )
-
-
-def in_flight_limits(problem: Problem, times: Pipeline, memory_allows: Sequence[int]) -> tuple[int, ...]:
-    """Micro-batches that each stage may hold.
-
-    GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the
-    period, whichever is more, as far as `memory_allows`; fewer than classic throttle the pipeline.
-    """
-    classic = classic_in_flight(problem.schedule, len(times.devices), problem.micro_batches)
-    if problem.schedule == "gpipe":
-        return classic
-    period = times.bottleneck[0]
-    hiding = [math.ceil(r / period) + 1 if period else problem.micro_batches for r in times.round_trips_s]
-    wanted = [max(c, h) for c, h in zip(classic, hiding, strict=True)]
-    return tuple(
-        max(1, min(w, problem.micro_batches, m)) for w, m in zip(wanted, memory_allows, strict=True)
     )

@@ -59,10 +59,12 @@ def shared_parameters(flow: Flow, stages: Sequence[StageGraph]) -> tuple[SharedP
 
 
 def transfer_s(problem: Problem, source: str, target: str, size_bytes: int) -> float:
-    """alpha + M / beta on the link between two devices; a message of no bytes is not sent."""
-    return problem.fleet.link(source, target).transfer_s(size_bytes) if size_bytes else 0.0
+    """alpha + M / beta on the link between two devices; a message of no bytes is not sent, nor one to itself."""
+    return problem.fleet.link(source, target).transfer_s(size_bytes) if size_bytes and source != target else 0.0
 
 
 def wire_s(problem: Problem, source: str, target: str, size_bytes: int) -> float:
     """M / beta: how long the message occupies the link."""
-    return size_bytes / problem.fleet.link(source, target).bandwidth_bytes_per_s if size_bytes else 0.0
+    if not size_bytes or source == target:
+        return 0.0
+    return size_bytes / problem.fleet.link(source, target).bandwidth_bytes_per_s

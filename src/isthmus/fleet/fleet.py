@@ -85,6 +85,14 @@ class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         except KeyError:
             raise unknown_name("device", name, self.names) from None
 
+    def located(self, name: str) -> tuple[str, ...]:
+        """The device of this name, or all devices of the region of this name. Raises `UserError` for neither."""
+        if name in self._by_name:
+            return (name,)
+        if name not in self.regions:
+            raise unknown_name("device or region", name, (*self.names, *self.regions))
+        return tuple(device.name for device in self.devices if device.region == name)
+
     def link(self, source: str, target: str) -> Link:
         """The link from one device to another, no faster than the uplink of its site.
 

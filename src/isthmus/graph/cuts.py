@@ -68,7 +68,8 @@ def cuts(flow: Flow) -> tuple[Cut, ...]:
 def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:
     """For each value that a cut may send: (operator that makes it, last operator that takes it).
 
-    A placeholder is held by the first stage that takes it, so its life starts at its first consumer.
+    A placeholder is held by the first stage that takes it, so its life starts at its first consumer; or it is held by
+    the first stage of all, where that alone has the data.
     """
     position = {op.name: i for i, op in enumerate(flow.operators)}
     spans: dict[Ref, tuple[int, int]] = {}
@@ -81,7 +82,7 @@ def live_spans(flow: Flow) -> dict[Ref, tuple[int, int]]:
             if ref == flow.graph.count:
                 uses.append(position[flow.graph.loss.op])
             if uses:
-                spans[ref] = (position.get(op.name, min(uses)), max(uses))
+                spans[ref] = (position.get(op.name, 0 if flow.columns_first else min(uses)), max(uses))
     return spans
 
 

@@ -10,8 +10,11 @@ from isthmus.graph.opgraph import Op, OpGraph, Ref
 class Flow:
     """Derived facts about one graph, computed once."""
 
-    def __init__(self, graph: OpGraph) -> None:
+    def __init__(self, graph: OpGraph, *, columns_first: bool = False) -> None:
+        """`columns_first`: the first stage reads all columns of the batch and sends them on, because only its device
+        has the data. Otherwise each column is read by the first stage that takes it."""
         self.graph = graph
+        self.columns_first = columns_first
         self.by_name: dict[str, Op] = {op.name: op for op in graph.ops}
 
     @cached_property

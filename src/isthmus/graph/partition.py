@@ -88,10 +88,14 @@ def _users(flow: Flow, stage_of: Mapping[str, int]) -> dict[str, list[int]]:
 
 
 def _homes(flow: Flow, stage_of: Mapping[str, int], users: Mapping[str, list[int]]) -> dict[str, int]:
-    """The one stage that holds each op: where it runs, or the first that uses it."""
+    """The one stage that holds each op: where it runs, or the first that uses it; the first of all, where it alone
+    has the data."""
     last = max(stage_of.values())
     home = {name: stages[0] if stages else last for name, stages in users.items()}
     home.update(stage_of)
+    if flow.columns_first:
+        first, placeholders = min(stage_of.values()), (op for op in flow.graph.ops if op.kind == "placeholder")
+        home.update((op.name, first) for op in placeholders if users[op.name])
     for op in flow.graph.ops:
         for name in op.mutates:
             if users[name] != [stage_of[op.name]]:

@@ -19,9 +19,10 @@ from isthmus.plan.plan import (
 )
 from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
+from isthmus.plan.terms import Objective, Terms
 
 __all__ = [
-    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "Edge", "Plan", "Prediction", "Replica",
-    "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync", "SyncGroup", "SyncIteration", "SyncPlan",
-    "SyncWorker", "Tasklet", "classic_in_flight", "load_plan", "save_plan",
+    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "Edge", "Objective", "Plan", "Prediction",
+    "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync", "SyncGroup", "SyncIteration", "SyncPlan",
+    "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip

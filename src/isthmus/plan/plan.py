@@ -15,6 +15,7 @@ from isthmus.errors import UserError
 from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
 from isthmus.plan.schedule import Schedule
+from isthmus.plan.terms import Terms
 
 PLAN_VERSION = 3
 Positive = Annotated[int, Meta(ge=1)]
@@ -86,7 +87,11 @@ class SharedParameter(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Replica(msgspec.Struct, frozen=True, kw_only=True):
-    """One full copy of the model: its stages in order, and its share of the batch."""
+    """One full copy of the model: its stages in order, and its share of the batch.
+
+    Two stages that are no neighbours may be on one device, as where labels must not leave it: they share its compute
+    and its memory, and what one sends the other costs nothing.
+    """
 
     stages: tuple[Stage, ...]
     edges: tuple[Edge, ...]
@@ -147,11 +152,12 @@ class Prediction(msgspec.Struct, frozen=True, kw_only=True):
 class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     """How far the plan can be from the best one under its planner's objective."""
 
-    lower_bound_s: float
+    lower_bound: float
+    """Seconds; of objective `cost`, money per step in the unit of the fleet's prices."""
     gap: float
-    """(found - lower_bound_s) / lower_bound_s; 0 is optimal within `scope`."""
-    objective: Literal["step", "stage"] = "step"
-    """Seconds of what: of the whole step, or of its largest stage per micro-batch."""
+    """(found - lower_bound) / lower_bound; 0 is optimal within `scope`."""
+    objective: Literal["step", "stage", "cost"] = "step"
+    """Of what: the time of a step, the time of its largest stage per micro-batch, or the price of a step."""
     scope: str
     """What the bound ranges over, in words."""
 
@@ -165,6 +171,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: Positive
     replicas: tuple[Replica, ...]
     sync: Sync = Sync()
+    terms: Terms = Terms()
+    """What was asked of the plan besides time."""
     predicted: Prediction
     certificate: Certificate | None = None
     notes: tuple[str, ...] = ()
@@ -188,8 +196,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of all stages, replica after replica."""
+        """Of all stages, replica after replica: as workers are counted."""
         return tuple(stage.device for replica in self.replicas for stage in replica.stages)
+
+    @property
+    def used(self) -> tuple[str, ...]:
+        """The devices in use, each once."""
+        return tuple(dict.fromkeys(self.devices))
+
+    @property
+    def first_workers(self) -> dict[str, int]:
+        """The first stage on each device, as workers are counted: the last there to have all its gradients."""
+        return {device: worker for worker, device in reversed(list(enumerate(self.devices)))}
 
     def boundaries(self) -> list[int]:
         """First operator number of every stage but the first."""

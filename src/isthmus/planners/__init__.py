@@ -1,5 +1,16 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
-from isthmus.planners.registry import ENTRY_POINTS, Planner, describe, plan, planner_names, scheduled
+from isthmus.planners.registry import (
+    ENTRY_POINTS,
+    Planner,
+    can_price,
+    check_honoured,
+    describe,
+    plan,
+    planner_names,
+    scheduled,
+)
 
-__all__ = ["ENTRY_POINTS", "Planner", "describe", "plan", "planner_names", "scheduled"]
+__all__ = [
+    "ENTRY_POINTS", "Planner", "can_price", "check_honoured", "describe", "plan", "planner_names", "scheduled",
+]  # fmt: skip

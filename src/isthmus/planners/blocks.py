@@ -55,6 +55,12 @@ class Blocks:
         self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
         self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
 
+    @cached_property
+    def last_start(self) -> int:
+        """The last boundary at which a last stage may start: labels that stay are taken by it."""
+        last = self.problem.last_start
+        return self.count - 1 if last is None else self.block_of(last)
+
     def block_of(self, position: int) -> int:
         return bisect.bisect_right(self.places, position) - 1
 
@@ -73,7 +79,8 @@ class Blocks:
                 ref = Ref(op.name, index)
                 uses = [self._position[c] for c in flow.consumers.get(ref, ())]
                 size = spec.nbytes(batch)
-                item = self._item(self._position.get(op.name), uses, size, size if ref in flow.differentiable else 0)
+                made = 0 if op.kind == "placeholder" and flow.columns_first else self._position.get(op.name)
+                item = self._item(made, uses, size, size if ref in flow.differentiable else 0)
                 found += [item] if item else []
         for op in filter(trainable, flow.graph.ops):
             size = op.outputs[0].nbytes(1)

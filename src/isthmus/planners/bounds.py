@@ -38,7 +38,7 @@ def step_certificate(bound_s: float, step_s: float, scope: str) -> Certificate |
         return None
     bound_s = min(bound_s, step_s)
     gap = step_s / bound_s - 1
-    return Certificate(lower_bound_s=bound_s, gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope)
+    return Certificate(lower_bound=bound_s, gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope)
 
 
 def _fewest_stages(network: Network, blocks: Blocks) -> int:

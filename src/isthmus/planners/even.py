@@ -13,11 +13,22 @@ from isthmus.planners.blocks import legal_places
 def even(problem: Problem) -> Plan:
     """Stages of equal operator count, each cut moved to the nearest place where one is legal.
 
-    Uses fewer devices than the fleet has where there are fewer places to cut. Raises FleetTooSmall.
+    Uses fewer devices than the fleet has where there are fewer places to cut. A data holder is moved to the front, and
+    runs the last stage too where labels stay. Raises FleetTooSmall.
     """
-    boundaries = even_boundaries(legal_places(problem), len(problem.flow.operators), len(problem.fleet.devices))
-    order = problem.fleet.names[: len(boundaries) + 1]
-    why = dict.fromkeys(problem.fleet.names[len(order) :], "the model has no further place to cut")
+    names: tuple[str, ...] = problem.fleet.names
+    places = legal_places(problem)
+    holders, last_start = problem.terms.data_holders, problem.last_start
+    first = next(name for name in names if not holders or name in holders)
+    names = (first, *(name for name in names if name != first))
+    if last_start is not None and len(names) > 1:  # a data holder comes again at the end
+        names, places = (*names, first), [place for place in places if place <= last_start]
+    boundaries = even_boundaries(places, len(problem.flow.operators), len(names))
+    order = names[: len(boundaries) + 1]
+    if last_start is not None:
+        order = (*order[:-1], first) if len(order) > 2 else (first,)
+        boundaries = boundaries if len(order) > 1 else []
+    why = dict.fromkeys(set(names) - set(order), "the model has no further place to cut")
     return build_plan(problem, order, boundaries, planner="even", notes=why)
 
 

@@ -40,9 +40,21 @@ class Best(NamedTuple):
 
 def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: int, device: int) -> Cost:
     """What the stage [start, end) on `device` adds to the sum, and the longest it keeps itself or a link busy."""
+    total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
+    messages, shared = received(blocks, network, label, start, end, device)
+    for holder, (forward, backward) in messages.items():
+        total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
+        wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
+        bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
+    return Cost(total + shared, bottleneck, shared)
+
+
+def received(
+    blocks: Blocks, network: Network, label: Label, start: int, end: int, device: int
+) -> tuple[dict[int, list[int]], float]:
+    """Bytes that a stage exchanges with each holder, forward and backward, and the seconds of shared parameters."""
     messages: dict[int, list[int]] = {}
     shared = 0.0
-    total = bottleneck = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
     for (number, use), holder in zip(blocks.live[start], label, strict=True):
         if use >= end:
             continue
@@ -54,11 +66,7 @@ def stage_cost(blocks: Blocks, network: Network, label: Label, start: int, end: 
             message = messages.setdefault(holder, [0, 0])
             message[0] += item.forward_bytes
             message[1] += item.backward_bytes
-    for holder, (forward, backward) in messages.items():
-        total += network.message_s(holder, device, forward) + network.message_s(device, holder, backward)
-        wires = forward * network.byte_s[holder, device], backward * network.byte_s[device, holder]
-        bottleneck = max(bottleneck, float(wires[0]), float(wires[1]))
-    return Cost(total + shared, bottleneck, shared)
+    return messages, shared
 
 
 def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) -> Label:
@@ -69,9 +77,28 @@ def next_label(blocks: Blocks, label: Label, start: int, end: int, device: int) 
 def path_cost(blocks: Blocks, network: Network, path: Path) -> Cost:
     """The closed form of a whole pipeline: (fill + shared, period, shared)."""
     stages = stage_costs(blocks, network, path)
-    return Cost(
-        sum(c.sum_s for c in stages), max(c.bottleneck_s for c in stages), sum(c.shared_s for c in stages)
-    )
+    slowest_s = max(c.bottleneck_s for c in stages)
+    if len(set(path.devices)) < len(path.devices):
+        slowest_s = max(slowest_s, _twice_used_s(blocks, network, path))
+    return Cost(sum(c.sum_s for c in stages), slowest_s, sum(c.shared_s for c in stages))
+
+
+def _twice_used_s(blocks: Blocks, network: Network, path: Path) -> float:
+    """The longest that a device or a directed link is busy, where two stages may share it."""
+    busy: dict[tuple[int, int], float] = {}
+
+    def add(source: int, target: int, seconds: float) -> None:
+        busy[source, target] = busy.get((source, target), 0.0) + seconds
+
+    label: Label = ()
+    for device, (start, end) in _stages(blocks, path):
+        add(device, device, float(blocks.work[end] - blocks.work[start]) / float(network.speed[device]))
+        for holder, (forward, backward) in received(blocks, network, label, start, end, device)[0].items():
+            if holder != device:
+                add(holder, device, forward * float(network.byte_s[holder, device]))
+                add(device, holder, backward * float(network.byte_s[device, holder]))
+        label = next_label(blocks, label, start, end, device)
+    return max(busy.values())
 
 
 def stage_costs(blocks: Blocks, network: Network, path: Path) -> list[Cost]:

@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import bisect
+from collections.abc import Sequence
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Network
+from isthmus.planners.pins import pins_of
 from isthmus.planners.relaxation import Path
 from isthmus.units import format_size
 
@@ -15,28 +17,89 @@ from isthmus.units import format_size
 def greedy_fill(problem: Problem, network: Network, blocks: Blocks) -> Path:
     """A placement that fits with the fewest micro-batches in flight (GPipe: all).
 
-    Raises FleetTooSmall, which names the device that is left with more than it holds, and by how many bytes.
+    Raises FleetTooSmall, which names the device that is left with more than it holds, and by how many bytes; and the
+    data holder where it is the one.
     """
-    held = problem.micro_batches if problem.schedule == "gpipe" else 1
+    pins = pins_of(problem, network)
     order = sorted(range(len(network.names)), key=lambda d: -float(network.memory[d]))
-    devices: list[int] = []
-    cut: list[int] = []
-    start = 0
-    for position, device in enumerate(order):
-        ends = range(start + 1, blocks.count + 1)
-        end = start + bisect.bisect_right(
-            ends, float(network.memory[device]), key=lambda e: stage_bytes(blocks, start, e, held)
+    filling = _Filling(problem, network, blocks, problem.micro_batches if problem.schedule == "gpipe" else 1)
+    if not problem.terms.data_holders:
+        return filling.in_order(order)
+    holders = [d for d in order if d in pins.holders]
+    refused: FleetTooSmall | None = None
+    for first in holders:
+        rest = [d for d in order if d != first]
+        for last in [first, *(d for d in holders if d != first)] if pins.labels_stay else [None]:
+            try:
+                return filling.in_order([first, *rest], last)
+            except FleetTooSmall as error:
+                refused = refused or error
+    assert refused is not None, "terms with data holders have one"
+    try:
+        filling.in_order(order)
+    except FleetTooSmall:
+        raise refused from None
+    field = "labels_stay" if pins.labels_stay else "data_holder"
+    raise FleetTooSmall(f"{refused}; what binds is plan.{field}: without it there is room")
+
+
+class _Filling:
+    def __init__(self, problem: Problem, network: Network, blocks: Blocks, held: int) -> None:
+        self.problem, self.network, self.blocks, self.held = problem, network, blocks, held
+
+    def in_order(self, order: Sequence[int], last: int | None = None) -> Path:
+        """Each device filled as far as it goes; with `last`, the last stage on that device, as short as may be."""
+        whole = stage_bytes(self.blocks, 0, self.blocks.count, self.held)
+        if last is None or whole <= self.network.memory[order[0]]:
+            return self._filled([(d, int(self.network.memory[d])) for d in order], self.blocks.count)
+        start = self.blocks.last_start
+        kept = stage_bytes(self.blocks, start, self.blocks.count, self.held)
+        rooms = [
+            (d, int(self.network.memory[d]) - (kept if d == last else 0)) for d in order if d == order[0] or d != last
+        ]  # fmt: skip
+        if last != order[0] and kept > self.network.memory[last]:
+            raise self._too_small(last, start, self.blocks.count, int(self.network.memory[last]))
+        if not start:
+            raise self._too_small(order[0], 0, self.blocks.count, int(self.network.memory[order[0]]))
+        path = self._filled(rooms, start)
+        return Path((*path.devices, last), (*path.cut, start))
+
+    def _filled(self, rooms: Sequence[tuple[int, int]], count: int) -> Path:
+        """The blocks before `count` on devices with so many bytes each."""
+        devices: list[int] = []
+        cut: list[int] = []
+        start = 0
+        for position, (device, room) in enumerate(rooms):
+            ends = range(start + 1, count + 1)
+            end = start + bisect.bisect_right(ends, room, key=lambda e: stage_bytes(self.blocks, start, e, self.held))
+            if end == start:  # not even one block fits, and no later device is larger
+                raise self._too_small(device, start, start + 1, room)
+            devices.append(device)
+            if end == count:
+                return Path(tuple(devices), tuple(cut))
+            if position == len(rooms) - 1:
+                raise self._too_small(device, start, count, room)
+            cut.append(end)
+            start = end
+        raise AssertionError("a fleet has at least one device")
+
+    def _too_small(self, device: int, start: int, end: int, room: int) -> FleetTooSmall:
+        blocks, network, problem = self.blocks, self.network, self.problem
+        whole, stage = (stage_bytes(blocks, a, b, self.held) for a, b in ((0, blocks.count), (start, end)))
+        hint = f" with {self.held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
+        total = format_size(int(network.memory.sum()))
+        return FleetTooSmall(
+            f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
+            f"device {network.names[device]}{_why(problem, network.names[device])} would have to hold "
+            f"{format_size(stage)}, has {format_size(room)}: {stage - room} bytes short "
+            f"(the whole model needs {format_size(whole)}{hint}, the fleet has {total})"
         )
-        if end == start:  # not even one block fits, and no later device is larger
-            raise _too_small(problem, network, blocks, device, start, start + 1, held)
-        devices.append(device)
-        if end == blocks.count:
-            return Path(tuple(devices), tuple(cut))
-        if position == len(order) - 1:
-            raise _too_small(problem, network, blocks, device, start, blocks.count, held)
-        cut.append(end)
-        start = end
-    raise AssertionError("a fleet has at least one device")
+
+
+def _why(problem: Problem, name: str) -> str:
+    if name not in problem.terms.data_holders:
+        return ""
+    return " (the data_holder, where labels_stay)" if problem.terms.labels_stay else " (the data_holder)"
 
 
 def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
@@ -51,17 +114,3 @@ def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
         item = blocks.items[number]
         saved += item.forward_bytes if use < end and not item.per_step else 0
     return fixed + in_flight * saved
-
-
-def _too_small(
-    problem: Problem, network: Network, blocks: Blocks, device: int, start: int, end: int, held: int
-) -> FleetTooSmall:
-    whole, stage = stage_bytes(blocks, 0, blocks.count, held), stage_bytes(blocks, start, end, held)
-    capacity = int(network.memory[device])
-    hint = f" with {held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
-    return FleetTooSmall(
-        f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
-        f"device {network.names[device]} would have to hold {format_size(stage)}, has {format_size(capacity)}: "
-        f"{stage - capacity} bytes short (the whole model needs {format_size(whole)}{hint}, the fleet has "
-        f"{format_size(int(network.memory.sum()))})"
-    )

@@ -11,7 +11,7 @@ import itertools
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.cost import Layout, Problem, broken_term, build_replicas, preference
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
 from isthmus.planners.local_search import first_improvement
@@ -40,26 +40,36 @@ def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) 
 
     start = Trial(tuple(layouts), build_replicas(problem, layouts, planner="auto"))
     best = first_improvement(
-        start, trials, _seconds, most=MOST_TRIALS * 1_000 // len(problem.flow.operators), tolerance=TOLERANCE
+        start, trials, lambda trial: _judged(problem, trial),
+        most=MOST_TRIALS * 1_000 // len(problem.flow.operators), tolerance=TOLERANCE,
     )
     assert best.plan is not None, "what does not fit improves nothing"
     return best.plan
 
 
 def _trial(problem: Problem, layouts: Layouts) -> Trial:
+    if any(_ill_placed(problem, layout) for layout in layouts):
+        return Trial(layouts, None)
     try:
         return Trial(layouts, build_replicas(problem, layouts, planner="auto"))
     except FleetTooSmall:
         return Trial(layouts, None)
 
 
-def _seconds(trial: Trial) -> float:
-    return trial.plan.predicted.step_s if trial.plan is not None else float("inf")
+def _judged(problem: Problem, trial: Trial) -> float:
+    return preference(problem, trial.plan)[0] if trial.plan is not None else float("inf")
+
+
+def _ill_placed(problem: Problem, layout: Layout) -> bool:
+    if any(a == b for a, b in itertools.pairwise(layout.order)):
+        return True
+    return broken_term(problem, layout.order, layout.boundaries) is not None
 
 
 def _moves(layouts: Layouts, names: Sequence[str], places: Sequence[int]) -> Iterator[Layouts]:
     yield from _alike(layouts)
     yield from _shares(layouts)
+    yield from _fewer(layouts)
     if len(places) > MOST_PLACES:
         return
     unused = [name for name in names if all(name not in layout.order for layout in layouts)]
@@ -84,6 +94,14 @@ def _shares(layouts: Layouts) -> Iterator[Layouts]:
         if layouts[s].micro_batches > 1:
             given = _with(layouts, s, layouts[s]._replace(micro_batches=layouts[s].micro_batches - 1))
             yield _with(given, r, layouts[r]._replace(micro_batches=layouts[r].micro_batches + 1))
+
+
+def _fewer(layouts: Layouts) -> Iterator[Layouts]:
+    """A replica's micro-batches go to another, and its devices are free."""
+    for r, s in itertools.permutations(range(len(layouts)), 2):
+        more = layouts[r]._replace(micro_batches=layouts[r].micro_batches + layouts[s].micro_batches)
+        kept = _with(layouts, r, more)
+        yield (*kept[:s], *kept[s + 1 :])
 
 
 def _cuts(layout: Layout, places: Sequence[int]) -> Iterator[Layout]:

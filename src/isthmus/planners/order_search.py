@@ -10,6 +10,7 @@ from isthmus.cost import Problem
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.network import Network
 from isthmus.planners.orders import candidate_orders, scorer_of
+from isthmus.planners.pins import pins_of
 from isthmus.planners.relaxation import Path, Relaxation
 from isthmus.planners.routes import ANY, Routes, all_orders, one_order
 from isthmus.planners.stage_tables import StageTables
@@ -45,6 +46,7 @@ class OrderSearch:
         self.network = network
         self.blocks = blocks
         self.throttled = throttled
+        self.pins = pins_of(problem, network)
 
     @property
     def exhaustive(self) -> bool:
@@ -70,12 +72,12 @@ class OrderSearch:
 
     def _every_order(self, blocks: Blocks) -> tuple[Search, float]:
         tables = StageTables(blocks)
-        free = self._relaxation(tables, all_orders(self.network, memory_binds=False))
+        free = self._relaxation(tables, all_orders(self.network, self.pins, memory_binds=False))
         held = free.in_flight(ANY)
         if all(free.fits(d, held, 0, tables.count).all() for d in range(len(self.network.names))):
             relaxation = free
         else:
-            relaxation = self._relaxation(tables, all_orders(self.network, memory_binds=True))
+            relaxation = self._relaxation(tables, all_orders(self.network, self.pins, memory_binds=True))
         search = Search(relaxation, self.problem.micro_batches)
         return search, search.run()
 
@@ -88,7 +90,8 @@ class OrderSearch:
         scorer = scorer_of(self.problem, self.network, rough)
         best: Search | None = None
         tried = 0
-        for order in candidate_orders(scorer, self._starts()):
+        orders = candidate_orders(scorer, self._starts())
+        for order in dict.fromkeys(pinned for free in orders for pinned in self.pins.applied(free)):
             if len(order) > rough.count or tried >= MOST_CANDIDATES:
                 continue
             routes = one_order(order)

@@ -6,15 +6,15 @@ A planner is a function from a `Problem` to a `Plan`; the first line of its docs
 from __future__ import annotations
 
 import inspect
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
 import msgspec
 
-from isthmus.cost import Problem
+from isthmus.cost import Problem, broken_term, preference
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import load_third_party, third_party
-from isthmus.plan import Plan
+from isthmus.plan import Plan, Terms
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
 from isthmus.planners.auto import auto
 from isthmus.planners.bounds import step_certificate
@@ -22,6 +22,7 @@ from isthmus.planners.chain import chain
 from isthmus.planners.even import even
 from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import dtfm_genetic, dtfm_kl, islands, random
+from isthmus.planners.price_bound import price_certificate
 from isthmus.planners.sync.replicas import dream_replicas
 
 Planner = Callable[[Problem], Plan]
@@ -44,6 +45,33 @@ _OURS: Mapping[str, Planner] = {
 }
 
 
+_PINNING = ("auto", "chain", "even")
+"""Those that put the first stage, and where labels stay the last, where the data are."""
+_PRICING = ("auto", "chain")
+"""Those that can minimise the price of a step."""
+
+
+def can_price(name: str) -> bool:
+    """Whether a planner may minimise money: ours as they say, others may."""
+    return name in _PRICING or name not in _OURS
+
+
+def check_honoured(name: str, terms: Terms) -> None:
+    """UserError where one of our planners cannot do what the terms ask: names those that can."""
+    if name not in _OURS:
+        return  # a third party's plan is judged when it is there
+    if terms.objective == "cost" and not can_price(name):
+        raise UserError(f"plan.objective: got 'cost', which planner {name!r} cannot minimise: choose {_or(_PRICING)}")
+    if terms.data_holders and name not in _PINNING:
+        field = "labels_stay" if terms.labels_stay else "data_holder"
+        raise UserError(f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_PINNING)}")
+
+
+def _or(names: Sequence[str]) -> str:
+    quoted = [repr(name) for name in names]
+    return f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+
+
 def planner_names() -> list[str]:
     """Every name that `plan` takes, sorted. Ours win over a third party's of the same name."""
     return sorted({*_OURS, *third_party(ENTRY_POINTS)})
@@ -55,8 +83,12 @@ def describe(name: str) -> str:
 
 
 def plan(name: str, problem: Problem) -> Plan:
-    """The plan that the planner makes. Raises UserError for an unknown planner, FleetTooSmall where nothing fits."""
+    """The plan that the planner makes.
+
+    Raises UserError for an unknown planner or terms that it does not respect, FleetTooSmall where nothing fits.
+    """
     planner = _planner(name)
+    check_honoured(name, problem.terms)
     try:
         made = cast(object, planner(problem))
     except IsthmusError:
@@ -67,6 +99,10 @@ def plan(name: str, problem: Problem) -> Plan:
         raise UserError(f"planner {name!r} failed: {error!r}") from error
     if not isinstance(made, Plan):
         raise UserError(f"planner {name!r}: got a {type(made).__name__}, expected a Plan")
+    for replica in made.replicas:
+        broken = broken_term(problem, [s.device for s in replica.stages], [s.first for s in replica.stages[1:]])
+        if broken is not None:
+            raise UserError(f"planner {name!r}: {broken}")
     return scheduled(problem, made)
 
 
@@ -76,9 +112,10 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
         return made
     dreamt = dream_replicas(problem, made)
     proven = dreamt.certificate
-    if proven is None or proven.objective != "step":
+    if proven is None or proven.objective == "stage":
         return dreamt
-    again = step_certificate(proven.lower_bound_s, dreamt.predicted.step_s, proven.scope)
+    certify = price_certificate if proven.objective == "cost" else step_certificate
+    again = certify(proven.lower_bound, preference(problem, dreamt)[0], proven.scope)
     return msgspec.structs.replace(dreamt, certificate=again)
 
 

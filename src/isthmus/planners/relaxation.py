@@ -47,6 +47,8 @@ class Relaxation:
     is what this programme minimises from the end on, so that stays one pass. Then it leaves shared parameters
     out, which are no part of a round trip, and takes messages to different stages one after another: `throttled`
     is a heuristic for graphs that have either.
+
+    Two stages on one device are each held against threshold and memory by itself: what is found bounds from below.
     """
 
     def __init__(
@@ -60,6 +62,7 @@ class Relaxation:
         self._small = tables.count * tables.width <= SMALL_TABLE
         self._kept: dict[Hashable, Floats] = {}
         self._cheapest: dict[tuple[int, int], tuple[float, ...]] = {}
+        self._last_start = tables.blocks.last_start
         self._member_speed = float(sum(network.speed[d] for d in routes.members))
         self.threshold = 0.0
         self._reach: list[int] = []
@@ -76,7 +79,7 @@ class Relaxation:
             return 1
         if self.problem.schedule == "gpipe":
             return self.problem.micro_batches
-        most = len(self.routes.members) if remaining == ANY else remaining
+        most = len(self.routes.members) + self.routes.returns if remaining == ANY else remaining
         return min(self.problem.micro_batches, most)
 
     def solve(self, threshold: float) -> Relaxed | None:
@@ -138,7 +141,8 @@ class Relaxation:
             return 1, count
         used = sum(float(self.network.speed[d]) for d in self.routes.members if state.used >> d & 1)
         slack = TINY * work[-1]
-        low = int(np.searchsorted(work, work[-1] - self.threshold * (self._member_speed - used) - slack, "left"))
+        left = self._member_speed - used + (float(self.network.speed[state.first]) if self.routes.returns else 0.0)
+        low = int(np.searchsorted(work, work[-1] - self.threshold * left - slack, "left"))
         high = int(np.searchsorted(work, self.threshold * used + slack, "right"))
         return max(1, low), min(high, count)
 
@@ -192,6 +196,9 @@ class Relaxation:
         def make(low: int, high: int) -> Floats:
             allowed = self._bottleneck(state.last, device, only, low, high) <= self.threshold
             allowed &= self.fits(device, held, low, high)
+            late = np.arange(max(low, self._last_start + 1), high)  # where a last stage may not start
+            late = late[self.tables.count - late <= self.tables.width]
+            allowed[late - low, self.tables.count - late - 1] = False
             return np.where(allowed, self._cost(state.last, device, only, low, high), np.inf)
 
         if not self._small:

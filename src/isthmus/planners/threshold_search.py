@@ -67,7 +67,8 @@ class Search:
         while self._open and self._open[0].bound_s < self._goal() and self.probes < self.budget.probes:
             self._probe(heapq.heappop(self._open))
         self.unresolved = [i for i in self.unresolved if i.bound_s < self._goal()]
-        if not self.relaxation.throttled:
+        # The exact search does not know a device that comes twice: what is left open shows in the bound.
+        if not self.relaxation.throttled and not self.relaxation.routes.returns:
             self._resolve()
         left = [i.bound_s for i in (*self._open, *self.unresolved)]
         return min([self.upper_s, *left])

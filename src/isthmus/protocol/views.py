@@ -53,7 +53,7 @@ def _shifted(view: StageView, first: int) -> StageView:
 
 def _groups(plan: Plan) -> dict[int, tuple[GroupView, ...]]:
     """Each worker's groups."""
-    workers = {device: worker for worker, device in enumerate(plan.devices)}
+    workers = plan.first_workers
     found: dict[int, tuple[GroupView, ...]] = {}
     for number, group in enumerate(plan.sync.groups):
         if unknown := [d for d in group.devices if d not in workers]:

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
+from isthmus.plan import Objective, Plan
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration, format_size
 
@@ -36,6 +36,8 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     price_per_1000_steps: float | None = None
     """Devices and egress, in the fleet's unit, for steps as long as simulated."""
     lower_bound_s: float | None = None
+    lower_bound_per_1000_steps: float | None = None
+    """Of the price, where that was minimised."""
     gap: float | None = None
     headroom: Headroom | None = None
     """Of the device that has the least left, as a share."""
@@ -44,12 +46,13 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
-    """Rows in the order of their simulated step, the refusals last."""
+    """Rows in the order of their simulated step, or of their price where that is minimised; the refusals last."""
 
     model: str
     fleet: str
     micro_batch_size: int
     micro_batches: int
+    objective: Objective = "time"
     rows: tuple[ComparedPlan, ...]
 
 
@@ -57,18 +60,19 @@ def least_headroom(plan: Plan, fleet: Fleet) -> Headroom:
     """UserError for a plan on a device that is not in the fleet."""
     found: list[Headroom] = []
     for replica in plan.replicas:
-        for stage in replica.stages:
-            room = fleet.device(stage.device).memory_bytes
-            free = room - stage.memory.total
-            found.append(Headroom(device=stage.device, free_bytes=free, share=free / room))
+        for device in dict.fromkeys(stage.device for stage in replica.stages):
+            room = fleet.device(device).memory_bytes
+            free = room - sum(stage.memory.total for stage in replica.stages if stage.device == device)
+            found.append(Headroom(device=device, free_bytes=free, share=free / room))
     return min(found, key=lambda headroom: headroom.share)
 
 
-def ranked(rows: Sequence[ComparedPlan]) -> tuple[ComparedPlan, ...]:
-    """The fastest first; of equals, the one that was planned sooner."""
+def ranked(rows: Sequence[ComparedPlan], objective: Objective = "time") -> tuple[ComparedPlan, ...]:
+    """The fastest, or the cheapest, first; of equals, the one that was planned sooner."""
 
-    def key(row: ComparedPlan) -> tuple[bool, float, float]:
-        return row.simulated_step_s is None, row.simulated_step_s or 0.0, row.plan_s
+    def key(row: ComparedPlan) -> tuple[bool, float, float, float]:
+        price = (row.price_per_1000_steps or 0.0) if objective == "cost" else 0.0
+        return row.simulated_step_s is None, price, row.simulated_step_s or 0.0, row.plan_s
 
     return tuple(sorted(rows, key=key))
 
@@ -89,6 +93,8 @@ def compared_table(comparison: Comparison) -> RenderableType:
     refusals = [f"{row.planner} made no plan: {row.refused}" for row in comparison.rows if row.refused is not None]
     caption = "step times by the closed form and by the simulator; gap = closed form / lower bound - 1; price: devices "
     caption += "for steps as simulated, and egress; memory left: least of all devices, as a share of its own"
+    if comparison.objective == "cost":
+        caption += "\nbounds without a unit of time are on the price of 1,000 steps that take what the closed form says"
     return titled(title, table, "\n".join([*refusals, caption]))
 
 
@@ -100,12 +106,17 @@ def _cells(row: ComparedPlan) -> tuple[str, ...]:
         _duration(row.step_s),
         _duration(row.simulated_step_s),
         f"{price:.4g}" if price else "-",
-        _duration(row.lower_bound_s),
+        _bound(row),
         "-" if row.gap is None else f"{row.gap:.2%}",
         format_duration(row.plan_s),
         "-" if headroom is None else f"{headroom.share:.0%}, {format_size(headroom.free_bytes)}\non {headroom.device}",
         devices,
     )
+
+
+def _bound(row: ComparedPlan) -> str:
+    bound = row.lower_bound_per_1000_steps
+    return _duration(row.lower_bound_s) if bound is None else f"{bound:.4g}"
 
 
 def _duration(seconds: float | None) -> str:

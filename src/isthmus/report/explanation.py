@@ -9,8 +9,8 @@ import msgspec
 from rich.console import Group, RenderableType
 from rich.text import Text
 
-from isthmus.cost import Placement, Problem
-from isthmus.plan import Plan, Replica, Sync, SyncGroup
+from isthmus.cost import Placement, Problem, is_priced, step_price
+from isthmus.plan import Certificate, Plan, Replica, Sync, SyncGroup
 from isthmus.report.what_if import Change, improvements, placements, with_device
 from isthmus.units import format_bandwidth, format_duration, format_size
 
@@ -94,26 +94,49 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
             f"{format_duration(said.sync_s)}, {said.sync_s / said.step_s:.1%} of the step."
         )
     work = problem.cumulative_flops[-1]
-    speed = sum(problem.speed(problem.fleet.device(name)) for name in plan.devices)
+    speed = sum(problem.speed(problem.fleet.device(name)) for name in plan.used)
     busy = plan.micro_batches * work / speed / said.step_s if said.step_s else 0.0
-    used = f"{len(plan.devices)} of {len(problem.fleet.names)}"
+    used = f"{len(plan.used)} of {len(problem.fleet.names)}"
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
+    yield from _terms(problem, plan)
     if plan.certificate is not None:
-        what = "No plan" if plan.certificate.objective == "step" else "The largest stage of no plan"
+        yield f"{_proven(plan.certificate)} (gap {plan.certificate.gap:.2%}; {plan.certificate.scope})."
+
+
+def _proven(certificate: Certificate) -> str:
+    if certificate.objective == "cost":
+        return f"1,000 steps of no plan can cost less than {1000 * certificate.lower_bound:.4g}"
+    what = "No plan" if certificate.objective == "step" else "The largest stage of no plan"
+    return f"{what} can take less than {format_duration(certificate.lower_bound)}"
+
+
+def _terms(problem: Problem, plan: Plan) -> Iterator[str]:
+    """What was asked besides time, and what the plan costs where anything has a price."""
+    terms = problem.terms
+    if is_priced(problem.fleet):
+        price = step_price(plan, problem.fleet)
         yield (
-            f"{what} can take less than {format_duration(plan.certificate.lower_bound_s)} "
-            f"(gap {plan.certificate.gap:.2%}; {plan.certificate.scope})."
+            f"1,000 steps cost {1000 * price.total:.4g} in the fleet's unit: {1000 * price.devices:.4g} for devices, "
+            f"{1000 * price.egress:.4g} for bytes that leave priced sites"
+            f"{'; the plan was made to cost little' if terms.objective == 'cost' else ''}."
         )
+    if terms.data_holders:
+        yield f"Only {', '.join(terms.data_holders)} may read the data: the first stage runs there."
+        if terms.labels_stay:
+            yield "Labels stay there too: so does the last stage, with every operator that takes labels."
+        else:
+            yield "Labels, and other columns that later stages take, are sent on from the first stage."
 
 
 def _claims(placed: Placement, replica: Replica) -> list[tuple[float, str]]:
     """(seconds per micro-batch, what takes them) of all that could set the period, the longest first."""
     times = placed.times
-    found = [(s, f"device {name}, computing") for s, name in zip(times.compute_s, times.devices, strict=True)]
-    for e in times.edges:
-        a, b = times.devices[e.source], times.devices[e.target]
-        found += [(e.forward_wire_s, f"link {a} -> {b}, activations")]
-        found += [(e.backward_wire_s, f"link {b} -> {a}, gradients")]
+    found = [(s, f"device {name}, computing") for name, s in times.device_s.items()]
+    there = {(times.devices[e.source], times.devices[e.target]) for e in times.edges}
+    back = {(b, a) for a, b in there}
+    for (a, b), seconds in times.link_s.items():
+        words = [word for word, pairs in (("activations", there), ("gradients", back)) if (a, b) in pairs]
+        found += [(seconds, f"link {a} -> {b}, {' and '.join(words)}")]
     found += [(s, f"the shared uplink of {region}") for region, s in times.uplinks_s]
     # A limit that hides the round trip is a choice; only one that does not is for want of memory.
     limits = zip(times.round_trips_s, replica.schedule.in_flight, times.devices, strict=True)
@@ -175,6 +198,9 @@ def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterato
     names, fleet, period_s = placed.order, problem.fleet, _period_s(placed, replica)
     for edge, time in zip(placed.edges, placed.times.edges, strict=True):
         a, b = names[edge.source], names[edge.target]
+        if a == b:
+            yield f"{a} keeps {format_size(edge.forward_bytes)} for its later stage: nothing crosses a link"
+            continue
         link, far = fleet.link(a, b), fleet.device(a).region != fleet.device(b).region
         where = f"{fleet.device(a).region} to {fleet.device(b).region}" if far else f"inside {fleet.device(a).region}"
         busy = max(time.forward_wire_s, time.backward_wire_s) / period_s if period_s else 0.0

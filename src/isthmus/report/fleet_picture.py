@@ -202,7 +202,7 @@ def _draw_words(
     left, top = 0.12 / shape.width, 1 - 0.1 / shape.height
     title = f"{plan.model} on {plan.fleet}: a step of {format_duration(plan.predicted.step_s)}"
     figure.text(left, top, title, ha="left", va="top", fontsize=11, fontweight="bold", color=_INK, parse_math=False)
-    devices = f"{len(plan.devices)} devices in {len(plan.replicas)} replicas" if len(plan.replicas) > 1 else (
+    devices = f"{len(plan.used)} devices in {len(plan.replicas)} replicas" if len(plan.replicas) > 1 else (
         "one stage" if len(plan.devices) == 1 else f"{len(plan.devices)} stages"
     )  # fmt: skip
     lines = f"planner {plan.planner}, {devices}; {plan.predicted.bottleneck} sets the period"

@@ -39,15 +39,18 @@ class Use(NamedTuple):
 
 def seats_of(plan: Plan, fleet: Fleet) -> tuple[list[Seat], int]:
     """The devices drawn, and how many are not."""
-    found: list[Seat] = []
+    found: dict[str, Seat] = {}
     for number, replica in enumerate(plan.replicas):
         colours = _stage_colours(len(replica.stages))
         for index, stage in enumerate(replica.stages):
             label = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
-            found.append(Seat(fleet.device(stage.device).name, label, colours[index]))
-    used = set(plan.devices)
-    found += [Seat(name, "", _IDLE) for name in fleet.names if name not in used]
-    return found[:MOST_DEVICES], max(0, len(found) - MOST_DEVICES)
+            before = found.get(fleet.device(stage.device).name)
+            if before is not None:  # a device of two stages has the colour of the first
+                label = f"{before.label}+{label}"
+            found[stage.device] = Seat(stage.device, label, before.colour if before else colours[index])
+    idle = [Seat(name, "", _IDLE) for name in fleet.names if name not in found]
+    seats = [*found.values(), *idle]
+    return seats[:MOST_DEVICES], max(0, len(seats) - MOST_DEVICES)
 
 
 def _stage_colours(count: int) -> list[str]:
@@ -62,7 +65,7 @@ def uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[Use]:
     found: dict[tuple[int, int], Use] = {}
 
     def add(source: str, target: str, size_bytes: float, what: str) -> None:
-        if not size_bytes or source not in number or target not in number:
+        if not size_bytes or source == target or source not in number or target not in number:
             return
         pair = number[source], number[target]
         seconds = fleet.link(source, target).transfer_s(size_bytes)

@@ -7,8 +7,9 @@ from collections.abc import Iterable, Mapping
 
 import msgspec
 
+from isthmus.cost import step_price
 from isthmus.fleet import Fleet
-from isthmus.plan import Certificate, Plan, Prediction, Replica
+from isthmus.plan import Certificate, Plan, Prediction, Replica, Terms
 from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s
 
 
@@ -53,6 +54,9 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     micro_batches: int
     stages: tuple[StageSummary, ...]
     predicted: Prediction
+    price_per_1000_steps: float
+    """Devices and egress, in the fleet's unit, for steps as predicted; 0 where nothing has a price."""
+    terms: Terms
     certificate: Certificate | None
     notes: tuple[str, ...]
 
@@ -129,6 +133,8 @@ def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}
             for stage in _stages(number, replica, fleet, speed_scale)
         ),
         predicted=plan.predicted,
+        price_per_1000_steps=1000 * step_price(plan, fleet).total,
+        terms=plan.terms,
         certificate=plan.certificate,
         notes=plan.notes,
     )
@@ -160,13 +166,13 @@ def _stages(
 
 
 def _sends(index: int, replica: Replica, fleet: Fleet) -> Iterable[Transfer]:
-    """Activations first. A message of no bytes is not sent."""
+    """Activations first. A message of no bytes is not sent, nor one that stays on its device."""
     there = [("forward", edge.target, edge.forward_wire_bytes) for edge in replica.edges if edge.source == index]
     back = [("backward", edge.source, edge.backward_wire_bytes) for edge in replica.edges if edge.target == index]
     for direction, other, size_bytes in there + back:
-        if size_bytes:
-            target = replica.stages[other].device
-            link = fleet.link(replica.stages[index].device, target)
+        source, target = replica.stages[index].device, replica.stages[other].device
+        if size_bytes and source != target:
+            link = fleet.link(source, target)
             yield Transfer(
                 direction=direction, target=target, size_bytes=size_bytes, duration_s=link.transfer_s(size_bytes)
             )

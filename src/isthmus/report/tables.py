@@ -11,7 +11,7 @@ from rich.text import Text
 
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.plan import Plan
+from isthmus.plan import Certificate, Plan
 from isthmus.report.summary import (
     ComparisonSummary,
     PlanSummary,
@@ -115,13 +115,21 @@ def _plan_caption(plan: PlanSummary) -> str:
         f"FusionLLM Eq. 3: {format_duration(predicted.eq3_step_s)}",
         f"bottleneck: {predicted.bottleneck}",
     ]
+    if plan.price_per_1000_steps:
+        minimised = ", which was minimised" if plan.terms.objective == "cost" else ""
+        lines.append(f"price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}")
     if plan.certificate is not None:
         lines.append(
             f"certificate of the {plan.certificate.objective}: at most {plan.certificate.gap:.2%} above the best of "
-            f"{plan.certificate.scope} "
-            f"(lower bound {format_duration(plan.certificate.lower_bound_s)})"
+            f"{plan.certificate.scope} (lower bound {_bound(plan.certificate)})"
         )
     return "\n".join([*lines, *plan.notes])
+
+
+def _bound(certificate: Certificate) -> str:
+    if certificate.objective == "cost":
+        return f"{1000 * certificate.lower_bound:.4g} per 1,000 steps"
+    return format_duration(certificate.lower_bound)
 
 
 def comparison_table(predicted: Trace, measured: Trace, plan: Plan) -> RenderableType:

@@ -26,7 +26,10 @@ def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:
 
 def _certificate(plan: Plan) -> str:
     stated = plan.certificate
-    return "" if stated is None else f"lower bound {stated.lower_bound_s:.6g} s, gap {stated.gap:.2%}; "
+    if stated is None:
+        return ""
+    unit = "per step in the fleet's prices" if stated.objective == "cost" else "s"
+    return f"lower bound {stated.lower_bound:.6g} {unit}, gap {stated.gap:.2%}; "
 
 
 def _shown(figure: Figure) -> str:

@@ -9,10 +9,10 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost import Layout, Placement, Problem, build_replicas, in_flight_limits, layouts_of, place
-from isthmus.cost.assemble import memory_allows
+from isthmus.cost.assemble import rooms
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
-from isthmus.errors import FleetTooSmall
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet, Route
 from isthmus.graph import cuts
 from isthmus.plan import Plan
@@ -54,7 +54,7 @@ def with_device(problem: Problem, plan: Plan, name: str) -> Change | None:
     for what, layouts in _alternatives(problem, plan, name):
         try:
             tried = build_replicas(problem, layouts, planner="tried").predicted.step_s
-        except FleetTooSmall:
+        except UserError:  # it does not fit, or breaks the plan's terms
             continue
         found.append(_change(what, plan.predicted.step_s, tried))
     return min(found, key=lambda change: change.step_s, default=None)
@@ -70,7 +70,7 @@ def _step_s(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> float:
     for p in placed:
         share = replace(problem, micro_batches=p.problem.micro_batches)
         times = pipeline(share, p.order, p.flops, p.edges, p.shared)
-        limits = in_flight_limits(share, times, memory_allows(replace(p, problem=share)))
+        limits = in_flight_limits(share, times, rooms(replace(p, problem=share)))
         period_s = times.throttled_period_s(limits, share.micro_batches)
         slowest_s = max(slowest_s, times.step_s(share.micro_batches, period_s))
     return slowest_s + sync_s(problem.fleet, plan.sync)
@@ -79,7 +79,7 @@ def _step_s(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> float:
 def _abreast(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterator[tuple[str, Problem]]:
     """Devices that are equally slow, all at once: one alone would leave the period to the others."""
     period_s = plan.predicted.period_s
-    slow = [d for p in placed for d, s in zip(p.order, p.times.compute_s, strict=True) if s >= ABREAST * period_s]
+    slow = [d for p in placed for d, s in p.times.device_s.items() if s >= ABREAST * period_s]
     if len(slow) > 1:
         scale = {**problem.speed_scale, **{name: 2 * problem.speed_scale.get(name, 1.0) for name in slow}}
         names = " and ".join(slow) if len(slow) <= 3 else f"the {len(slow)} slowest devices"
@@ -88,7 +88,7 @@ def _abreast(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Itera
 
 def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
     fleet = problem.fleet
-    for name in plan.devices:
+    for name in plan.used:
         scale = {**problem.speed_scale, name: 2 * problem.speed_scale.get(name, 1.0)}
         yield f"{name} twice as fast", replace(problem, speed_scale=scale)
         yield f"{name} with twice the memory", replace(problem, fleet=_roomier(fleet, name))
@@ -133,7 +133,8 @@ def _pairs(plan: Plan) -> list[tuple[str, str]]:
         names = [stage.device for stage in replica.stages]
         ends = [(e.source, e.target) for e in replica.edges]
         ends += [(p.owner, user) for p in replica.shared for user in p.users]
-        found.update(dict.fromkeys((names[min(pair)], names[max(pair)]) for pair in ends))
+        pairs = ((names[min(pair)], names[max(pair)]) for pair in ends)
+        found.update(dict.fromkeys((a, b) for a, b in pairs if a != b and (b, a) not in found))
     for group in plan.sync.groups:
         found.update(dict.fromkeys(itertools.combinations(group.devices, 2)))
     return list(found)

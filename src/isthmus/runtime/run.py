@@ -19,7 +19,7 @@ from isthmus.protocol.work import Share, shares
 from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Neighbour
 from isthmus.runtime.conductor import Conductor, Outcome
 from isthmus.runtime.launcher import Launcher, Place
-from isthmus.runtime.stages import StagePair, refuse_compression, stage_pairs
+from isthmus.runtime.stages import StagePair, refuse_compression, refuse_shared_devices, stage_pairs
 from isthmus.trace import Span
 from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
@@ -250,6 +250,7 @@ def train(
 ) -> Outcome:
     """Run the job to its end. Raises UserError for what a device refused; a lost device is an outcome."""
     refuse_compression(plan)
+    refuse_shared_devices(plan)
     script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
     watcher.accepted()
     job = prepared.job

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -48,9 +49,21 @@ def refuse_compression(plan: Plan, source: str = "plan") -> None:
                 )
 
 
+def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
+    """UserError for a device that runs several stages: that can be planned and simulated, not yet run."""
+    for replica in plan.replicas:
+        for device, uses in Counter(stage.device for stage in replica.stages).items():
+            if uses > 1:
+                raise UserError(
+                    f"{source}: device {device!r} runs {uses} stages, expected one: a run takes one stage per device "
+                    "so far; without plan.labels_stay, the labels are sent to the last stage"
+                )
+
+
 def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePair, ...]:
     """The stages of all replicas, as workers are counted. UserError when the plan was made for another graph."""
-    flow, eval_flow = Flow(captured.train), Flow(captured.eval)
+    held = bool(plan.terms.data_holders)
+    flow, eval_flow = Flow(captured.train, columns_first=held), Flow(captured.eval, columns_first=held)
     train: list[StageGraph] = []
     evaluation: list[StageGraph] = []
     for replica in plan.replicas:

@@ -77,7 +77,7 @@ def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
 
 def _part_sizes(plan: Plan) -> dict[tuple[int, int, int, int], int]:
     """By group, round, source and target."""
-    workers = {device: worker for worker, device in enumerate(plan.devices)}
+    workers = plan.first_workers
     found: dict[tuple[int, int, int, int], int] = {}
     for number, group in enumerate(plan.sync.groups):
         for turn, sent in enumerate(messages(group)):

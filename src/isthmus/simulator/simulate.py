@@ -6,6 +6,7 @@ tensors and sockets. Nothing is decided here.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from functools import partial
 from typing import NamedTuple
@@ -56,6 +57,7 @@ from isthmus.protocol.worker import Worker, WorkerStatistics
 from isthmus.simulator.clock import Clock
 from isthmus.simulator.costs import Costs
 from isthmus.simulator.jitter import Jitter
+from isthmus.simulator.lanes import ComputeLane
 from isthmus.simulator.network import Network, Transmission
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.trace import Span, Trace
@@ -93,12 +95,15 @@ def simulate_run(plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOpt
 class _Simulation:
     def __init__(self, plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions) -> None:
         self._options = options
-        self._devices = _distinct_devices(plan)
-        self._numbers = {device: number for number, device in enumerate(self._devices)}
+        self._devices = plan.devices
+        self._workers_of = _workers_of(plan)
+        self._lanes = {device: ComputeLane() for device in self._workers_of}
+        self._reports: dict[tuple[str, int], int] = {}
+        """How many stages of a device have finished an item."""
         self._shares = _shares(plan, spec)
         views = plan_views(plan, clips=options.clips, counts=options.counts, eval_edges=options.eval_edges)
         self._workers = [Worker(view) for view in views]
-        self._coordinator = Coordinator(self._devices, spec)
+        self._coordinator = Coordinator(self._workers_of, spec)
         self._clock = Clock(options.seed)
         self._factor = Jitter(options.jitter, options.seed)
         self._network = Network(fleet, options.overheads.message_s, self._factor)
@@ -113,7 +118,7 @@ class _Simulation:
             if fault.device not in self._devices:
                 raise unknown_name("device in the faults", fault.device, self._devices)
             self._clock.at(fault.time_s, ("fault", fault.device), partial(self._lose, fault))
-        for device in self._devices:
+        for device in self._workers_of:
             self._coordinate(Joined(device=device))
         self._clock.run()
         workers = tuple(worker.statistics() for worker in self._workers)
@@ -181,16 +186,27 @@ class _Simulation:
             case Save(item=item):
                 self._occupy(worker, "save", self._options.save_s, Saved(item=item))
             case Report(item=item):
-                device = self._devices[worker]
-                self._tell_coordinator(Reported(device=device, item=item), device)
+                self._report(self._devices[worker], item)
             case Stop():
                 self._gone[worker] = self._clock.now_s
 
+    def _report(self, device: str, item: int) -> None:
+        """A device reports once all its stages have."""
+        count = self._reports.pop((device, item), 0) + 1
+        if count == len(self._workers_of[device]):
+            self._tell_coordinator(Reported(device=device, item=item), device)
+        else:
+            self._reports[device, item] = count
+
     def _occupy(self, worker: int, name: str, seconds: float, done: Computed | Updated | Saved) -> None:
-        """Hold the worker's compute lane."""
-        start_s = self._clock.now_s
-        end_s = start_s + seconds * self._factor()
-        self._clock.at(end_s, ("compute", worker), partial(self._release, worker, name, start_s, done))
+        """Hold the compute lane of the worker's device, as soon as it is free."""
+
+        def begin() -> None:
+            start_s = self._clock.now_s
+            end_s = start_s + seconds * self._factor()
+            self._clock.at(end_s, ("compute", worker), partial(self._release, worker, name, start_s, done))
+
+        self._lanes[self._devices[worker]].take(name, worker, begin)
 
     def _release(self, worker: int, name: str, start_s: float, done: Computed | Updated | Saved) -> None:
         if worker in self._gone:
@@ -207,6 +223,7 @@ class _Simulation:
             )
         )
         self._tell(worker, done)
+        self._lanes[self._devices[worker]].release()
 
     def _send(self, worker: int, send: Send) -> None:
         size_bytes = self._costs.parcel_bytes(send, worker, self._items[send.item].kind)
@@ -222,6 +239,9 @@ class _Simulation:
     def _transmit(self, message: _Message, then: Callable[[], None]) -> None:
         """Put a message on its link; `then` is what its arrival means."""
         handover_s = self._options.overheads.handover_s
+        if self._devices[message.source] == self._devices[message.target]:  # it never leaves the device
+            self._clock.at(self._clock.now_s + handover_s, ("link", message.source, message.target), then)
+            return
         times = self._network.send(
             self._clock.now_s + handover_s, self._devices[message.source], self._devices[message.target],
             message.size_bytes + self._options.header_bytes,
@@ -254,8 +274,8 @@ class _Simulation:
         then()
 
     def _lose(self, fault: Fault) -> None:
-        worker = self._numbers[fault.device]
-        self._gone.setdefault(worker, self._clock.now_s)
+        for worker in self._workers_of[fault.device]:
+            self._gone.setdefault(worker, self._clock.now_s)
         self._tell_coordinator(Lost(device=fault.device, reason="simulated"), fault.device, fault.noticed_after_s)
 
 
@@ -277,11 +297,17 @@ def _shares(plan: Plan, spec: RunSpec) -> list[Share]:
     return [share for share, replica in each for _ in replica.stages]
 
 
-def _distinct_devices(plan: Plan) -> tuple[str, ...]:
-    first: dict[str, int] = {}
-    for number, device in enumerate(plan.devices):
-        if (other := first.setdefault(device, number)) != number:
-            raise UserError(
-                f"plan: stages {other} and {number} are both on device {device!r}, expected one stage per device"
-            )
-    return tuple(first)
+def _workers_of(plan: Plan) -> dict[str, list[int]]:
+    """By device. It may run several stages of one replica, but no two that follow each other."""
+    replica_of = [number for number, replica in enumerate(plan.replicas) for _ in replica.stages]
+    found: dict[str, list[int]] = {}
+    for worker, device in enumerate(plan.devices):
+        found.setdefault(device, []).append(worker)
+    for device, workers in found.items():
+        for a, b in itertools.pairwise(workers):
+            if replica_of[a] != replica_of[b] or b == a + 1:
+                raise UserError(
+                    f"plan: stages {a} and {b} are both on device {device!r}, expected stages of one replica that are "
+                    "no neighbours"
+                )
+    return found

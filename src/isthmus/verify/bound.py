@@ -13,6 +13,7 @@ import bisect
 import itertools
 from typing import NamedTuple
 
+from isthmus.verify.price import SECONDS_PER_HOUR
 from isthmus.verify.question import FLOAT32_BYTES
 from isthmus.verify.reading import Reading
 
@@ -33,6 +34,14 @@ def own_bound_s(reading: Reading) -> float:
     """In seconds. 0 proves nothing: the model computes nothing."""
     facts = _facts(reading)
     return min(_single_s(reading, facts), _replicated_s(reading, facts))
+
+
+def own_price_bound(reading: Reading) -> float:
+    """In money per step: every FLOP where it is cheapest, no device ever idle, no egress."""
+    question = reading.question
+    total = reading.question.micro_batches * (reading.work[0][-1] + reading.work[1][-1])
+    per_hour = min(d.price_per_hour / question.flops_per_s(d.name) for d in question.fleet.devices)
+    return total * per_hour / SECONDS_PER_HOUR
 
 
 def _facts(reading: Reading) -> _Facts:

@@ -11,10 +11,13 @@ from collections.abc import Iterable, Iterator, Sequence
 from functools import cache
 from typing import NamedTuple
 
+import msgspec
+
 from isthmus.errors import UserError
 from isthmus.plan import Certificate
-from isthmus.verify.bound import own_bound_s
+from isthmus.verify.bound import own_bound_s, own_price_bound
 from isthmus.verify.cutting import CutGraph, cut
+from isthmus.verify.price import paid
 from isthmus.verify.reading import Reading
 from isthmus.verify.sums import in_shards, sums_s
 from isthmus.verify.timing import Timed
@@ -38,75 +41,104 @@ class Setup(NamedTuple):
     micro_batches: int
 
 
+class Found(NamedTuple):
+    """What a plan takes per step, as computed here: seconds, and money."""
+
+    step_s: float
+    price: float
+
+
 def check_certificate(
-    ledger: Ledger, reading: Reading, certificate: Certificate | None, step_s: float, setups: Sequence[Setup]
+    ledger: Ledger, reading: Reading, certificate: Certificate | None, found: Found, setups: Sequence[Setup]
 ) -> BoundCheck:
-    """`step_s` is the plan's as computed here."""
-    own_s = own_bound_s(reading)
+    own_s, step_s = own_bound_s(reading), found.step_s
     if certificate is None:
         proven = f"at most {step_s / own_s - 1:.2%} above the best of any plan" if own_s > 0 else "nothing"
         told = f"the plan states no bound; the simple one of this check proves {proven}"
-        return BoundCheck(method="none", own_bound_s=own_s, told=told)
-    stated_s = certificate.lower_bound_s
-    bounds = ledger.judge("certificate.lower_bound_s", stated_s > 0, stated_s, "above 0: no time proves nothing")
-    ledger.judge(
-        "certificate.lower_bound_s", stated_s <= step_s * (1 + CLOSE), stated_s, f"at most the step time, {step_s:.9g}"
-    )
-    if certificate.objective != "step":
+        return BoundCheck(method="none", own_bound=own_s, told=told)
+    priced = certificate.objective == "cost"
+    stated, own, reached = certificate.lower_bound, own_s, step_s
+    if priced:
+        own, reached = own_price_bound(reading), found.price
+    bounds = ledger.judge("certificate.lower_bound", stated > 0, stated, "above 0: nothing proves nothing")
+    most = f"at most the {'price of a step' if priced else 'step time'}, {reached:.9g}"
+    ledger.judge("certificate.lower_bound", stated <= reached * (1 + CLOSE), stated, most)
+    if certificate.objective == "stage":
         told = "the stated bound is one on the largest stage: checked was that it is above 0 and below the step time"
-        return BoundCheck(method="none", own_bound_s=own_s, told=told)
+        return BoundCheck(method="none", own_bound=own_s, told=told)
     if bounds:
-        gap = step_s / stated_s - 1
+        gap = reached / stated - 1
         ledger.judge("certificate.gap", abs(certificate.gap - gap) <= GAP_ROUNDING, certificate.gap, gap)
-    found = _refutation(reading, CLASSIC_SCOPE in certificate.scope, setups, own_s)
-    if found.best_s is not None:
+    check = _refutation(_Maker(reading, CLASSIC_SCOPE in certificate.scope, priced), setups, own)
+    if check.best is not None:
         ledger.judge(
-            "certificate.lower_bound_s", stated_s <= found.best_s * (1 + CLOSE), stated_s,
-            f"at most {found.best_s:.9g}: a plan within its scope takes that long",
+            "certificate.lower_bound", stated <= check.best * (1 + CLOSE), stated,
+            f"at most {check.best:.9g}: a plan within its scope {'costs no more' if priced else 'takes that long'}",
         )  # fmt: skip
-    return found
+    return check
 
 
-def _refutation(reading: Reading, classic: bool, setups: Sequence[Setup], own_s: float) -> BoundCheck:
-    maker = _Maker(reading, classic)
+def _refutation(maker: _Maker, setups: Sequence[Setup], own: float) -> BoundCheck:
+    reading, unit = maker.reading, "in money" if maker.priced else "s"
     small = len(reading.question.fleet.names) <= MOST_DEVICES and len(reading.places) <= MOST_PLACES
-    tried = [maker.step_s(plan) for plan in (_every_pipeline(reading) if small else _near(reading, setups))]
-    best_s = min([maker.step_s(setups), *tried])
+    tried = [maker.judged(plan) for plan in (_every_pipeline(reading) if small else _near(reading, setups))]
+    best = min([maker.judged(setups), *tried])
     return BoundCheck(
         method="brute force" if small else "own bound and near plans",
         plans_tried=len(tried),
-        best_s=None if best_s == float("inf") else best_s,
-        own_bound_s=own_s,
+        best=None if best == float("inf") else best,
+        own_bound=own,
         told=(
             f"brute force: every order, every subset and every cut, {len(tried)} pipelines, the best of them "
-            f"{best_s:.6g} s; plans of several replicas were not tried"
+            f"{best:.6g} {unit}; plans of several replicas were not tried"
             if small
             else f"the stated bound was not proven again: {len(tried)} plans near this one were tried against it, the "
-            f"best of them {best_s:.6g} s; the simple bound of this check, {own_s:.6g} s, holds for any plan"
+            f"best of them {best:.6g} {unit}; the simple bound of this check, {own:.6g} {unit}, holds for any plan"
         ),
     )
 
 
 class _Maker:
-    """Times of plans by the closed form, each stage holding as many micro-batches as its memory allows."""
+    """Times or prices of plans by the closed form, each stage holding as many micro-batches as its memory allows.
 
-    def __init__(self, reading: Reading, classic: bool) -> None:
-        self._reading, self._question, self._classic = reading, reading.question, classic
+    Infinite where a buffer would be written in two stages, memory does not hold a device's stages, or data or labels
+    would be read elsewhere.
+    """
+
+    def __init__(self, reading: Reading, classic: bool, priced: bool) -> None:
+        self.reading, self._question, self._classic, self.priced = reading, reading.question, classic, priced
         self._cut = cache(self._cut_graph)
 
-    def step_s(self, setups: Sequence[Setup]) -> float:
-        """Infinite where a buffer would be written in two stages, or memory does not hold a stage."""
+    def judged(self, setups: Sequence[Setup]) -> float:
+        if not all(self._respects(setup) for setup in setups):
+            return float("inf")
         graphs = [self._cut(setup.starts) for setup in setups]
         if None in graphs:
             return float("inf")
         cuts = [graph for graph in graphs if graph is not None]
         slowest_s = max(self._pipeline_s(s, g) for s, g in zip(setups, cuts, strict=True))
         sync = in_shards([(s.devices, g) for s, g in zip(setups, cuts, strict=True)])
-        return slowest_s + sums_s(self._question.fleet, sync) / self._question.period
+        sync = msgspec.structs.replace(sync, period=self._question.period)  # once in so many steps
+        step_s = slowest_s + sums_s(self._question.fleet, sync)
+        if not self.priced or step_s == float("inf"):
+            return step_s
+        timed = [Timed(self._question, g, s.devices) for s, g in zip(setups, cuts, strict=True)]
+        return paid(self._question.fleet, timed, [s.micro_batches for s in setups], sync, step_s)
+
+    def _respects(self, setup: Setup) -> bool:
+        holders, labels_from = self._question.terms.data_holders, self.reading.labels_from
+        if any(a == b for a, b in itertools.pairwise(setup.devices)):
+            return False
+        if not holders:
+            return True
+        begins = setup.devices[0] in holders
+        if labels_from is None or len(setup.devices) == 1:
+            return begins
+        return begins and setup.devices[-1] in holders and setup.starts[-1] <= labels_from
 
     def _cut_graph(self, starts: tuple[int, ...]) -> CutGraph | None:
         try:
-            return cut(self._reading, starts)
+            return cut(self.reading, starts)
         except UserError:
             return None
 
@@ -117,20 +149,26 @@ class _Maker:
         return Timed(self._question, graph, setup.devices).step_s(limits, setup.micro_batches)
 
     def _limits(self, setup: Setup, graph: CutGraph) -> list[int] | None:
+        """As many as fit, the least for all stages first; where stages share a device, the first takes what is left."""
+        least = [self._least(setup, stage) for stage in range(len(setup.devices))]
+        free = {device: self._question.fleet.device(device).memory_bytes for device in setup.devices}
+        for device, part, count in zip(setup.devices, graph.parts, least, strict=True):
+            free[device] -= part.memory_bytes(count)
+        if min(free.values()) < 0:
+            return None
         found: list[int] = []
-        for stage, (device, part) in enumerate(zip(setup.devices, graph.parts, strict=True)):
-            room = self._question.fleet.device(device).memory_bytes - part.memory_bytes(0)
-            if room < 0:
-                return None
-            limit = min(setup.micro_batches, room // part.kept_bytes) if part.kept_bytes else setup.micro_batches
-            if self._question.schedule == "gpipe":
-                least = setup.micro_batches
-            else:
-                least = min(setup.micro_batches, len(setup.devices) - stage) if self._classic else 1
-            if limit < least:
-                return None
-            found.append(limit)
+        for device, part, count in zip(setup.devices, graph.parts, least, strict=True):
+            more = setup.micro_batches - count
+            if part.kept_bytes:
+                more = min(more, free[device] // part.kept_bytes)
+                free[device] -= more * part.kept_bytes
+            found.append(count + more)
         return found
+
+    def _least(self, setup: Setup, stage: int) -> int:
+        if self._question.schedule == "gpipe":
+            return setup.micro_batches
+        return min(setup.micro_batches, len(setup.devices) - stage) if self._classic else 1
 
 
 def _every_pipeline(reading: Reading) -> Iterator[list[Setup]]:
@@ -139,6 +177,12 @@ def _every_pipeline(reading: Reading) -> Iterator[list[Setup]]:
         for inner in itertools.combinations(reading.places, size - 1):
             for order in itertools.permutations(names, size):
                 yield [Setup(order, (0, *inner), micro_batches)]
+    if reading.labels_from is None:
+        return
+    for size in range(3, min(len(names) + 1, len(reading.places) + 1) + 1):  # back to where the labels are
+        for inner in itertools.combinations(reading.places, size - 1):
+            for order in itertools.permutations(names, size - 1):
+                yield [Setup((*order, order[0]), (0, *inner), micro_batches)]
 
 
 def _near(reading: Reading, setups: Sequence[Setup]) -> Iterator[list[Setup]]:

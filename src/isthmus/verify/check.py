@@ -6,13 +6,15 @@ anything. `planner`, `notes` and the certificate's `scope` are words, and not ju
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 from isthmus.errors import UserError
-from isthmus.plan import Compression, Plan, Prediction, Replica, Stage
-from isthmus.verify.certificate import Setup, check_certificate
+from isthmus.plan import Compression, Plan, Prediction, Replica, Stage, Sync
+from isthmus.verify.certificate import Found, Setup, check_certificate
 from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
+from isthmus.verify.price import paid
 from isthmus.verify.question import Question
 from isthmus.verify.reading import Reading
 from isthmus.verify.sums import averaging_groups, buffer_bytes, sums_s, well_formed
@@ -36,17 +38,18 @@ def verify(plan: Plan, question: Question) -> Verdict:
         where = f"replicas[{number}]"
         for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
             _stage(ledger, f"{where}.stages[{index}]", stage, part, replica.schedule.in_flight[index])
-            room = question.fleet.device(stage.device).memory_bytes
-            need = part.memory_bytes(replica.schedule.in_flight[index])
-            ledger.judge(f"{where}.stages[{index}].memory", need <= room, need, f"at most {room} on {stage.device}")
             _ends(ledger, f"{where}.stages[{index}]", stage, reading)
+        _memory(ledger, where, replica, graph, question)
         _edges(ledger, where, replica, graph)
         _shared(ledger, where, replica, graph)
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
         timed.append(Timed(question, packed, [stage.device for stage in replica.stages]))
     averaging_s = _sync(ledger, plan, graphs, question)
     step_s = _predicted(ledger, plan, timed, averaging_s)
-    bound = check_certificate(ledger, reading, plan.certificate, step_s, [_setup(r) for r in plan.replicas])
+    sync = plan.sync if not ledger.differences else Sync()  # what is not well formed has no rounds to be paid for
+    price = paid(question.fleet, timed, [r.micro_batches for r in plan.replicas], sync, step_s)
+    setups = [_setup(r) for r in plan.replicas]
+    bound = check_certificate(ledger, reading, plan.certificate, Found(step_s, price), setups)
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
 
 
@@ -62,7 +65,10 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     question = reading.question
     ledger.same("model", plan.model, question.graph.name)
     ledger.same("fleet", plan.fleet, question.fleet.name)
+    ledger.same("terms.objective", plan.terms.objective, question.terms.objective)
     held = [
+        ledger.same("terms.data_holders", ", ".join(plan.terms.data_holders), ", ".join(question.terms.data_holders)),
+        ledger.same("terms.labels_stay", plan.terms.labels_stay, question.terms.labels_stay),
         ledger.same("micro_batch_size", plan.micro_batch_size, question.micro_batch_size),
         ledger.same("micro_batches", plan.micro_batches, question.micro_batches),
         ledger.judge("replicas", bool(plan.replicas), len(plan.replicas), "at least one"),
@@ -70,8 +76,8 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
             "replicas: micro_batches in sum", sum(r.micro_batches for r in plan.replicas), question.micro_batches
         ),
     ]
-    for name, uses in Counter(plan.devices).items():
-        held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} stages", "one stage"))
+    for name, uses in Counter(name for r in plan.replicas for name in {s.device for s in r.stages}).items():
+        held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} replicas", "one replica"))
         held.append(ledger.judge(f"device {name!r}", name in question.fleet.names, name, "a device of the fleet"))
     for number, replica in enumerate(plan.replicas):
         held += _replica(ledger, f"replicas[{number}]", replica, reading)
@@ -97,7 +103,38 @@ def _replica(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> 
         held.append(ledger.same(f"{name}.first", stage.first, starts[index]))
         held.append(ledger.judge(f"{name}.last", stage.last >= stage.first, stage.last, "not before first"))
     held.append(ledger.same(f"{where}: operators in all stages", starts[-1], len(reading.operators)))
+    held += _placed(ledger, where, replica, reading)
     return held
+
+
+def _placed(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> Iterator[bool]:
+    """No two neighbours on one device; data and labels where they may be read."""
+    names = [stage.device for stage in replica.stages]
+    for index, (a, b) in enumerate(itertools.pairwise(names), 1):
+        yield ledger.judge(f"{where}.stages[{index}].device", a != b, b, "another than that of the stage before")
+    holders = reading.question.terms.data_holders
+    if not holders or not names:
+        return
+    expected = f"a data holder: {', '.join(holders)}"
+    yield ledger.judge(f"{where}.stages[0].device", names[0] in holders, names[0], expected)
+    if reading.labels_from is not None:
+        last = f"{where}.stages[{len(names) - 1}]"
+        yield ledger.judge(f"{last}.device", names[-1] in holders, names[-1], expected)
+        start = replica.stages[-1].first
+        in_time = start <= reading.labels_from
+        yield ledger.judge(f"{last}.first", in_time, start, f"at most {reading.labels_from}, which takes labels")
+
+
+def _memory(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, question: Question) -> None:
+    """What each device must hold, all its stages together."""
+    needs: dict[str, tuple[str, int]] = {}
+    for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
+        words, before = needs.get(stage.device, ("", 0))
+        words = f"{words} + stages[{index}]" if words else f"{where}.stages[{index}]"
+        needs[stage.device] = words, before + part.memory_bytes(replica.schedule.in_flight[index])
+    for device, (words, need) in needs.items():
+        room = question.fleet.device(device).memory_bytes
+        ledger.judge(f"{words}.memory", need <= room, need, f"at most {room} on {device}")
 
 
 def _cut_as_stated(ledger: Ledger, plan: Plan, reading: Reading) -> list[CutGraph] | None:

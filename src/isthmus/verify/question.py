@@ -11,6 +11,7 @@ import msgspec
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph.opgraph import OpGraph
+from isthmus.plan import Terms
 
 FLOAT32_BYTES = 4
 _KEPT_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
@@ -58,6 +59,7 @@ class Question:
     """Steps in which every parameter is averaged; 1 where gradients are summed in each step."""
     speed_scale: Mapping[str, float] = field(default_factory=_as_stated)
     """Factor on a device's stated speed; 1 where absent."""
+    terms: Terms = field(default_factory=Terms)
 
     def __post_init__(self) -> None:
         if self.graph.mode != "train":

@@ -110,13 +110,47 @@ class Reading:
                     found.append(
                         Value(
                             name=op.name if len(op.outputs) == 1 else f"{op.name}:{index}",
-                            made=self.position.get(op.name, min(uses)),
+                            made=self.position.get(op.name, 0 if self._columns_first else min(uses)),
                             uses=tuple(sorted(uses)),
                             returns=tuple(sorted(self.position[n] for n in takers if self._sends_back(ref, n))),
                             size_bytes=spec.nbytes(size),
                         )
                     )
         return tuple(found)
+
+    @property
+    def _columns_first(self) -> bool:
+        """Whether the first stage reads all columns, because its device alone has the data."""
+        return bool(self.question.terms.data_holders)
+
+    @cached_property
+    def labels_from(self) -> int | None:
+        """Where labels stay, the first position behind the first block at which they, or the loss, are taken.
+
+        A label is a column from which no way to the loss passes a trained parameter.
+        """
+        if not self.question.terms.labels_stay:
+            return None
+        graph = self.question.graph
+        made = [graph.loss.op, *([graph.count.op] if graph.count is not None else [])]
+        found = {self.position[name] for name in made if name in self.position}
+        for op in graph.ops:
+            if op.kind == "placeholder":
+                found |= self._beyond_as_label(op.name)
+        start = self.places[0] if self.places else 0
+        return min(position for position in found if position >= start)
+
+    def _beyond_as_label(self, column: str) -> set[int]:
+        """Positions of all that depends on a column; none where a trained parameter is among what they take."""
+        reached, touched = set[int](), {column}
+        for op in self.operators:
+            refs = {ref.op for ref in op.refs()}
+            if refs & touched:
+                touched.add(op.name)
+                reached.add(self.position[op.name])
+                if any(_trained(self.by_name[name]) for name in refs):
+                    return set()
+        return reached
 
     @cached_property
     def variables(self) -> tuple[Variable, ...]:

@@ -58,7 +58,7 @@ def sums_s(fleet: Fleet, sync: Sync) -> float:
         longest_s = 0.0
         for group in sync.groups:
             if step in group.iterations:
-                turns = list(_rounds(group.collective, group.devices, group.size_bytes // FLOAT32_BYTES))
+                turns = list(rounds_of(group))
                 longest_s = max(longest_s, sum(_round_s(fleet, sent) for sent in turns))
                 for a, b, size in (message for sent in turns for message in sent):
                     rate = fleet.link(a, b).bandwidth_bytes_per_s
@@ -66,6 +66,11 @@ def sums_s(fleet: Fleet, sync: Sync) -> float:
         crossed_s = (seconds + fleet.link(a, b).latency_s for (a, b), seconds in carried_s.items())
         total_s += max([longest_s, *crossed_s])
     return total_s / sync.period
+
+
+def rounds_of(group: SyncGroup) -> Iterator[Sent]:
+    """The messages of one sum, round by round."""
+    return _rounds(group.collective, group.devices, group.size_bytes // FLOAT32_BYTES)
 
 
 def _round_s(fleet: Fleet, sent: Sent) -> float:

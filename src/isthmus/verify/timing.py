@@ -32,7 +32,7 @@ class Timed:
             self._next[f.source].append((f.target, there_s, back_s))
 
     def _message_s(self, source: int, target: int, size_bytes: int) -> float:
-        if not size_bytes:
+        if not size_bytes or self.devices[source] == self.devices[target]:
             return 0.0
         link = self._fleet.link(self.devices[source], self.devices[target])
         return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
@@ -65,13 +65,18 @@ class Timed:
     @cached_property
     def occupied_s(self) -> dict[str, float]:
         """By name, how long one micro-batch keeps each device, link and shared uplink busy."""
-        found = {f"device {name}": s for name, s in zip(self.devices, self.compute_s, strict=True)}
+        found: dict[str, float] = {}
+        for name, seconds in zip(self.devices, self.compute_s, strict=True):
+            found[f"device {name}"] = found.get(f"device {name}", 0.0) + seconds
         for f in self.graph.flowing:
             for source, target, size in (
                 (f.source, f.target, f.forward_bytes), (f.target, f.source, f.backward_bytes),
             ):  # fmt: skip
                 a, b = self.devices[source], self.devices[target]
-                found[f"link {a} -> {b}"] = size / self._fleet.link(a, b).bandwidth_bytes_per_s
+                if a == b:
+                    continue
+                busy_s = size / self._fleet.link(a, b).bandwidth_bytes_per_s
+                found[f"link {a} -> {b}"] = found.get(f"link {a} -> {b}", 0.0) + busy_s
                 home, rate = self._uplink(a, b)
                 if rate is not None:
                     found[f"uplink of {home}"] = found.get(f"uplink of {home}", 0.0) + size / rate
@@ -83,11 +88,12 @@ class Timed:
 
     def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
         """By name, the period that a stage's limit imposes, where it holds fewer than all micro-batches."""
-        return {
-            f"memory of device {name} ({limit} micro-batches in flight)": self.round_trip_s(k) / limit
-            for k, (name, limit) in enumerate(zip(self.devices, in_flight, strict=True))
-            if limit < micro_batches
-        }
+        found: dict[str, float] = {}
+        for k, (name, limit) in enumerate(zip(self.devices, in_flight, strict=True)):
+            if limit < micro_batches:
+                words = f"memory of device {name} ({limit} micro-batches in flight)"
+                found[words] = max(found.get(words, 0.0), self.round_trip_s(k) / limit)
+        return found
 
     def periods_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[str, float]:
         """Everything that could set the period, by name."""
@@ -112,5 +118,9 @@ class Timed:
 
     def eq3_s(self, micro_batches: int) -> float:
         """FusionLLM Eq. 3 with the backward: latency counts in the bottleneck, receives follow one another."""
-        slowest_s = max(max(c, r) for c, r in zip(self.compute_s, self.received_s, strict=True))
+        computing, receiving = dict.fromkeys(self.devices, 0.0), dict.fromkeys(self.devices, 0.0)
+        for name, compute_s, received_s in zip(self.devices, self.compute_s, self.received_s, strict=True):
+            computing[name] += compute_s
+            receiving[name] += received_s
+        slowest_s = max(*computing.values(), *receiving.values())
         return self.fill_s + (micro_batches - 1) * slowest_s

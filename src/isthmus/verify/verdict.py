@@ -30,9 +30,9 @@ class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
 
     method: Literal["none", "brute force", "own bound and near plans"]
     plans_tried: int = 0
-    best_s: float | None = None
-    """The least step time among the plans tried."""
-    own_bound_s: float | None = None
+    best: float | None = None
+    """The least among the plans tried, in what the certificate speaks of: seconds, or money."""
+    own_bound: float | None = None
     """A lower bound proven here: simple, valid for any number of replicas, seldom tight."""
     told: str
     """In words, with what this does not prove."""

@@ -49,7 +49,7 @@ def test_every_move_helps_by_what_was_said_until_none_does(problem: SyncProblem)
 @given(problems(most_layers=8, most_workers=2))
 def test_spreading_is_never_worse_than_intervals(problem: SyncProblem) -> None:
     spread, exact = plan_sync("dream-spread", problem), plan_sync("dream", problem)
-    assert spread.certificate.lower_bound_s <= spread.period_s <= exact.period_s
+    assert spread.certificate.lower_bound <= spread.period_s <= exact.period_s
     assert spread == plan_sync("dream-spread", problem)
 
 

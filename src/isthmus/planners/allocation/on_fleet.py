@@ -17,13 +17,14 @@ from isthmus.errors import FleetTooSmall
 from isthmus.plan import Certificate, Plan
 from isthmus.planners.allocation.certified import certified_layers
 from isthmus.planners.allocation.equal_compute import equal_compute_layers
-from isthmus.planners.allocation.problem import Allocation, Ints, LayerProblem, Transfers
+from isthmus.planners.allocation.problem import Allocation, Ints, LayerProblem, RunTooLarge, Transfers
 from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.allocation.sky_optimal import sky_optimal_layers
 from isthmus.planners.blocks import Blocks, coarse
-from isthmus.planners.greedy_fill import greedy_fill
+from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.stage_tables import StageTables
+from isthmus.units import format_size
 
 MOST_BLOCKS = 400
 """Of more places to cut, those are kept that send the fewest bytes."""
@@ -122,7 +123,7 @@ def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
     certificate = None
     if found.lower_bound_s > 0:
         certificate = Certificate(
-            lower_bound_s=found.lower_bound_s, gap=found.gap, objective="stage", scope=layers.scope
+            lower_bound=found.lower_bound_s, gap=found.gap, objective="stage", scope=layers.scope
         )
     reason = f"{planner} gave it no layers"
     return build_plan(
@@ -137,14 +138,27 @@ def _allocated(
     """With as many micro-batches in flight as the schedule may want, else with as few as it can run on."""
     most = min(problem.micro_batches, len(network.names))
     holds = [problem.micro_batches] if problem.schedule == "gpipe" else list(dict.fromkeys((most, 1)))
+    why = ""
     for in_flight in holds:
         layers = _Layers(layers_of(problem, network, blocks, in_flight), blocks, in_flight)
         try:
             return layers, allocate(layers.problem)
-        except FleetTooSmall:
-            continue
+        except FleetTooSmall as refusal:
+            why = _binding(network, blocks, in_flight, refusal)
     greedy_fill(problem, network, Blocks(problem))  # raises with the device that is short, unless a placement fits
     raise FleetTooSmall(
         f"{planner} found no allocation of model {problem.flow.graph.name!r} that fits fleet {problem.fleet.name!r}, "
-        f"although there is one: choose another planner"
+        f"although there is one: choose another planner; {why}"
     )
+
+
+def _binding(network: Network, blocks: Blocks, in_flight: int, refusal: FleetTooSmall) -> str:
+    """What was short, in bytes: a device, or the memory of all together."""
+    held = f"with {in_flight} micro-batches in flight"
+    if isinstance(refusal, RunTooLarge):
+        who, room = f"device {network.names[refusal.device]}", int(network.memory[refusal.device])
+        need = stage_bytes(blocks, refusal.start, refusal.end, in_flight)
+        words = f"to hold operators {blocks.places[refusal.start]}..{blocks.places[refusal.end] - 1} {held}"
+        return f"{words}, {who} needs {format_size(need)}, has {format_size(room)}: {need - room} bytes short"
+    need, room = stage_bytes(blocks, 0, blocks.count, in_flight), int(network.memory.sum())
+    return f"{refusal}; {held} the whole model needs {format_size(need)}, the fleet has {format_size(room)}"

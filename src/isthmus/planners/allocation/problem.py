@@ -178,17 +178,25 @@ def allocation(problem: LayerProblem, order: Sequence[int], counts: Sequence[int
     )  # fmt: skip
 
 
-def too_small(problem: LayerProblem, device: int, start: int, end: int) -> FleetTooSmall:
+class RunTooLarge(FleetTooSmall):
+    """A run of layers that a device cannot hold."""
+
+    def __init__(self, message: str, device: int, start: int, end: int) -> None:
+        super().__init__(message)
+        self.device, self.start, self.end = device, start, end
+
+
+def too_small(problem: LayerProblem, device: int, start: int, end: int) -> RunTooLarge:
     """The refusal of a run that a device cannot hold."""
     need = float(problem.memory_before[end] - problem.memory_before[start])
     has = float(problem.device_memory_bytes[device])
     refusal = f"device {device} cannot hold layers {start}..{end - 1}"
     if problem.memory_reach is not None:  # there what a run needs is not known in bytes
-        return FleetTooSmall(refusal)
-    return FleetTooSmall(
+        return RunTooLarge(refusal, device, start, end)
+    return RunTooLarge(
         f"{refusal}: they need {format_size(math.ceil(need))}, it has {format_size(math.floor(has))}: "
-        f"{math.ceil(need - has)} bytes short"
-    )
+        f"{math.ceil(need - has)} bytes short", device, start, end,
+    )  # fmt: skip
 
 
 def _check(name: str, values: Floats | Ints, shape: tuple[int, ...], *, above_zero: bool = False) -> None:

@@ -53,7 +53,7 @@ def sync_plan(problem: SyncProblem, planner: str, sets: Sequence[Sequence[int]],
         period_s=period_s,
         workers=workers,
         slowest=max(workers, key=lambda w: w.alone_s).worker,
-        certificate=Certificate(lower_bound_s=bound_s, gap=(period_s - bound_s) / bound_s, scope=SCOPE),
+        certificate=Certificate(lower_bound=bound_s, gap=(period_s - bound_s) / bound_s, scope=SCOPE),
     )
 
 

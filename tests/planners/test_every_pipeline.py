@@ -15,9 +15,9 @@ from isthmus.errors import FleetTooSmall
 from isthmus.graph import cuts
 from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.chain import EXACT_SCOPE, THROTTLED_SCOPE
+from isthmus.planners.every_pipeline import every_pipeline
+from isthmus.planners.fastest import EXACT_SCOPE, THROTTLED_SCOPE
 from isthmus.planners.network import network_of
-from isthmus.planners.tight_memory import every_pipeline
 
 
 def tight_problem(seed: int, operators: int, devices: int) -> Problem:

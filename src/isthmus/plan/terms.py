@@ -1,0 +1,37 @@
+"""What a plan must respect besides time: what is minimised, and where the data may be read."""
+
+from __future__ import annotations
+
+from collections.abc import Collection
+from typing import Literal
+
+import msgspec
+
+from isthmus.errors import UserError
+
+Objective = Literal["time", "cost"]
+
+
+class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
+    """Raises UserError for labels that must stay where nobody holds the data."""
+
+    objective: Objective = "time"
+    """`cost` minimises the price of a step: devices by the hour while it lasts, and bytes that leave priced sites."""
+    data_holders: tuple[str, ...] = ()
+    """Devices that have the data: each first stage runs on one of them, and sends on every column that later stages
+    take. None where every device has the data: then each stage reads its own columns."""
+    labels_stay: bool = False
+    """The last stage runs on a data holder too, and with it every operator that takes labels."""
+
+    def __post_init__(self) -> None:
+        if self.labels_stay and not self.data_holders:
+            raise UserError("labels_stay: got true without a data_holder, expected one where the labels stay")
+
+    def among(self, devices: Collection[str]) -> Terms:
+        """The terms on a part of the fleet. UserError where it has no data holder."""
+        if not self.data_holders:
+            return self
+        left = tuple(name for name in self.data_holders if name in devices)
+        if not left:
+            raise UserError(f"data_holder: none of {', '.join(self.data_holders)} is among {', '.join(devices)}")
+        return msgspec.structs.replace(self, data_holders=left)

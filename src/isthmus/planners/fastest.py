@@ -1,0 +1,104 @@
+"""The fastest chain of stages, cut exactly.
+
+Minimises the closed form of `cost.steptime` over the order and choice of devices and over the cuts. Up to six
+devices it is exact; beyond, orders come from local search, cuts stay exact, and the certificate says how far a
+lower bound is. FusionLLM's OP-Fence and Sky Computing's allocation solve the same problem by heuristics.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+
+from isthmus.cost import Problem, build_plan
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Plan
+from isthmus.planners.blocks import Blocks
+from isthmus.planners.bounds import pooled_bound_s, step_certificate
+from isthmus.planners.even import even
+from isthmus.planners.every_pipeline import every_pipeline
+from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
+from isthmus.planners.network import Network, network_of
+from isthmus.planners.order_search import Found, OrderSearch
+from isthmus.planners.threshold_search import TOLERANCE
+
+EXACT_SCOPE = (
+    "all orders and subsets of the devices, all cuts of the operator order, memory of the classic schedule, closed form"
+)
+THROTTLED_SCOPE = (
+    "all orders and subsets of the devices, all cuts of the operator order, as many micro-batches in flight as memory "
+    "allows, closed form"
+)
+POOLED_SCOPE = (
+    "all orders and subsets of the devices, all cuts; the bound pools speeds and takes the cheapest links, and not "
+    "every order was searched, so the gap is what is not proven"
+)
+
+
+def fastest(problem: Problem) -> Plan:
+    """The fastest pipeline, whatever the problem's objective, with its certificate.
+
+    Raises FleetTooSmall with the device that is short, and by how much.
+    """
+    problem = problem.timed()
+    network, blocks = network_of(problem), Blocks(problem)
+    classic = OrderSearch(problem, network, blocks)
+    best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
+    plans = _plans(problem, [best])
+    closed_form_s = best.step_s if best else 0.0
+    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind.
+    throttled = problem.schedule != "gpipe" and not any(
+        p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
+    )
+    if throttled:
+        plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
+    plans += _baseline(problem)
+    tight = throttled or _memory_binds(problem, network, blocks)
+    if classic.exhaustive and (tight or problem.terms.labels_stay):
+        known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
+        proven = every_pipeline(problem, network, blocks, known_s)
+        if proven is not None and (proven.plan or plans):
+            chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
+            return _certified(problem, chosen, proven.bound, THROTTLED_SCOPE)
+    if not plans:  # raises unless a placement was missed
+        fallback = greedy_fill(problem, network, blocks)
+        plans = _plans(problem, [Found(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
+    chosen = min(plans, key=lambda p: p.predicted.step_s)
+    if best and classic.exhaustive and not tight:
+        return _certified(problem, chosen, best.bound_s, EXACT_SCOPE)
+    return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+
+
+def _memory_binds(problem: Problem, network: Network, blocks: Blocks) -> bool:
+    """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
+    held = min(problem.micro_batches, len(network.names) + problem.terms.labels_stay)
+    return problem.schedule != "gpipe" and stage_bytes(blocks, 0, blocks.count, held) > float(network.memory.min())
+
+
+def _plans(problem: Problem, found: Sequence[Found | None]) -> list[Plan]:
+    names = problem.fleet.names
+    plans: list[Plan] = []
+    for f in filter(None, found):
+        with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
+            plans.append(build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain"))
+    return plans
+
+
+def _baseline(problem: Problem) -> list[Plan]:
+    try:
+        return [even(problem)]
+    except FleetTooSmall:
+        return []
+
+
+def _certified(problem: Problem, plan: Plan, bound_s: float, scope: str) -> Plan:
+    """The same layout with its certificate, and with the reason why devices are left out."""
+    certificate = step_certificate(bound_s, plan.predicted.step_s, scope)
+    order = [stage.device for stage in plan.stages]
+    proven = certificate is not None and not certificate.gap
+    reason = "no plan is faster with it" if proven else "no plan that was found is faster with it"
+    return build_plan(
+        problem, order, plan.boundaries(), planner="chain",
+        certificate=certificate,
+        notes={name: reason for name in problem.fleet.names if name not in order},
+    )  # fmt: skip

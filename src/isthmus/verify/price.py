@@ -1,0 +1,48 @@
+"""The price of a step: every device in use for as long as it lasts, and every byte that leaves a priced region."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Sequence
+
+from isthmus.fleet import Fleet
+from isthmus.plan import Sync
+from isthmus.verify.sums import rounds_of
+from isthmus.verify.timing import Timed
+
+SECONDS_PER_HOUR = 3600
+BYTES_PER_GB = 10**9
+
+
+def paid(
+    fleet: Fleet, replicas: Sequence[Timed], micro_batches: Sequence[int], sync: Sync, step_s: float
+) -> float:  # fmt: skip
+    """In the unit of the fleet's prices; of sums, the mean over a period. `sync` is well formed."""
+    used = {name for replica in replicas for name in replica.devices}
+    hourly = sum(fleet.device(name).price_per_hour for name in used)
+    sent: dict[str, float] = {}
+    for source, target, size_bytes in _messages(replicas, micro_batches, sync):
+        home = fleet.device(source).region
+        if home != fleet.device(target).region:
+            sent[home] = sent.get(home, 0.0) + size_bytes
+    leaving = sum(size * fleet.site(region).egress_price_per_gb for region, size in sent.items())
+    return hourly * step_s / SECONDS_PER_HOUR + leaving / BYTES_PER_GB
+
+
+def _messages(
+    replicas: Sequence[Timed], micro_batches: Sequence[int], sync: Sync
+) -> Iterator[tuple[str, str, float]]:
+    """(source, target, bytes per step)."""
+    for replica, count in zip(replicas, micro_batches, strict=True):
+        names = replica.devices
+        for f in replica.graph.flowing:
+            yield names[f.source], names[f.target], count * f.forward_bytes
+            yield names[f.target], names[f.source], count * f.backward_bytes
+        for lent in replica.graph.lent:
+            for user in lent.users:
+                yield names[lent.owner], names[user], lent.size_bytes
+                yield names[user], names[lent.owner], lent.size_bytes
+    for group in sync.groups:
+        often = len(group.iterations) / sync.period
+        for sent in rounds_of(group):
+            for a, b, size_bytes in sent:
+                yield a, b, often * size_bytes

@@ -1,0 +1,152 @@
+"""Objective cost: against every plan of small priced fleets, and what is said where nothing has a price."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
+from term_cases import asked, every_plan, every_single, priced_fleet
+from test_verify import check, question_of
+
+from isthmus.cost import Layout, build_replicas, preference, step_price
+from isthmus.errors import UserError
+from isthmus.fleet import Device, Fleet, resolve_fleet
+from isthmus.plan import Terms
+from isthmus.planners import plan, planner_names
+from isthmus.planners.blocks import Blocks
+from isthmus.planners.network import network_of
+from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound
+from isthmus.planners.registry import check_honoured
+from isthmus.verify import verify
+from isthmus.verify.bound import own_price_bound
+from isthmus.verify.reading import Reading
+
+
+@given(
+    seed=st.integers(0, 10**6), operators=st.integers(2, 4), devices=st.integers(1, 4), tight=st.booleans(),
+    pinned=st.booleans(), labels_stay=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=40, deadline=None)
+def test_chain_is_the_cheapest_pipeline_and_proves_it(
+    seed: int, operators: int, devices: int, tight: bool, pinned: bool, labels_stay: bool
+) -> None:
+    memory = [300 + (seed * (k + 7)) % 1500 for k in range(devices)] if tight else None
+    problem = asked(
+        seed, operators, priced_fleet(seed, devices, memory=memory), objective="cost",
+        holders=["d0"] if pinned else [], labels_stay=pinned and labels_stay,
+    )  # fmt: skip
+    best = min((preference(problem, made)[0] for made in every_single(problem)), default=None)
+    if best is None:
+        with pytest.raises(UserError, match="bytes short"):
+            plan("chain", problem)
+        return
+    made = plan("chain", problem)
+    assert preference(problem, made)[0] == pytest.approx(best, rel=1e-8)
+    assert made.certificate is not None
+    assert (made.certificate.objective, made.certificate.gap) == ("cost", 0)
+    assert check(made, problem).bound.best == pytest.approx(best, rel=1e-8)
+
+
+@given(
+    seed=st.integers(0, 10**6), operators=st.integers(1, 3), devices=st.integers(2, 3), micro_batches=st.integers(2, 4),
+    pinned=st.booleans(),
+)  # fmt: skip
+@settings(max_examples=25, deadline=None)
+def test_auto_is_within_two_percent_of_the_cheapest_of_all_plans(
+    seed: int, operators: int, devices: int, micro_batches: int, pinned: bool
+) -> None:
+    problem = asked(
+        seed, operators, priced_fleet(seed, devices), objective="cost", micro_batches=micro_batches,
+        holders=["d0", "d1"] if pinned else [],
+    )  # fmt: skip
+    best = min(preference(problem, made)[0] for made in every_plan(problem))
+    made = plan("auto", problem)
+    price = preference(problem, made)[0]
+    assert best * (1 - 1e-9) <= price <= 1.02 * best
+    assert made.certificate is not None and made.certificate.objective == "cost"
+    assert 0 < made.certificate.lower_bound <= best * (1 + 1e-9)
+    check(made, problem)
+
+
+@given(seed=st.integers(0, 10**6), operators=st.integers(1, 3), devices=st.integers(1, 3), tight=st.booleans())
+@settings(max_examples=25, deadline=None)
+def test_bounds_are_below_every_plan(seed: int, operators: int, devices: int, tight: bool) -> None:
+    memory = [300 + (seed * (k + 7)) % 1500 for k in range(devices)] if tight else None
+    problem = asked(seed, operators, priced_fleet(seed, devices, memory=memory), objective="cost", micro_batches=3)
+    network, blocks = network_of(problem), Blocks(problem)
+    gradient_bytes = float(sum(v.gradient_bytes for v in blocks.variables))
+    single = cheapest_pipeline_bound(problem, network, blocks)
+    several = cheapest_replicas_bound(problem, network, blocks, gradient_bytes)
+    own = own_price_bound(Reading(question_of(problem)))
+    for made in every_plan(problem):
+        price = preference(problem, made)[0] * (1 + 1e-9)
+        assert own <= price
+        assert (single if len(made.replicas) == 1 else several) <= price
+
+
+def test_averaging_pays_for_what_leaves_a_site() -> None:
+    fleet = priced_fleet(8, 2)
+    site = fleet.sites[0]
+    sites = tuple(msgspec.structs.replace(s, egress_price_per_gb=1e9 if s == site else 0.0) for s in fleet.sites)
+    problem = asked(8, 2, msgspec.structs.replace(fleet, sites=sites), micro_batches=2)
+    made = build_replicas(problem, [Layout(("d0",), (), 1), Layout(("d1",), (), 1)], planner="hand")
+    # Half of the gradients goes there as a part, and half as a sum, each at 1 per byte.
+    assert step_price(made, problem.fleet).egress == pytest.approx(sum(group.size_bytes for group in made.sync.groups))
+
+
+def test_cheap_and_slow_beats_dear_and_fast_only_where_money_counts() -> None:
+    def device(name: str, flops_per_s: float, price: float) -> Device:
+        return Device(name=name, region="here", flops_per_s=flops_per_s, memory_bytes=1 << 40, price_per_hour=price)
+
+    near = fleet_of([1.0, 1.0])
+    fleet = Fleet(name="two", devices=(device("d0", 1e4, 1.0), device("d1", 3e4, 9.0)), links=near.links)
+    problem = problem_of(random_graph(5, 3), fleet, micro_batches=4)
+    assert plan("auto", problem).devices == ("d1",)
+    cheap = plan("auto", replace(problem, terms=Terms(objective="cost")))
+    assert cheap.devices == ("d0",)
+    assert cheap.certificate is not None and cheap.certificate.gap == 0
+    assert step_price(cheap, fleet).total == pytest.approx(cheap.predicted.step_s / 3600)
+    assert "d1 is left out: no plan that was found is cheaper with it" in cheap.notes
+
+
+def test_without_prices_the_fastest_is_chosen_and_it_is_said() -> None:
+    problem = problem_of(random_graph(5, 4), fleet_of([1.0, 4.0]), terms=Terms(objective="cost"))
+    for name in ("auto", "chain"):
+        made = plan(name, problem)
+        timed = plan(name, replace(problem, terms=Terms()))
+        assert (made.replicas, made.certificate) == (timed.replicas, timed.certificate)
+        assert "nothing in the fleet has a price" in made.notes[0] and made.terms == problem.terms
+        check(made, problem)
+
+
+def test_a_larger_fleet_is_cheaper_than_the_fastest_plan_and_has_a_bound() -> None:
+    fleet = resolve_fleet("random:10:3")
+    devices = tuple(
+        msgspec.structs.replace(d, price_per_hour=1.0 + k % 4) for k, d in enumerate(fleet.devices)
+    )
+    problem = problem_of(gpt_graph(2), msgspec.structs.replace(fleet, devices=devices), micro_batches=8)
+    fast, cheap = plan("auto", problem), plan("auto", replace(problem, terms=Terms(objective="cost")))
+    assert step_price(cheap, problem.fleet).total < step_price(fast, problem.fleet).total
+    assert cheap.certificate is not None and 0 < cheap.certificate.lower_bound <= step_price(cheap, problem.fleet).total
+    check(cheap, replace(problem, terms=Terms(objective="cost")))
+
+
+def test_a_wrong_price_bound_is_refuted() -> None:
+    problem = asked(3, 4, priced_fleet(3, 3), objective="cost")
+    made = plan("chain", problem)
+    assert made.certificate is not None
+    dear = max(every_single(problem), key=lambda p: preference(problem, p)[0])
+    price = preference(problem, dear)[0]
+    claim = msgspec.structs.replace(made.certificate, lower_bound=price, gap=0.0)
+    found = verify(msgspec.structs.replace(dear, certificate=claim), question_of(problem))
+    assert [d.field for d in found.differences] == ["certificate.lower_bound"]
+
+
+def test_who_can_minimise_money() -> None:
+    for name in set(planner_names()) - {"auto", "chain"}:
+        with pytest.raises(UserError, match=rf"plan.objective: got 'cost', .*'{name}' cannot .* 'auto' or 'chain'"):
+            check_honoured(name, Terms(objective="cost"))
