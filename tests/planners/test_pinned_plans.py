@@ -174,6 +174,7 @@ def test_a_larger_fleet_begins_where_the_data_are() -> None:
         for name in ("chain", "auto"):
             made = plan(name, problem)
             assert respects(made, problem)
+            assert made.predicted.step_s <= build_plan(problem, [holder], [], planner="alone").predicted.step_s
             check(made, problem)
 
 

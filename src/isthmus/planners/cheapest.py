@@ -15,13 +15,16 @@ from collections.abc import Iterable, Iterator
 import msgspec
 
 from isthmus.cost import Problem, build_plan, is_priced, preference
+from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
+from isthmus.planners.bounds import pooled_bound_s
 from isthmus.planners.every_pipeline import every_pipeline
 from isthmus.planners.fastest import fastest
 from isthmus.planners.network import network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
+from isthmus.planners.threshold_search import TOLERANCE
 
 MOST_EXHAUSTIVE = 5
 """Devices up to which every set of them is tried."""
@@ -42,21 +45,21 @@ def cheapest(problem: Problem) -> Plan:
     """
     if not is_priced(problem.fleet):
         return unpriced(problem, fastest(problem))
-    found = _of_sets(problem, device_sets(problem))
-    best = min(found, key=lambda plan: preference(problem, plan), default=None)
+    network, blocks = network_of(problem), Blocks(problem)
+    best = _best_of(problem, blocks)
     if best is None:
         best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
     if len(problem.fleet.names) > MOST_EXHAUSTIVE:
         best = _with_fewer(problem, best)
-    network, blocks = network_of(problem), Blocks(problem)
-    price = preference(problem, best)[0]
-    small = len(problem.fleet.names) <= MOST_EXHAUSTIVE
+    price, bound = preference(problem, best)[0], cheapest_pipeline_bound(problem, network, blocks)
+    # Where the simple bound is reached nothing is left to try.
+    small = len(problem.fleet.names) <= MOST_EXHAUSTIVE and bound < price * (1 - TOLERANCE)
     proven = every_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
     if proven is not None:
         if proven.plan is not None:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
         return _certified(problem, best, proven.bound, EXACT_SCOPE)
-    return _certified(problem, best, cheapest_pipeline_bound(problem, network, blocks), LOOSE_SCOPE)
+    return _certified(problem, best, bound, LOOSE_SCOPE)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
@@ -90,6 +93,25 @@ def _cheap_first(problem: Problem) -> Iterator[tuple[str, ...]]:
             yield (*holder, *members[:size])
             size = size + 1 if size < 4 else size * 3 // 2
     yield fleet.names
+
+
+def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
+    """The best of the fastest pipelines of the sets, of which those come first that may be the cheapest.
+
+    A plan that uses all of a set pays it for no less than a lower bound on its time; one that uses a part is in another.
+    """
+    bounds: list[tuple[float, tuple[str, ...]]] = []
+    for names in device_sets(problem):
+        part = problem.timed().on(problem.fleet.subset(names))
+        second = sum(device.price_per_hour for device in part.fleet.devices) / SECONDS_PER_HOUR
+        bounds.append((second * pooled_bound_s(network_of(part), blocks, problem.micro_batches), names))
+    best: Plan | None = None
+    for bound, names in sorted(bounds, key=lambda pair: pair[0]):
+        if best is not None and bound > preference(problem, best)[0]:
+            break
+        tried = [*_of_sets(problem, [names]), *([best] if best is not None else [])]
+        best = min(tried, key=lambda plan: preference(problem, plan), default=None)
+    return best
 
 
 def _of_sets(problem: Problem, sets: Iterable[tuple[str, ...]]) -> Iterator[Plan]:

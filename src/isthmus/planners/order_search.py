@@ -10,7 +10,7 @@ from isthmus.cost import Problem
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.network import Network
 from isthmus.planners.orders import candidate_orders, scorer_of
-from isthmus.planners.pins import pins_of
+from isthmus.planners.pins import MOST_BEGINNINGS, pins_of
 from isthmus.planners.relaxation import Path, Relaxation
 from isthmus.planners.routes import ANY, Routes, all_orders, one_order
 from isthmus.planners.stage_tables import StageTables
@@ -91,7 +91,9 @@ class OrderSearch:
         best: Search | None = None
         tried = 0
         orders = candidate_orders(scorer, self._starts())
-        for order in dict.fromkeys(pinned for free in orders for pinned in self.pins.applied(free)):
+        pinned = [(holder,) for holder in self._holders()]  # alone: no order of several may be worth its links
+        pinned += [order for free in orders for order in self.pins.applied(free)]
+        for order in dict.fromkeys(pinned):
             if len(order) > rough.count or tried >= MOST_CANDIDATES:
                 continue
             routes = one_order(order)
@@ -105,9 +107,13 @@ class OrderSearch:
                 best = search
         return best
 
+    def _holders(self) -> tuple[int, ...]:
+        """The first data holders, where the data are not everywhere."""
+        return self.pins.holders[:MOST_BEGINNINGS] if self.problem.terms.data_holders else ()
+
     def _starts(self) -> list[int]:
-        """One device of each region: tours that begin in one region hardly differ."""
-        seen: dict[str, int] = {}
+        """The first data holders, then one device of each region: tours that begin in one region hardly differ."""
+        seen: dict[str, int] = {self.problem.fleet.devices[holder].region: holder for holder in self._holders()}
         for number, device in enumerate(self.problem.fleet.devices):
             seen.setdefault(device.region, number)
         return list(seen.values())
