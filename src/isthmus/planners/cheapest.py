@@ -98,7 +98,8 @@ def _cheap_first(problem: Problem) -> Iterator[tuple[str, ...]]:
 def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
     """The best of the fastest pipelines of the sets, of which those come first that may be the cheapest.
 
-    A plan that uses all of a set pays it for no less than a lower bound on its time; one that uses a part is in another.
+    A plan that uses all of a set pays it for no less than a lower bound on its time; one that uses a part is in
+    another set.
     """
     bounds: list[tuple[float, tuple[str, ...]]] = []
     for names in device_sets(problem):
