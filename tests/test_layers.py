@@ -19,7 +19,7 @@ PUBLIC = {
     "cli": "app main",
     "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem Room broken_term "
     "build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place preference "
-    "step_price with_edges",
+    "step_price SyncPolicy with_edges with_sync",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Device Fleet Link LinkTrace Links Route Site describe dump_fleet load_fleet parse_fleet resolve_fleet "
     "topology topology_names",
@@ -29,7 +29,7 @@ PUBLIC = {
     "plan": "Averages Certificate Collective Compression Edge Objective Plan Prediction Replica SCHEDULES Schedule "
     "SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
     "classic_in_flight load_plan save_plan",
-    "planners": "ENTRY_POINTS Planner can_price check_honoured describe plan planner_names",
+    "planners": "ENTRY_POINTS Planner can_price check_honoured describe plan planner_names scheduled",
     "protocol": "Coordinator Item RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
     "Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss draw_plan "
