@@ -67,7 +67,9 @@ def check_extremes(largest: float, codec: str, name: str) -> None:
 
 def to_bf16(values: Tensor) -> Tensor:
     """Finite numbers as bfloat16: nearest, and never Inf."""
-    return values.clamp(-_LARGEST, _LARGEST).to(torch.bfloat16)
+    if values.dtype in (torch.float32, torch.float64):
+        values = values.clamp(-_LARGEST, _LARGEST)
+    return values.to(torch.bfloat16)
 
 
 def from_wide(values: Tensor, dtype: torch.dtype) -> Tensor:

@@ -1,4 +1,4 @@
-"""What a lossy codec left out is added to the next tensor of the same kind (Seide et al. 2014; Karimireddy et al. 2019).
+"""What a lossy codec left out is added to the next tensor of the same kind (Seide et al., Interspeech 2014).
 
 Sound where tensors under one key are summands of one sum: the deltas of a replica's parameters, or the gradients of the
 same samples. Activations are not, nor are gradients of different samples: an error of one would be added to another's.

@@ -22,6 +22,8 @@ from isthmus.training.compression.codec import (
 )
 
 LEVELS = 127
+LARGEST_SCALE = torch.finfo(torch.float32).max / LEVELS * (1 - 2**-23)
+"""Rounded up, the scale of float32's largest number would give Inf back."""
 
 
 @dataclass(frozen=True)
@@ -38,10 +40,9 @@ class Int8:
         blocks = _blocks(flat)
         largest = blocks.abs().amax(1) if flat.numel() else flat
         check_extremes(largest.max().item() if flat.numel() else 0.0, self.name, name)
-        scales = largest.to(torch.float32) / LEVELS
-        # A block of zeros has scale 0. One of subnormal numbers may have none, or one without an inverse: all zeros too.
-        inverse = torch.where(scales > 0, scales, math.inf).reciprocal().clamp(max=torch.finfo(torch.float32).max)
-        steps = (blocks * inverse[:, None]).round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
+        scales = (largest.to(torch.float32) / LEVELS).clamp(max=LARGEST_SCALE)
+        divisors = torch.where(scales > 0, scales, 1.0)  # nothing but zeros, or numbers too small for a scale
+        steps = (blocks / divisors[:, None]).round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
         return torch.cat([as_bytes(scales), as_bytes(steps.view(-1)[: flat.numel()])])
 
     def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str = "tensor") -> Tensor:
@@ -50,7 +51,8 @@ class Int8:
         head = 4 * -(-elements // INT8_BLOCK)
         scales = data[:head].view(torch.float32)
         check_decoded(scales * LEVELS, self.name, name)
-        found = _blocks(data[head:].view(torch.int8).to(torch.float32)).mul_(scales[:, None])
+        steps = data[head:].view(torch.int8).clamp(min=-LEVELS)  # -128 is nobody's, and might be Inf
+        found = _blocks(steps.to(torch.float32)).mul_(scales[:, None])
         return from_wide(found.view(-1)[:elements], dtype).reshape(tuple(shape))
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:

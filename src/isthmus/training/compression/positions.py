@@ -4,7 +4,7 @@ Where more than a fourth is sent, a bitmap. Otherwise the code of Elias (1974) a
 position as they are; the high parts, which rise slowly, in unary, as a row of flags with a one for each position and a
 zero for each step up. Its length depends on the counts alone.
 
-    positions 3, 5, 18 of 24, two low bits      low: 11 01 10      high: 0 1 4  ->  1 0 1 0 0 0 1 0
+    positions 3, 18, 21, 50 of 64      low 4 bits: 3 2 5 2      high: 0 1 1 3  ->  1  0 1 1  0 0 1
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ def pack_positions(positions: Tensor, elements: int) -> Tensor:
 
 
 def unpack_positions(data: Tensor, elements: int, count: int, whose: str) -> Tensor:
-    """The positions, from `position_bytes` bytes; PeerError where these are not `count` rising ones below `elements`."""
+    """The positions, from `position_bytes` bytes. PeerError where they are not `count` rising ones below `elements`."""
     assert data.numel() == position_bytes(elements, count), "the caller has checked the payload's size"
     if uses_bitmap(elements, count):
         found = unpack_flags(data, elements).nonzero().squeeze(1)
         fits = found.numel() == count
     else:
         found = _decoded(data, elements, count)
-        fits = found.numel() == count and bool(found[-1] < elements) and bool((found.diff() > 0).all())
+        fits = found.numel() == count and bool((found.diff() > 0).all()) and bool((found[-1:] < elements).all())
     if not fits:
         raise PeerError(f"{whose}: the payload's positions are not {count} rising ones below {elements}")
     return found

@@ -46,9 +46,9 @@ class Sparse2Bit:
         if not flat.numel():
             return torch.empty(0, dtype=torch.uint8, device=flat.device)
         where = self._selected(flat)
-        values = flat[where].to(torch.float32)
-        magnitudes = values.abs()
-        check_extremes(magnitudes.max().item(), self.name, name)  # NaN and Inf are the largest: any was taken
+        values = flat[where]
+        check_extremes(values.abs().max().item(), self.name, name)  # NaN and Inf are the largest: any was taken
+        magnitudes = values.abs().to(torch.float32)
         chunk = where // SPARSE_CHUNK
         chunks = -(-flat.numel() // SPARSE_CHUNK)
         high = magnitudes > _means(magnitudes, chunk, chunks)[chunk]
