@@ -75,7 +75,7 @@ def to_bf16(values: Tensor) -> Tensor:
 def from_wide(values: Tensor, dtype: torch.dtype) -> Tensor:
     """Decoded values in the type that was packed: float16 ends where bfloat16 rounds up to more."""
     if dtype == torch.float16:
-        return values.clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
+        return values.to(torch.float32).clamp(-torch.finfo(dtype).max, torch.finfo(dtype).max).to(dtype)
     return values.to(dtype)
 
 
