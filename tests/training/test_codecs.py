@@ -24,6 +24,7 @@ from isthmus.training.compression import (
     codec_names,
     codec_of,
 )
+from isthmus.training.compression.codec import PIECE
 
 
 def round_trip(codec: Codec, x: Tensor) -> Tensor:
@@ -89,6 +90,12 @@ def test_sparse2bit_is_never_further_than_zeros(x: Tensor, ratio: float) -> None
         assert int((got != 0).sum()) <= kept(chunk.numel(), ratio)
         assert got.abs().unique().numel() <= 3  # two levels and zero
         assert ((got == 0) | (chunk == 0) | (got.sign() == chunk.sign())).all()
+
+
+@pytest.mark.parametrize("codec", [Bf16(), Int8()], ids=str)
+def test_a_large_tensor_is_its_pieces(codec: Codec) -> None:
+    x = make("spread", (2 * PIECE + 301,), torch.float32, 8)
+    assert torch.equal(round_trip(codec, x), torch.cat([round_trip(codec, part) for part in x.split(PIECE)]))
 
 
 def test_sparse2bit_levels_are_the_means_above_and_below_the_mean() -> None:

@@ -16,6 +16,7 @@ from isthmus.training.compression.codec import (
     checked_payload,
     flat_floats,
     from_wide,
+    pieces,
     to_bf16,
 )
 
@@ -28,13 +29,19 @@ class Bf16:
 
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
         flat = flat_floats(tensor, self.name, name)
-        check_finite(flat, self.name, name)
-        return as_bytes(to_bf16(flat))
+        found = torch.empty_like(flat, dtype=torch.bfloat16)
+        for part in pieces(flat):
+            check_finite(flat[part], self.name, name)
+            found[part] = to_bf16(flat[part])
+        return as_bytes(found)
 
     def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str = "tensor") -> Tensor:
         values = checked_payload(self, payload, shape, dtype, name).view(torch.bfloat16)
-        check_decoded(values, self.name, name)
-        return from_wide(values, dtype).view(tuple(shape))
+        found = torch.empty_like(values, dtype=dtype)
+        for part in pieces(values):
+            check_decoded(values[part], self.name, name)
+            found[part] = from_wide(values[part], dtype)
+        return found.view(tuple(shape))
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return Packing(codec=self.name).wire_bytes(elements)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Protocol
 
 import torch
@@ -12,6 +12,8 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 
 FLOATS = (torch.float16, torch.bfloat16, torch.float32, torch.float64)
+PIECE = 1 << 18
+"""Elements; a multiple of every codec's block."""
 _LARGEST = torch.finfo(torch.bfloat16).max
 """Packed values are at most this large: larger ones of float32 are within bfloat16's own rounding of it."""
 
@@ -50,7 +52,7 @@ def flat_floats(tensor: Tensor, codec: str, name: str) -> Tensor:
 
 
 def check_finite(values: Tensor, codec: str, name: str) -> None:
-    """UserError where there is a NaN, an Inf, or a number beyond float32. One pass, no copy."""
+    """UserError where there is a NaN, an Inf, or a number beyond float32."""
     if values.numel():
         low, high = torch.aminmax(values)  # NaN comes through
         check_extremes(max(abs(low.item()), abs(high.item())) if low == low else math.nan, codec, name)
@@ -103,6 +105,13 @@ def check_decoded(values: Tensor, codec: str, name: str) -> None:
         low, high = torch.aminmax(values)
         if not (math.isfinite(low.item()) and math.isfinite(high.item())):
             raise PeerError(f"{codec} of {name!r}: the payload holds NaN or Inf")
+
+
+def pieces(flat: Tensor) -> Iterator[slice]:
+    """The whole of a flat tensor; on a CPU piece after piece, so small that what is made of one stays in its caches."""
+    size = PIECE if flat.device.type == "cpu" else max(1, flat.numel())
+    for start in range(0, flat.numel(), size):
+        yield slice(start, min(start + size, flat.numel()))
 
 
 def as_bytes(tensor: Tensor) -> Tensor:

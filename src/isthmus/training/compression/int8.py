@@ -13,12 +13,12 @@ from torch.nn import functional
 from isthmus.plan import Packing
 from isthmus.plan.packing import INT8_BLOCK
 from isthmus.training.compression.codec import (
-    as_bytes,
     check_decoded,
     check_extremes,
     checked_payload,
     flat_floats,
     from_wide,
+    pieces,
 )
 
 LEVELS = 127
@@ -37,27 +37,43 @@ class Int8:
 
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
         flat = flat_floats(tensor, self.name, name)
-        blocks = _blocks(flat)
-        largest = blocks.abs().amax(1) if flat.numel() else flat
-        check_extremes(largest.max().item() if flat.numel() else 0.0, self.name, name)
-        scales = (largest.to(torch.float32) / LEVELS).clamp(max=LARGEST_SCALE)
-        divisors = torch.where(scales > 0, scales, 1.0)  # nothing but zeros, or numbers too small for a scale
-        steps = (blocks / divisors[:, None]).round_().clamp_(-LEVELS, LEVELS).to(torch.int8)
-        return torch.cat([as_bytes(scales), as_bytes(steps.view(-1)[: flat.numel()])])
+        payload = torch.empty(self.wire_bytes(flat.numel(), flat.dtype), dtype=torch.uint8, device=flat.device)
+        scales, steps = _halves(payload, flat.numel())
+        for part in pieces(flat):
+            blocks = _blocks(flat[part])
+            extremes = blocks.abs().amax(1)
+            check_extremes(extremes.max().item(), self.name, name)
+            scale = (extremes.to(torch.float32) / LEVELS).clamp(max=LARGEST_SCALE)
+            divisor = torch.where(scale > 0, scale, 1.0)  # nothing but zeros, or numbers too small for a scale
+            found = (blocks / divisor[:, None]).round_().clamp_(-LEVELS, LEVELS)
+            scales[_of_blocks(part)] = scale
+            steps[part] = found.view(-1)[: part.stop - part.start].to(torch.int8)
+        return payload
 
     def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str = "tensor") -> Tensor:
         data = checked_payload(self, payload, shape, dtype, name)
-        elements = math.prod(shape)
-        head = 4 * -(-elements // INT8_BLOCK)
-        scales = data[:head].view(torch.float32)
-        check_decoded(scales * LEVELS, self.name, name)
-        steps = data[head:].view(torch.int8).clamp(min=-LEVELS)  # -128 is nobody's, and might be Inf
-        found = _blocks(steps.to(torch.float32)).mul_(scales[:, None])
-        return from_wide(found.view(-1)[:elements], dtype).reshape(tuple(shape))
+        scales, steps = _halves(data, math.prod(shape))
+        found = torch.empty(steps.numel(), dtype=dtype, device=data.device)
+        for part in pieces(steps):
+            scale = scales[_of_blocks(part)]
+            check_decoded(scale * LEVELS, self.name, name)
+            blocks = _blocks(steps[part].clamp(min=-LEVELS).to(torch.float32))  # -128 is nobody's, and might be Inf
+            found[part] = from_wide(blocks.mul_(scale[:, None]).view(-1)[: part.stop - part.start], dtype)
+        return found.view(tuple(shape))
 
     def wire_bytes(self, elements: int, dtype: torch.dtype) -> int:
         return Packing(codec=self.name).wire_bytes(elements)
 
 
+def _halves(payload: Tensor, elements: int) -> tuple[Tensor, Tensor]:
+    """Scales and steps."""
+    head = 4 * -(-elements // INT8_BLOCK)
+    return payload[:head].view(torch.float32), payload[head:].view(torch.int8)
+
+
 def _blocks(flat: Tensor) -> Tensor:
     return functional.pad(flat, (0, -flat.numel() % INT8_BLOCK)).view(-1, INT8_BLOCK)
+
+
+def _of_blocks(part: slice) -> slice:
+    return slice(part.start // INT8_BLOCK, -(-part.stop // INT8_BLOCK))

@@ -14,7 +14,8 @@ import torch
 from torch import Tensor
 
 SAMPLE = 1 << 16
-DIRECT = 1 << 17
+"""Elements of a sample at most; of small tensors a sixteenth."""
+DIRECT = 1 << 14
 """Up to so many elements a threshold gains nothing."""
 CHUNK = 1 << 20
 """Elements per step of the pass on a CPU: they stay in its caches, and one buffer serves all steps."""
@@ -49,7 +50,7 @@ def _magnitudes(raw: Tensor) -> Tensor:
 
 def _estimate(raw: Tensor, count: int) -> int:
     """A magnitude that most likely at least `count` elements have, and not many more."""
-    stride = raw.numel() // SAMPLE | 1  # odd: a power of two would meet the same channel again and again
+    stride = max(16, raw.numel() // SAMPLE) | 1  # odd: a power of two would meet the same channel again and again
     sample = _magnitudes(raw[::stride])
     share = count / raw.numel() * sample.numel()
     rank = math.ceil(share + DEVIATIONS * math.sqrt(share)) + 1
