@@ -2,8 +2,8 @@
 
 `python benchmarks/compression/run.py [--quick] [--device cpu] [--json PATH]`
 
-One thread, float32. GB/s are of the tensor as it is, 4 bytes for each element, whatever is sent. Each figure is the best
-of several runs. Ends with 1 where selecting the top 1 % is not three times as fast as torch.topk at ten million
+One thread, float32. GB/s are of the tensor as it is, 4 bytes for each element, whatever is sent. Each time is the best
+of several. Ends with 1 where selecting the top 1 % is not three times as fast as torch.topk at ten million
 elements, or where a payload is not of the size that a plan states.
 """
 

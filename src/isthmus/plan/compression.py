@@ -2,15 +2,14 @@
 
 from __future__ import annotations
 
-import math
-
 import msgspec
 
 from isthmus.errors import UserError
+from isthmus.plan.packing import Packing
 
 
 class Compression(msgspec.Struct, frozen=True, kw_only=True):
-    """One direction of an edge. Raises UserError for a ratio below 1 or negative bytes."""
+    """One direction of an edge. Raises UserError for an unknown codec, a ratio below 1 or negative bytes."""
 
     codec: str
     ratio: float = 1.0
@@ -19,7 +18,13 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
     """Of one micro-batch's message, with what the codec leaves as it is."""
 
     def __post_init__(self) -> None:
-        if not 1 <= self.ratio < math.inf:
-            raise UserError(f"compression: ratio: got {self.ratio}, expected a finite number of at least 1")
+        try:
+            _ = self.packing
+        except UserError as e:
+            raise UserError(f"compression: {e}") from None
         if self.wire_bytes < 0:
             raise UserError(f"compression: wire_bytes: got {self.wire_bytes}, expected at least 0")
+
+    @property
+    def packing(self) -> Packing:
+        return Packing(codec=self.codec, ratio=self.ratio)

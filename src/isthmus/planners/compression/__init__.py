@@ -1,6 +1,5 @@
 """How much each message of a plan is compressed: ratio planners, one per file, and their registry."""
 
-from isthmus.planners.compression.codecs import Codec
 from isthmus.planners.compression.registry import (
     RatioPlanner,
     describe_ratios,
@@ -8,4 +7,4 @@ from isthmus.planners.compression.registry import (
     ratio_planner_names,
 )
 
-__all__ = ["Codec", "RatioPlanner", "describe_ratios", "plan_compression", "ratio_planner_names"]
+__all__ = ["RatioPlanner", "describe_ratios", "plan_compression", "ratio_planner_names"]

@@ -11,24 +11,23 @@ from collections.abc import Sequence
 
 from isthmus.cost import Problem
 from isthmus.cost.compute import compute_s
-from isthmus.plan import Plan
-from isthmus.planners.compression.codecs import BF16, INT8, Codec, topk_gap
+from isthmus.plan import Packing, Plan
 from isthmus.planners.compression.messages import Message, compressed, messages_of
 
-RATIOS = (10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
+RATIOS = (4, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 SLACK = 1 + 1e-9
 """Rounding: a message that takes the aim exactly is no bottleneck."""
 
 
-def just_enough(problem: Problem, plan: Plan, ratio: float, codecs: Sequence[Codec] | None = None) -> Plan:
+def just_enough(problem: Problem, plan: Plan, ratio: float, codecs: Sequence[Packing] | None = None) -> Plan:
     """The mildest codec per message with which its link is not the bottleneck.
 
-    `codecs` are the candidates, the mildest first; by default bf16, int8 and top-K at ratios up to `ratio`, indexes as
-    gaps. Latency and the memory that holds micro-batches in flight are not looked at: bytes do not change them.
-    Raises UserError for a ratio below 1 or a plan of another problem.
+    `codecs` are the candidates, the mildest first; by default bf16, int8 and top-K at ratios up to `ratio`. Latency and
+    the memory that holds micro-batches in flight are not looked at: bytes do not change them. Raises UserError for a
+    ratio below 1 or a plan of another problem.
     """
     candidates = ladder(ratio) if codecs is None else tuple(codecs)
-    chosen: dict[Message, Codec | None] = {}
+    chosen: dict[Message, Packing | None] = {}
     messages = messages_of(problem, plan)
     for number, replica in enumerate(plan.replicas):
         slowest_s = max(compute_s(problem, s.device, s.flops_forward + s.flops_backward) for s in replica.stages)
@@ -36,21 +35,23 @@ def just_enough(problem: Problem, plan: Plan, ratio: float, codecs: Sequence[Cod
     return compressed(problem, plan, chosen, planner="just-enough")
 
 
-def ladder(ratio: float) -> tuple[Codec, ...]:
+def ladder(ratio: float) -> tuple[Packing, ...]:
     """The default candidates, the mildest first. Raises UserError for a ratio below 1."""
-    harshest = topk_gap(ratio)
-    return (BF16, INT8, *(topk_gap(r) for r in RATIOS if r < ratio), *([harshest] if ratio >= RATIOS[0] else []))
+    harshest = Packing(codec="topk", ratio=ratio)
+    milder = (Packing(codec="topk", ratio=float(r)) for r in RATIOS if r < ratio)
+    dense = Packing(codec="bf16"), Packing(codec="int8")
+    return (*dense, *milder, *([harshest] if ratio >= RATIOS[0] else []))
 
 
 class _Replica:
     """The messages of one pipeline; `None` is the mildest candidate."""
 
-    def __init__(self, problem: Problem, messages: Sequence[Message], candidates: Sequence[Codec]) -> None:
+    def __init__(self, problem: Problem, messages: Sequence[Message], candidates: Sequence[Packing]) -> None:
         self._problem = problem
         self._messages = messages
-        self._candidates: tuple[Codec | None, ...] = (None, *candidates)
+        self._candidates: tuple[Packing | None, ...] = (None, *candidates)
 
-    def choose(self, stage_s: float) -> dict[Message, Codec | None]:
+    def choose(self, stage_s: float) -> dict[Message, Packing | None]:
         shortest = {m: min(self._candidates, key=m.wire_bytes) for m in self._messages}
         link_s = max((m.wire_s(self._problem, codec) for m, codec in shortest.items()), default=0.0)
         uplink_s = max(self._uplinks_s(shortest).values(), default=0.0)
@@ -59,17 +60,17 @@ class _Replica:
         self._relieve_uplinks(chosen, aim_s)
         return chosen
 
-    def _mildest(self, message: Message, aim_s: float) -> Codec | None:
+    def _mildest(self, message: Message, aim_s: float) -> Packing | None:
         return next(c for c in self._candidates if message.wire_s(self._problem, c) <= aim_s)
 
-    def _relieve_uplinks(self, chosen: dict[Message, Codec | None], aim_s: float) -> None:
+    def _relieve_uplinks(self, chosen: dict[Message, Packing | None], aim_s: float) -> None:
         """Each message may pass in time while all that share an uplink do not: then the longest gets shorter."""
         while late := {region for region, seconds in self._uplinks_s(chosen).items() if seconds > aim_s}:
             over = [m for m in chosen if self._uplink(m) in late and self._shorter(m, chosen[m])]
             longest = max(over, key=lambda m: m.wire_bytes(chosen[m]))
             chosen[longest] = self._shorter(longest, chosen[longest])
 
-    def _shorter(self, message: Message, codec: Codec | None) -> Codec | None:
+    def _shorter(self, message: Message, codec: Packing | None) -> Packing | None:
         """The next candidate that makes the message shorter; None where there is none."""
         now = message.wire_bytes(codec)
         return next((c for c in self._candidates if message.wire_bytes(c) < now), None)
@@ -78,7 +79,7 @@ class _Replica:
         site = self._problem.fleet.uplink(message.source, message.target)
         return site.region if site else None
 
-    def _uplinks_s(self, chosen: dict[Message, Codec | None]) -> dict[str, float]:
+    def _uplinks_s(self, chosen: dict[Message, Packing | None]) -> dict[str, float]:
         """Seconds per micro-batch on each shared uplink."""
         found: dict[str, float] = {}
         for message, codec in chosen.items():

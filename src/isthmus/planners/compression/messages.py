@@ -10,8 +10,7 @@ import msgspec
 
 from isthmus.cost import Problem, with_edges
 from isthmus.cost.transfer import transfer_s, value_spec, wire_s
-from isthmus.plan import Compression, Edge, Plan, Replica
-from isthmus.planners.compression.codecs import Codec
+from isthmus.plan import Compression, Edge, Packing, Plan, Replica
 
 
 class Message(NamedTuple):
@@ -25,29 +24,29 @@ class Message(NamedTuple):
     """Device that sends."""
     target: str
     size_bytes: int
-    elements: int
-    """Of the tensors that carry gradients, which a codec may pack."""
+    elements: tuple[int, ...]
+    """Of each tensor that carries a gradient: these a codec may pack."""
     exact_bytes: int
-    """Of the others."""
+    """Of the others, which travel as they are: ids, positions, and masks, which are others without their zeros."""
 
-    def packed(self, codec: Codec) -> Compression | None:
-        """None where the codec would not make the message shorter: then it travels as it is."""
-        size_bytes = self.exact_bytes + codec.wire_bytes(self.elements)
+    def packed(self, packing: Packing) -> Compression | None:
+        """None where packing would not make the message shorter: then it travels as it is."""
+        size_bytes = self.exact_bytes + sum(map(packing.wire_bytes, self.elements))
         if size_bytes >= self.size_bytes:
             return None
-        return Compression(codec=codec.name, ratio=codec.ratio, wire_bytes=size_bytes)
+        return Compression(codec=packing.codec, ratio=packing.ratio, wire_bytes=size_bytes)
 
-    def wire_bytes(self, codec: Codec | None) -> int:
-        packed = self.packed(codec) if codec else None
+    def wire_bytes(self, packing: Packing | None) -> int:
+        packed = self.packed(packing) if packing else None
         return packed.wire_bytes if packed else self.size_bytes
 
     def transfer_s(self, problem: Problem) -> float:
         """R of FusionLLM (section 3.5): alpha + beta M, uncompressed."""
         return transfer_s(problem, self.source, self.target, self.size_bytes)
 
-    def wire_s(self, problem: Problem, codec: Codec | None) -> float:
+    def wire_s(self, problem: Problem, packing: Packing | None) -> float:
         """How long it occupies its link."""
-        return wire_s(problem, self.source, self.target, self.wire_bytes(codec))
+        return wire_s(problem, self.source, self.target, self.wire_bytes(packing))
 
 
 def messages_of(problem: Problem, plan: Plan) -> tuple[Message, ...]:
@@ -62,7 +61,7 @@ def _of_replica(problem: Problem, number: int, replica: Replica) -> Iterator[Mes
     devices = [stage.device for stage in replica.stages]
     for index, edge in enumerate(replica.edges):
         specs = [value_spec(problem.flow, name) for name in edge.gradients]
-        elements = sum(math.prod(spec.shape_at(problem.micro_batch_size)) for spec in specs)
+        elements = tuple(math.prod(spec.shape_at(problem.micro_batch_size)) for spec in specs)
         source, target = devices[edge.source], devices[edge.target]
         # A gradient has its value's type and shape, so what goes back is what may be packed on the way there.
         exact_bytes = edge.forward_bytes - edge.backward_bytes
@@ -72,14 +71,14 @@ def _of_replica(problem: Problem, number: int, replica: Replica) -> Iterator[Mes
             yield Message(number, index, True, target, source, edge.backward_bytes, elements, 0)
 
 
-def compressed(problem: Problem, plan: Plan, codecs: Mapping[Message, Codec | None], *, planner: str) -> Plan:
-    """The plan whose messages are packed so, those that `codecs` does not name not at all; predicted anew.
+def compressed(problem: Problem, plan: Plan, packings: Mapping[Message, Packing | None], *, planner: str) -> Plan:
+    """The plan whose messages are packed so, those that `packings` does not name not at all; predicted anew.
 
     Raises UserError for a plan of another problem.
     """
     packed: dict[tuple[int, int, bool], Compression] = {}
-    for message, codec in codecs.items():
-        compression = message.packed(codec) if codec else None
+    for message, packing in packings.items():
+        compression = message.packed(packing) if packing else None
         if compression is not None:
             packed[message.replica, message.edge, message.backward] = compression
     edges = [

@@ -9,12 +9,15 @@ from isthmus.cost import Problem
 from isthmus.errors import unknown_name
 from isthmus.plan import Plan
 from isthmus.planners.compression.adatopk import adatopk
+from isthmus.planners.compression.dense import bf16, int8
 from isthmus.planners.compression.just_enough import just_enough
 from isthmus.planners.compression.uniform import uniform
 
 RatioPlanner = Callable[[Problem, Plan, float], Plan]
 
-_PLANNERS: Mapping[str, RatioPlanner] = {"adatopk": adatopk, "just-enough": just_enough, "uniform": uniform}
+_PLANNERS: Mapping[str, RatioPlanner] = {
+    "adatopk": adatopk, "bf16": bf16, "int8": int8, "just-enough": just_enough, "uniform": uniform
+}  # fmt: skip
 
 
 def ratio_planner_names() -> list[str]:
