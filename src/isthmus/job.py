@@ -24,6 +24,7 @@ from isthmus.graph import Flow
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.models import ModelSpec, as_eager, build_model
 from isthmus.plan import SCHEDULES, Objective, Terms
+from isthmus.planners.compression import ratio_planner_names
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
 from isthmus.training.preflight import check_limits, check_optimizers
@@ -79,6 +80,15 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     lease_ahead: Positive = 3
 
 
+class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What training's messages between stages are packed with. Without this table they travel as they are."""
+
+    method: str
+    """A ratio planner."""
+    ratio: Annotated[float, Meta(ge=1)] = 100.0
+    """Elements per element that is sent; what it bounds is the method's."""
+
+
 class Hooks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Callables as `package.module:name`, or names registered under the entry-point group `isthmus.hooks`."""
 
@@ -103,6 +113,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     planner: str = "chain"
     schedule: str = "1f1b"
     plan: PlanConfig = PlanConfig()
+    compression: CompressionConfig | None = None
     run_dir: str = "runs"
     training: TrainingConfig = TrainingConfig()
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
@@ -148,6 +159,9 @@ def load_job(path: Path) -> Job:
         raise UserError(f"{path}: plan.data_holder: got an empty name, expected a device or a region")
     if job.schedule not in SCHEDULES:
         raise UserError(f"{path}: schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
+    if job.compression is not None and job.compression.method not in ratio_planner_names():
+        name = unknown_name("method", job.compression.method, ratio_planner_names())
+        raise UserError(f"{path}: compression.method: {name}")
     if not job.optimizer:
         raise UserError(f"{path}: optimizer: got an empty list, expected at least one [[optimizer]]")
     for optimizer in job.optimizer:

@@ -24,7 +24,7 @@ from .wire import assignment
 
 RUN = "secret"
 X = torch.arange(12.0).reshape(3, 4)
-EXPECTED = {("forward", 0): frozenset({(("x:0", "float32", (3, 4)),)})}
+EXPECTED = {("forward", 0): frozenset({(("x:0", "float32", (3, 4), None),)})}
 
 
 def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:

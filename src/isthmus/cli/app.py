@@ -18,7 +18,6 @@ from isthmus.fleet import topology_names
 from isthmus.job import Job, load_job, prepare
 from isthmus.plan import Objective
 from isthmus.planners import describe as describe_planner
-from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
 from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
 from isthmus.runtime.run import run_spec
@@ -108,7 +107,7 @@ def simulate_command(
         trace = simulate(found, chosen, planning.plan_spec(job), SimulationOptions(clips=job.training.clip_norm > 0))
     else:
         prepared = prepare(job)
-        found, graph = make_plan(job.planner, prepared.problem(chosen)), prepared.captured.train
+        found, graph = planning.make(job, prepared.problem(chosen)), prepared.captured.train
         trace = simulate(found, chosen, run_spec(prepared), planning.simulation_options(prepared, found))
     if trace_file is not None:
         write_perfetto([trace], trace_file)

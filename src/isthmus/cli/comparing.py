@@ -8,13 +8,12 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli.planning import predict
+from isthmus.cli.planning import make, predict
 from isthmus.cost import step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.planners import can_price, planner_names
-from isthmus.planners import plan as make_plan
 from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
 from isthmus.runtime.run import run_spec
 from isthmus.trace import steady_step_s
@@ -64,7 +63,7 @@ def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int
         problem = problem.timed()
     start_s = time.perf_counter()
     try:
-        plan = make_plan(name, problem)
+        plan = make(prepared.job, problem, name)
     except UserError as refusal:
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal.exit_code

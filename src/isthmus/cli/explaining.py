@@ -8,10 +8,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli.planning import fleet_for
+from isthmus.cli.planning import fleet_for, make
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
-from isthmus.planners import plan as make_plan
 from isthmus.report import draw_plan, explain, explanation_text, plan_table
 
 
@@ -21,7 +20,7 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
         raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
-    plan = make_plan(job.planner, problem)
+    plan = make(job, problem)
     if picture is not None:
         try:
             draw_plan(plan, fleet, picture)

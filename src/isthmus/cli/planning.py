@@ -7,15 +7,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from isthmus.cost import build_replicas, layouts_of
+from isthmus.cost import Problem, build_replicas, layouts_of
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, Replica, load_plan
 from isthmus.planners import check_honoured, planner_names, scheduled
 from isthmus.planners import plan as make_plan
+from isthmus.planners.compression import plan_compression, repeat_compression
 from isthmus.protocol import RunSpec
-from isthmus.runtime.stages import refuse_compression, refuse_shared_devices, stage_pairs
+from isthmus.runtime.stages import refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
@@ -35,22 +36,31 @@ def fleet_for(job: Job) -> Fleet:
     return fleet
 
 
+def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
+    """The plan of the job's planner, or of another, with the compression that the job asks for."""
+    plan = make_plan(planner or job.planner, problem)
+    if job.compression is None:
+        return plan
+    return plan_compression(job.compression.method, problem, plan, job.compression.ratio)
+
+
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
-    """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices or set limits.
+    """A new plan to run; or the one in the document, where people may have moved cuts, swapped devices, set limits or
+    chosen other codecs, whatever compression the job asks for.
 
     Where cuts or devices were edited, all else is computed anew.
     """
     if document is None:
-        plan = make_plan(prepared.job.planner, prepared.problem(fleet))
+        plan = make(prepared.job, prepared.problem(fleet))
         refuse_shared_devices(plan, f"planner {prepared.job.planner!r}")
         return plan
     plan, problem = read_plan(prepared.job, fleet, document), prepared.problem(fleet)
-    refuse_compression(plan, f"plan file {document}")
     refuse_shared_devices(plan, f"plan file {document}")
     for number, replica in enumerate(plan.replicas):
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:
-        again = scheduled(problem, build_replicas(problem, layouts_of(plan), planner=plan.planner))
+        dense = scheduled(problem, build_replicas(problem, layouts_of(plan), planner=plan.planner))
+        again = repeat_compression(problem, dense, plan)
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
     as_limited = tuple(

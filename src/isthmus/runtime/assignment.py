@@ -7,6 +7,7 @@ import msgspec
 from isthmus.data import DataSpec
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
+from isthmus.plan import Packing
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig
@@ -21,6 +22,10 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     shape: Link | None = None
     """Emulated link for what we send to it; None sends as fast as the socket takes it."""
+    sent: Packing | None = None
+    """How values, or gradients, of training that are sent to it are packed."""
+    received: Packing | None = None
+    """How those are that come from it."""
     window_bytes: int = 1 << 28
     """How many bytes may be on the way before the receiver has taken any: granted ahead, for all micro-batches."""
 

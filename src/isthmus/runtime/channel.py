@@ -26,7 +26,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages import AnyMessage
+from isthmus.runtime.messages import AnyMessage, ParcelMessage
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"
@@ -248,6 +248,9 @@ class SocketChannel:
 def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None:
     for header in message.tensors:
         check_header(header)
+        # A few bytes may unpack to any number of elements: only what a guard compares with a plan may come packed.
+        if header.packing is not None and (guard is None or not isinstance(message, ParcelMessage)):
+            raise PeerError(f"tensor {header.name!r}: packed as {header.packing.codec!r}, which nobody expects here")
     announced = sum(h.nbytes for h in message.tensors)
     if announced != payload_bytes:
         raise PeerError(f"frame payload of {payload_bytes} bytes, its header announces {announced}")

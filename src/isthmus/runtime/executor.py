@@ -7,7 +7,7 @@ import queue
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 
 import msgspec
 import torch
@@ -16,6 +16,8 @@ from torch import Tensor
 from isthmus.data import Dataset, SampleOrder
 from isthmus.errors import InternalError
 from isthmus.graph import Ref, StageGraph
+from isthmus.graph.partition import Crossing
+from isthmus.plan import Packing
 from isthmus.protocol.events import (
     Arrived,
     Collect,
@@ -115,6 +117,7 @@ class Executor:
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
         self._stopped = False
+        self._packings = sent_packings(assignment)
         train = data.get("train")
         self._order = SampleOrder(len(train), assignment.engine.seed, assignment.shuffle) if train is not None else None
 
@@ -268,9 +271,12 @@ class Executor:
         stage = self.assignment.train
         number = 0.0
         tensors: dict[str, Tensor] = {}
+        packings: dict[str, Packing] = {}
         match send.parcel:
             case "forward" | "backward":
                 tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
+                if self._items[send.item].kind == "train":
+                    packings = self._packings[send.parcel, send.target]
             case "shared":
                 tensors = self.engine.shared_values([n for n, users in stage.lends.items() if send.target in users])
             case "shared_gradient":
@@ -280,7 +286,7 @@ class Executor:
             case "norms":
                 assert self._norms is not None, "norms are sent after collect"
                 tensors = {"norms": self._norms}
-        self.links.send(send, tensors, number)
+        self.links.send(send, tensors, number, packings)
 
     def _gather(self, item: int) -> None:
         """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""
@@ -377,6 +383,23 @@ def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
     }
 
 
+def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, Packing]]:
+    """How training packs what it sends to each stage, by label: only what carries a gradient, or is one."""
+    train, sent = assignment.train, {n.stage: n.sent for n in assignment.neighbours}
+    found: dict[tuple[Parcel, int], dict[str, Packing]] = {}
+
+    def note(parcel: Parcel, stage: int, crossing: Crossing) -> None:
+        named, packing = found.setdefault((parcel, stage), {}), sent.get(stage)
+        if packing is not None and crossing.gradient:
+            named[label(crossing.value)] = packing
+
+    for c in train.sends:
+        note("forward", c.target, c)
+    for c in train.receives:
+        note("backward", c.source, c)
+    return found
+
+
 def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:
     """What may arrive from each stage under this assignment, by name, dtype and shape."""
     size = assignment.engine.micro_batch_size
@@ -384,24 +407,31 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
     specs = {op.name: op.outputs[0] for op in train.ops if op.kind == "parameter"}
     found: dict[tuple[Parcel, int], set[Signature]] = {}
 
+    received = {n.stage: n.received for n in assignment.neighbours}
+
     def allow(parcel: Parcel, source: int, signature: Signature) -> None:
         found.setdefault((parcel, source), set()).add(signature)
 
+    def crossing(crossings: Iterable[Crossing], packing: Packing | None) -> Signature:
+        return tuple(
+            (label(c.value), c.spec.dtype, c.spec.shape_at(size), packing if c.gradient else None) for c in crossings
+        )
+
     for stage in (train, assignment.evaluation):
         for source in {c.source for c in stage.receives}:
-            crossings = received_spec(stage, source)
-            allow("forward", source, tuple((label(c.value), c.spec.dtype, c.spec.shape_at(size)) for c in crossings))
+            packing = received.get(source) if stage is train else None  # evaluations are of the model as it is
+            allow("forward", source, crossing(received_spec(stage, source), packing))
     for target in {c.target for c in train.sends}:
         due = [c for c in sent_spec(train, target) if c.gradient]
-        allow("backward", target, tuple((label(c.value), c.spec.dtype, c.spec.shape_at(size)) for c in due))
+        allow("backward", target, crossing(due, received.get(target)))
     for owner in view.borrows_from:
         names = [n for n, o in train.borrows.items() if o == owner]
-        allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size)) for n in names))
+        allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size), None) for n in names))
     for user in view.lends_to:
         names = [n for n, users in train.lends.items() if user in users]
-        allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size)) for n in names))
+        allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size), None) for n in names))
     for other in view.others:
         allow("count", other, ())
         if view.clips:
-            allow("norms", other, (("norms", "float32", (len(assignment.norm_positions[other]),)),))
+            allow("norms", other, (("norms", "float32", (len(assignment.norm_positions[other]),), None),))
     return {key: frozenset(signatures) for key, signatures in found.items()}

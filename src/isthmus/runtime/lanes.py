@@ -2,6 +2,9 @@
 
 Messages leave in the order in which they were handed over, but for credits: what grants the other side room overtakes
 what waits for room. Were it not so, two full windows would wait for each other's grants, stuck behind parcels.
+
+What is to be packed is packed by a second thread of the lane, from the moment it is handed over, while the messages
+before it are on their way.
 """
 
 from __future__ import annotations
@@ -10,6 +13,7 @@ import threading
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
+from concurrent.futures import Future, ThreadPoolExecutor
 
 import msgspec
 from torch import Tensor
@@ -21,6 +25,9 @@ from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage, PartsMes
 from isthmus.runtime.shaping import ShapedLink
 from isthmus.training.layout import pack
 
+Packer = Callable[[], Sequence[memoryview]]
+"""Makes a message's payload. Called in the lane's packing thread, in the order in which messages are handed over."""
+
 
 class Departure(msgspec.Struct, frozen=True):
     """When a message left: the start and end of its way onto the link, in seconds of the monotonic clock."""
@@ -29,7 +36,7 @@ class Departure(msgspec.Struct, frozen=True):
     start_s: float
     end_s: float
     size_bytes: int
-    """Of its tensors."""
+    """Of its tensors, as they travel."""
     wire_bytes: int
     """Of the whole frame."""
 
@@ -74,12 +81,13 @@ class Credits:
 class _Entry(msgspec.Struct):
     message: AnyMessage
     tensors: Sequence[Tensor]
+    size_bytes: int
+    """Of the tensors as the receiver holds them: what credits count."""
     ready_s: float
+    packed: Future[tuple[Sequence[memoryview], float]] | None = None
+    """The payload and when it was made; None sends the tensors from where they are."""
     blocked_s: float = 0.0
     """Since when it waits for credits, if it had to."""
-
-    def size_bytes(self) -> int:
-        return sum(t.numel() * t.element_size() for t in self.tensors)
 
 
 class SendLane:
@@ -110,17 +118,22 @@ class SendLane:
         self._waiting: deque[_Entry] = deque()
         self._urgent: deque[_Entry] = deque()
         self._closing = self._ended = self._sending = False
+        self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"pack for {channel.other}")
         self._thread = threading.Thread(target=self._run, name=f"send to {channel.other}", daemon=True)
         self._thread.start()
 
-    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = (), packer: Packer | None = None) -> None:
         """Hand over a message; returns at once. Copies to host memory and packing happen in the lane.
 
-        The tensors are sent from where they are: they must not change until they have left.
+        The tensors are sent from where they are, or as what `packer` makes of them: they must not change until they
+        have left. What a packer raises ends the lane.
         """
-        entry = _Entry(message, tensors, time.monotonic())
+        size_bytes = sum(t.numel() * t.element_size() for t in tensors)
+        entry = _Entry(message, () if packer else tensors, size_bytes, time.monotonic())
         with self._changed:
             if not self._ended:
+                if packer is not None:
+                    entry.packed = self._packing.submit(_timed, packer)
                 (self._urgent if isinstance(message, Credit) else self._waiting).append(entry)
                 self._changed.notify_all()
 
@@ -173,7 +186,7 @@ class SendLane:
     def _admit(self, entry: _Entry) -> bool:
         if self._credits is None or not isinstance(entry.message, ParcelMessage | PartsMessage):
             return True
-        if not self._credits.take(entry.size_bytes()):
+        if not self._credits.take(entry.size_bytes):
             entry.blocked_s = entry.blocked_s or time.monotonic()
             return False
         if entry.blocked_s:  # it was ready when the room was granted, not when it was handed over
@@ -190,7 +203,11 @@ class SendLane:
         self._changed.wait(left_s)
 
     def _send(self, entry: _Entry) -> None:
-        payload = [pack(t) for t in entry.tensors]
+        if entry.packed is None:
+            payload: Sequence[memoryview] = [pack(t) for t in entry.tensors]
+        else:
+            payload, packed_s = entry.packed.result()
+            entry.ready_s = max(entry.ready_s, packed_s)
         size_bytes = sum(p.nbytes for p in payload)
         if self._link is None:
             start_s = time.monotonic()
@@ -213,4 +230,9 @@ class SendLane:
             self._waiting.clear()
             self._urgent.clear()
             self._changed.notify_all()
+        self._packing.shutdown(wait=False, cancel_futures=True)
         return not ended
+
+
+def _timed(packer: Packer) -> tuple[Sequence[memoryview], float]:
+    return packer(), time.monotonic()

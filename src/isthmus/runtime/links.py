@@ -7,25 +7,28 @@ import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import Literal
 
 from torch import Tensor
 
 from isthmus.errors import PeerError
+from isthmus.plan import Packing
 from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
 from isthmus.runtime.assignment import Assignment, Neighbour
 from isthmus.runtime.channel import SocketChannel, dial
 from isthmus.runtime.lanes import Credits, Departure, SendLane
 from isthmus.runtime.messages import AnyMessage, Credit, Hello, ParcelMessage, PartsMessage
 from isthmus.trace import Span
-from isthmus.training.layout import header_of
+from isthmus.training.compression import codec_of
+from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
 
 AVERAGE: Literal["average"] = "average"
 """How parts of a sum are called in a trace."""
 Key = tuple[Parcel | Literal["average"], int, int, int, int]
 """Parcel, the other stage, item, micro-batch and -1; of a sum's parts, group and round."""
-Signature = tuple[tuple[str, str, tuple[int, ...]], ...]
-"""Name, dtype and shape of each tensor of a parcel."""
+Signature = tuple[tuple[str, str, tuple[int, ...], Packing | None], ...]
+"""Name, dtype, shape and packing of each tensor of a parcel."""
 
 
 class Links:
@@ -76,14 +79,20 @@ class Links:
             patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._inbox.put,
         )  # fmt: skip
 
-    def send(self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0) -> None:
-        """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device."""
-        headers = tuple(header_of(name, t) for name, t in tensors.items())
+    def send(
+        self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {}
+    ) -> None:
+        """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
+
+        `packings` says by name which tensors are packed on the way, and how.
+        """
+        headers = tuple(header_of(name, t, packings.get(name)) for name, t in tensors.items())
         message = ParcelMessage(
             run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
             micro_batch=what.micro_batch, number=number, tensors=headers,
         )  # fmt: skip
-        self._lanes[what.target].put(message, list(tensors.values()))
+        sent = list(tensors.values())
+        self._lanes[what.target].put(message, sent, partial(_packed, headers, sent) if packings else None)
 
     def send_parts(self, what: SendParts, stretch: Tensor) -> None:
         """Hand a stretch of a sum's buffer to the link's send lane."""
@@ -164,7 +173,7 @@ class Links:
         if message.run != self._run:
             raise PeerError(f"a frame of run {message.run!r} arrived, expected {self._run!r}")
         if isinstance(message, ParcelMessage):
-            signature = tuple((h.name, h.dtype, h.shape) for h in message.tensors)
+            signature = tuple((h.name, h.dtype, h.shape, h.packing) for h in message.tensors)
             if signature not in self._expected.get((message.parcel, message.source), frozenset()):
                 raise PeerError(f"stage {message.source} sent {message.parcel} {signature}, not in the plan")
         elif isinstance(message, PartsMessage):
@@ -191,6 +200,14 @@ class Links:
 def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
     """Name and micro-batch of a span."""
     return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
+
+
+def _packed(headers: Sequence[TensorHeader], tensors: Sequence[Tensor]) -> list[memoryview]:
+    """The parcel's payload. UserError names a value that cannot be packed."""
+    return [
+        bytes_of(codec_of(h.packing).encode(in_a_row(t), h.name)) if h.packing else pack(t)
+        for h, t in zip(headers, tensors, strict=True)
+    ]
 
 
 def connect(assignment: Assignment, listener: socket.socket) -> dict[int, SocketChannel]:

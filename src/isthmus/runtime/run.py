@@ -13,13 +13,13 @@ from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
-from isthmus.plan import Plan
+from isthmus.plan import Packing, Plan
 from isthmus.protocol import Coordinator, Item, RunSpec
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Neighbour
 from isthmus.runtime.conductor import Conductor, Outcome
 from isthmus.runtime.launcher import Launcher, Place
-from isthmus.runtime.stages import StagePair, refuse_compression, refuse_shared_devices, stage_pairs
+from isthmus.runtime.stages import StagePair, refuse_shared_devices, stage_pairs
 from isthmus.trace import Span
 from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
@@ -174,9 +174,21 @@ class TrainingScript:
             shape = self._fleet.link(devices[view.stage], device) if self._options.emulate else None
             found.append(Neighbour(
                 stage=stage, device=device, host=host, port=port, shape=shape,
+                sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
                 window_bytes=self._window(view.stage, stage),
             ))  # fmt: skip
         return tuple(found)
+
+    def _packing(self, source: int, target: int) -> Packing | None:
+        """How the plan packs what one stage sends another: values, or gradients of what came from there."""
+        first = 0
+        for replica in self._plan.replicas:
+            for edge in replica.edges:
+                packed = edge.forward_compression if source < target else edge.backward_compression
+                if packed is not None and {first + edge.source, first + edge.target} == {source, target}:
+                    return packed.packing
+            first += len(replica.stages)
+        return None
 
     def _window(self, a: int, b: int) -> int:
         """Room for every micro-batch that can be in flight between two stages, both graphs, shared parameters and
@@ -249,7 +261,6 @@ def train(
     prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
 ) -> Outcome:
     """Run the job to its end. Raises UserError for what a device refused; a lost device is an outcome."""
-    refuse_compression(plan)
     refuse_shared_devices(plan)
     script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
     watcher.accepted()

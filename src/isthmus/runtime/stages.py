@@ -37,18 +37,6 @@ class StagePair(msgspec.Struct, frozen=True):
         return frozenset((*self.owned, *(op.target for op in self.train.variables() if op.name in mutated)))
 
 
-def refuse_compression(plan: Plan, source: str = "plan") -> None:
-    """UserError for a plan with compressed edges: they can be planned and simulated, not yet run."""
-    for number, replica in enumerate(plan.replicas):
-        for edge in replica.edges:
-            packed = edge.forward_compression or edge.backward_compression
-            if packed is not None:
-                raise UserError(
-                    f"{source}: replicas[{number}]: edge {edge.source} -> {edge.target}: compression: "
-                    f"got {packed.codec!r}, expected none: a run cannot compress yet, plan without it"
-                )
-
-
 def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
     """UserError for a device that runs several stages: that can be planned and simulated, not yet run."""
     for replica in plan.replicas:

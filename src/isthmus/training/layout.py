@@ -2,7 +2,8 @@
 
 Kernels may sum in another order for another layout, so strides travel too: what arrives has the bits and the
 strides of what was sent. Elements that fill their memory travel in the order in which they lie there, which needs no
-copy on either side; all others travel in the order of their indices.
+copy on either side; all others travel in the order of their indices. Elements that a codec packs are packed in that
+order, and take their strides again when they are unpacked.
 """
 
 from __future__ import annotations
@@ -17,6 +18,9 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.plan import Packing
+from isthmus.training.compression import codec_of
+from isthmus.training.compression.codec import FLOATS
 
 MAX_DIMS = 16
 MAX_SPREAD = 64
@@ -26,23 +30,30 @@ MAX_SPREAD_BYTES = 1 << 30
 _INT64 = 2**63
 
 
-class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True):
-    """One tensor of a message: what it is and how its elements lie in memory. Strides count elements."""
+class TensorHeader(msgspec.Struct, frozen=True, forbid_unknown_fields=True, omit_defaults=True):
+    """One tensor of a message: what it is, how its elements lie in memory, how they travel. Strides count elements."""
 
     name: str
     dtype: str
     shape: tuple[int, ...]
     stride: tuple[int, ...]
+    packing: Packing | None = None
+    """None sends the elements' own bytes."""
 
     @property
     def nbytes(self) -> int:
         """Bytes on the wire: those of the elements, without gaps. Zero strides (expanded) travel in full."""
-        return math.prod(self.shape) * DTYPE_BYTES[self.dtype]
+        elements, element_bytes = math.prod(self.shape), DTYPE_BYTES[self.dtype]
+        return self.packing.wire_bytes(elements, element_bytes) if self.packing else elements * element_bytes
 
 
-def header_of(name: str, tensor: Tensor) -> TensorHeader:
-    """The header to send with `pack(tensor)`. A layout that `check_header` refuses for its gaps is sent without."""
-    header = TensorHeader(name, str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), tuple(tensor.stride()))
+def header_of(name: str, tensor: Tensor, packing: Packing | None = None) -> TensorHeader:
+    """The header to send with `pack(tensor)`, or with the bytes that the packing's codec makes of `in_a_row(tensor)`.
+
+    A layout that `check_header` refuses for its gaps is sent without.
+    """
+    dtype = str(tensor.dtype).removeprefix("torch.")
+    header = TensorHeader(name, dtype, tuple(tensor.shape), tuple(tensor.stride()), packing)
     if not _spreads_too_far(header):
         return header
     return msgspec.structs.replace(header, stride=tuple(torch.empty(header.shape, device="meta").stride()))
@@ -69,35 +80,53 @@ def _fault(header: TensorHeader) -> str | None:
         return f"{layout} is beyond any memory"
     if _spreads_too_far(header):
         return f"{layout} spreads its elements too far"
+    if header.packing is not None and _dtype(header) not in FLOATS:
+        return f"dtype {header.dtype} packed as {header.packing.codec!r}, expected a floating point type"
     return None
 
 
 def pack(tensor: Tensor) -> memoryview:
     """The elements as bytes, without a copy where they lie densely in host memory."""
+    return bytes_of(in_a_row(tensor))
+
+
+def in_a_row(tensor: Tensor) -> Tensor:
+    """The elements as a flat tensor, in the order in which they travel."""
     dense = tensor.detach()
     if not _is_dense(tuple(dense.shape), tuple(dense.stride())):
         dense = dense.contiguous()
     dense = dense.resolve_conj().resolve_neg()
-    return _bytes_of(dense.as_strided((dense.numel(),), (1,), dense.storage_offset()).cpu())
+    return dense.as_strided((dense.numel(),), (1,), dense.storage_offset())
+
+
+def bytes_of(flat: Tensor) -> memoryview:
+    """The memory of a flat contiguous tensor, on the host."""
+    return flat.cpu().view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
 
 
 def receive_buffer(header: TensorHeader) -> tuple[Tensor, memoryview]:
-    """An uninitialised flat tensor for the elements, and its bytes to receive into.
+    """An uninitialised flat tensor for what travels, and its bytes to receive into.
 
     The header has passed `check_header`. PeerError when so much memory cannot be had.
     """
+    count, dtype = math.prod(header.shape), _dtype(header)
+    if header.packing is not None:
+        count, dtype = header.nbytes, torch.uint8
     try:
-        flat = torch.empty(math.prod(header.shape), dtype=_dtype(header))
+        flat = torch.empty(count, dtype=dtype)
     except RuntimeError:
         raise _no_memory(header, header.nbytes) from None
-    return flat, _bytes_of(flat)
+    return flat, bytes_of(flat)
 
 
 def unpack(flat: Tensor, header: TensorHeader) -> Tensor:
     """The tensor whose elements arrived in `flat`, with the sender's strides.
 
-    It lies in the memory of `flat` where the sender's was dense. PeerError when memory for gaps cannot be had.
+    It lies in the memory of `flat` where the sender's was dense and not packed. PeerError when memory cannot be had, or
+    for a payload that no codec writes.
     """
+    if header.packing is not None:
+        flat = _decoded(flat, header)
     if flat.numel() == 0 or _is_dense(header.shape, header.stride):
         return flat.as_strided(header.shape, header.stride)
     # All elements along a zero stride are one: take the first.
@@ -112,16 +141,21 @@ def unpack(flat: Tensor, header: TensorHeader) -> Tensor:
     return result.copy_(whole).as_strided(header.shape, header.stride)
 
 
+def _decoded(payload: Tensor, header: TensorHeader) -> Tensor:
+    assert header.packing is not None
+    elements = math.prod(header.shape)
+    try:
+        return codec_of(header.packing).decode(payload, (elements,), _dtype(header), header.name)
+    except RuntimeError:
+        raise _no_memory(header, elements * DTYPE_BYTES[header.dtype]) from None
+
+
 def _dtype(header: TensorHeader) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, header.dtype))
 
 
 def _no_memory(header: TensorHeader, size_bytes: int) -> PeerError:
     return PeerError(f"tensor {reprlib.repr(header.name)}: no memory here for its {size_bytes} bytes")
-
-
-def _bytes_of(flat: Tensor) -> memoryview:
-    return flat.view(torch.uint8).numpy().data if flat.numel() else memoryview(bytearray())
 
 
 def _extent(header: TensorHeader) -> int:

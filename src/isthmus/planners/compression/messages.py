@@ -90,5 +90,26 @@ def compressed(problem: Problem, plan: Plan, packings: Mapping[Message, Packing 
     return msgspec.structs.replace(made, notes=(*plan.notes, note))
 
 
+def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:
+    """The plan, packed by the codecs that the document names for edges between the same stages; bytes are made anew.
+
+    A document without compression leaves the plan as it is. Raises UserError for a plan of another problem.
+    """
+    named: dict[tuple[int, int, int, bool], Packing] = {}
+    for number, replica in enumerate(document.replicas):
+        for edge in replica.edges:
+            for backward, packed in ((False, edge.forward_compression), (True, edge.backward_compression)):
+                if packed is not None:
+                    named[number, edge.source, edge.target, backward] = packed.packing
+    if not named:
+        return plan
+    edges = [replica.edges for replica in plan.replicas]
+    packings: dict[Message, Packing | None] = {}
+    for m in messages_of(problem, plan):
+        edge = edges[m.replica][m.edge]
+        packings[m] = named.get((m.replica, edge.source, edge.target, m.backward))
+    return compressed(problem, plan, packings, planner="of the plan document")
+
+
 def _edge(edge: Edge, forward: Compression | None, backward: Compression | None) -> Edge:
     return msgspec.structs.replace(edge, forward_compression=forward, backward_compression=backward)
