@@ -15,7 +15,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Link
 from isthmus.runtime import lanes as lanes_module
 from isthmus.runtime.channel import Channel, SocketChannel, frame
@@ -477,3 +477,63 @@ def test_giving_more_than_was_used_saves_up_nothing() -> None:
     assert credits.used_bytes == 0
     assert credits.take(100)
     assert not credits.take(1)
+
+
+# Packing
+
+
+def test_packing_is_done_beside_the_caller_and_beside_what_is_on_the_way(connect: Callable[[], Pair]) -> None:
+    """A long message is leaving while the next is packed; nobody waits for a packer but its own message."""
+    alice, bob = connect()
+    lane = SendLane(alice, shape=Link(0.0, 1e6))
+    mine, threads, packed = threading.get_ident(), list[int](), threading.Event()
+
+    def pack_one() -> list[memoryview]:
+        threads.append(threading.get_ident())
+        packed.set()
+        return [pack(torch.ones(3))]
+
+    put(lane, 0, 1_000_000)  # leaves for a second
+    lane.put(parcel(1, torch.ones(3)), [torch.ones(3)], pack_one)
+    assert packed.wait(5)
+    assert not bob.statistics().received_bytes
+    assert item(take(bob)[1]) == 0
+    received = bob.receive(idle_s=5)
+    assert received is not None and item(received[0]) == 1 and torch.equal(received[1][0], torch.ones(3))
+    assert threads and mine not in threads
+    lane.close()
+
+
+def test_packers_run_in_the_order_of_their_messages(connect: Callable[[], Pair]) -> None:
+    alice, bob = connect()
+    lane, order = SendLane(alice), list[int]()
+
+    def packer(number: int) -> Callable[[], list[memoryview]]:
+        def work() -> list[memoryview]:
+            order.append(number)
+            return [pack(torch.full((2,), float(number)))]
+
+        return work
+
+    for number in range(20):
+        if number % 3:
+            lane.put(parcel(number, torch.ones(2)), [torch.ones(2)], packer(number))
+        else:
+            put(lane, number, 8)
+    assert [item(take(bob)[1]) for _ in range(20)] == list(range(20))
+    assert order == [n for n in range(20) if n % 3]
+    lane.close()
+
+
+def test_what_a_packer_raises_ends_the_lane(connect: Callable[[], Pair]) -> None:
+    errors: list[Exception] = []
+    alice, _ = connect()
+    lane = SendLane(alice, on_error=errors.append)
+
+    def fails() -> list[memoryview]:
+        raise UserError("topk of 'x': got NaN or Inf")
+
+    lane.put(parcel(0, torch.ones(2)), [torch.ones(2)], fails)
+    lane.drain()
+    lane.close()
+    assert [str(e) for e in errors] == ["topk of 'x': got NaN or Inf"]

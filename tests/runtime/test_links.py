@@ -11,20 +11,23 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.errors import PeerError
-from isthmus.protocol.events import Arrived, Send
+from isthmus.errors import PeerError, UserError
+from isthmus.plan import Packing
+from isthmus.protocol.events import Arrived, Parcel, Send
 from isthmus.runtime.assignment import Neighbour
 from isthmus.runtime.channel import SocketChannel, dial, frame
-from isthmus.runtime.links import Links, connect
+from isthmus.runtime.links import Links, Signature, connect
 from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, ParcelMessage
 from isthmus.trace import Span
-from isthmus.training.layout import header_of, pack
+from isthmus.training.compression import codec_of
+from isthmus.training.layout import bytes_of, header_of, pack
 
 from .wire import assignment
 
 RUN = "secret"
 X = torch.arange(12.0).reshape(3, 4)
-EXPECTED = {("forward", 0): frozenset({(("x:0", "float32", (3, 4), None),)})}
+Expected = Mapping[tuple[Parcel, int], frozenset[Signature]]
+EXPECTED: Expected = {("forward", 0): frozenset({(("x:0", "float32", (3, 4), None),)})}
 
 
 def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:
@@ -81,14 +84,14 @@ def test_a_neighbour_that_does_not_come_is_named(listener: socket.socket) -> Non
 class Ends:
     """Stage 1's links, and the raw channel of what plays stage 0."""
 
-    def __init__(self, window_bytes: int = 1 << 20) -> None:
+    def __init__(self, window_bytes: int = 1 << 20, expected: Expected = EXPECTED) -> None:
         a, b = socket.socketpair()
         self.other = SocketChannel(a, "device 'd1'", 5.0)
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.spans: list[Span] = []
         told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),))
         channels = {0: SocketChannel(b, "device 'd0'", 5.0)}
-        self.links = Links(told, channels, EXPECTED, self.inbox, self.spans.append)
+        self.links = Links(told, channels, expected, self.inbox, self.spans.append)
 
     def say(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
@@ -140,6 +143,61 @@ def test_what_is_not_in_the_plan_is_refused(
     error = ends.inbox.get(timeout=5)
     assert isinstance(error, PeerError) and str(error).startswith("device 'd0': ") and words in str(error)
     assert not ends.spans
+    ends.links.close()
+
+
+PACKED = Packing(codec="topk", ratio=4.0)
+
+
+@pytest.mark.parametrize("packing", [None, Packing(codec="topk", ratio=5.0), Packing(codec="bf16")])
+def test_what_is_packed_otherwise_than_planned_is_refused(packing: Packing | None) -> None:
+    ends = Ends(expected={("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})})
+    header = header_of("x:0", X, packing)
+    message = ParcelMessage(run=RUN, parcel="forward", source=0, item=0, micro_batch=0, tensors=(header,))
+    ends.other.send(message, [memoryview(bytearray(header.nbytes))])
+    error = ends.inbox.get(timeout=5)
+    assert isinstance(error, PeerError) and "not in the plan" in str(error)
+    ends.links.close()
+
+
+def test_a_packed_parcel_is_sent_and_arrives_unpacked() -> None:
+    ends = Ends(expected={("forward", 0): frozenset({(("x:0", "float32", (3, 4), PACKED),)})})
+    ends.links.send(Send("backward", 0, 3, 1), {"x:0": X, "ids:0": X[0]}, packings={"x:0": PACKED})
+    received = ends.other.receive(lambda message: None, idle_s=5)
+    assert received is not None
+    message, tensors = received
+    assert [h.packing for h in message.tensors] == [PACKED, None]
+    assert torch.equal(tensors[0], torch.where(X > 8, X, 0.0)) and torch.equal(tensors[1], X[0])
+    header = header_of("x:0", X, PACKED)
+    parcel = ParcelMessage(run=RUN, parcel="forward", source=0, item=0, micro_batch=0, tensors=(header,))
+    ends.other.send(parcel, [bytes_of(codec_of(PACKED).encode(X))])
+    assert ends.inbox.get(timeout=5) == Arrived(parcel="forward", source=0, item=0, micro_batch=0)
+    (taken,) = ends.links.take("forward", 0, 0, 0)
+    assert torch.equal(taken, tensors[0])
+    span = ends.spans[-1]
+    assert (span.track, span.size_bytes) == ("receive", PACKED.wire_bytes(12))
+    ends.links.close()
+
+
+def test_only_parcels_that_somebody_expects_may_come_packed() -> None:
+    header = header_of("x:0", X, PACKED)
+    beat = Heartbeat(run=RUN, tensors=(header,))
+    parcel = ParcelMessage(run=RUN, parcel="forward", source=0, item=0, tensors=(header,))
+    for message, guard in ((beat, lambda message: None), (parcel, None)):
+        a, b = socket.socketpair()
+        sender, receiver = SocketChannel(a, "device 'd1'", 5.0), SocketChannel(b, "device 'd0'", 5.0)
+        sender.send(message, [memoryview(bytearray(header.nbytes))])
+        with pytest.raises(PeerError, match="tensor 'x:0': packed as 'topk', which nobody expects here"):
+            receiver.receive(guard, idle_s=5)
+        sender.close()
+        receiver.close()
+
+
+def test_a_value_that_cannot_be_packed_ends_the_lane_by_name() -> None:
+    ends = Ends()
+    ends.links.send(Send("backward", 0, 3, 1), {"block:0": X / 0}, packings={"block:0": PACKED})
+    error = ends.inbox.get(timeout=5)
+    assert isinstance(error, UserError) and "topk of 'block:0': got NaN or Inf" in str(error)
     ends.links.close()
 
 

@@ -5,9 +5,13 @@ from __future__ import annotations
 import json
 from pathlib import Path
 
+import msgspec
 import pytest
 
+from isthmus.cli.planning import plan_for
 from isthmus.errors import FleetTooSmall
+from isthmus.job import CompressionConfig, fleet_of, load_job, prepare
+from isthmus.plan import Compression, load_plan, save_plan
 from isthmus.planners import registry
 
 from .commands import edited, isthmus, refused, write_job
@@ -173,3 +177,60 @@ def test_terms_that_cannot_be_kept_name_what_binds(tmp_path: Path) -> None:
     words = ("hospital (the data_holder, where labels_stay)", "bytes short", "plan.labels_stay")
     refused(isthmus("plan", small), 3, *words)
     refused(isthmus("plan", small, "--planner", "op-fence"), 2, "plan.labels_stay", "'op-fence'", "'auto', 'chain'")
+
+
+def with_compression(path: Path, method: str, ratio: float = 50) -> Path:
+    return edited(path, ("[model]", f'[compression]\nmethod = "{method}"\nratio = {ratio}\n\n[model]'))
+
+
+def test_a_job_chooses_its_compression(tmp_path: Path) -> None:
+    job = with_compression(write_job(tmp_path, fleet="three-sites"), "uniform")
+    planned = isthmus("plan", job, "--json")
+    assert planned.code == 0, planned.err
+    document = tmp_path / "plan.json"
+    document.write_text(planned.out)
+    plan = load_plan(document)
+    for edge in plan.replica.edges:
+        for packed in (edge.forward_compression, edge.backward_compression):
+            assert packed is not None and (packed.codec, packed.ratio) == ("topk", 50.0)
+    simulated = json.loads(isthmus("simulate", job, "--steps", "2", "--json").out)
+    sent = 2 * 4 * sum(e.forward_wire_bytes + e.backward_wire_bytes for e in plan.replica.edges)
+    assert sent <= sum(simulated["link_bytes"].values())
+    assert simulated["closed_form_s"] == pytest.approx(plan.predicted.step_s)
+    assert json.loads(isthmus("plan", job, "--compare", "even", "--json").out)["rows"][0]["step_s"] == pytest.approx(
+        plan.predicted.step_s
+    )
+    assert isthmus("plan", job, "--verify", document).code == 0
+
+
+def test_a_plan_document_keeps_its_codecs_and_may_name_others(tmp_path: Path) -> None:
+    job = load_job(write_job(tmp_path, fleet="three-sites"))
+    prepared, fleet, document = prepare(job), fleet_of(job), tmp_path / "plan.json"
+    asked = msgspec.structs.replace(job, compression=CompressionConfig(method="uniform", ratio=20.0))
+    packed = plan_for(msgspec.structs.replace(prepared, job=asked), fleet)
+    save_plan(packed, document)
+    assert plan_for(prepared, fleet, document) == packed
+    first, *others = packed.replica.edges
+    other = msgspec.structs.replace(first, forward_compression=Compression(codec="int8", wire_bytes=1))
+    edges = (other, *others)
+    replicas = (msgspec.structs.replace(packed.replica, edges=edges),)
+    save_plan(msgspec.structs.replace(packed, replicas=replicas), document)
+    again = plan_for(prepared, fleet, document)
+    made = again.replica.edges[0].forward_compression
+    assert made is not None and made.codec == "int8" and made.wire_bytes > first.backward_wire_bytes
+    assert again.replica.edges[1:] == packed.replica.edges[1:]
+    assert "all figures were computed anew" in again.notes[-1]
+
+
+@pytest.mark.parametrize(
+    ("table", "words"),
+    [
+        ('method = "adatop"', ["compression.method", "unknown method 'adatop'", "did you mean 'adatopk'"]),
+        ('method = "uniform"\nratio = 0.5', ["compression.ratio", ">= 1"]),
+        ("ratio = 5", ["compression", "method"]),
+        ('method = "uniform"\nrate = 5', ["compression", "rate"]),
+    ],
+)
+def test_bad_compression_is_refused(tmp_path: Path, table: str, words: list[str]) -> None:
+    job = edited(write_job(tmp_path), ("[model]", f"[compression]\n{table}\n\n[model]"))
+    refused(isthmus("plan", job), 2, *words)

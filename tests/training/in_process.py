@@ -14,17 +14,22 @@ from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
 from isthmus.graph.align import align
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.models import as_eager
+from isthmus.plan import Packing
+from isthmus.training.compression import codec_of
 from isthmus.training.engine import EngineConfig, TorchEngine
-from isthmus.training.layout import header_of, pack, receive_buffer, unpack
+from isthmus.training.layout import bytes_of, header_of, in_a_row, pack, receive_buffer, unpack
 from isthmus.training.optim import Optimizers
 from isthmus.training.weights import initial_weights
 
+Packings = Callable[[int, int], Packing | None]
+"""How what one stage sends another is packed."""
 
-def wire(tensor: Tensor) -> Tensor:
+
+def wire(tensor: Tensor, packing: Packing | None = None) -> Tensor:
     """What arrives when the tensor is sent."""
-    header = header_of("t", tensor)
+    header = header_of("t", tensor, packing)
     flat, buffer = receive_buffer(header)
-    buffer[:] = pack(tensor)
+    buffer[:] = pack(tensor) if packing is None else bytes_of(codec_of(packing).encode(in_a_row(tensor)))
     return unpack(flat, header)
 
 
@@ -32,11 +37,13 @@ class Pipeline:
     """Stages in order; all forwards of a step run before its first backward, as in GPipe."""
 
     def __init__(
-        self, captured: Captured, boundaries: Sequence[int], weights: Mapping[str, Tensor], config: EngineConfig
-    ) -> None:
+        self, captured: Captured, boundaries: Sequence[int], weights: Mapping[str, Tensor], config: EngineConfig,
+        packings: Packings = lambda source, target: None,
+    ) -> None:  # fmt: skip
         flow, eval_flow = Flow(captured.train), Flow(captured.eval)
         stage_of = assign(flow, boundaries)
         self.captured = captured
+        self.packings = packings
         self.stages: tuple[StageGraph, ...] = partition(flow, stage_of)
         evaluation = partition(eval_flow, align(flow, eval_flow, stage_of))
         nothing = [
@@ -68,7 +75,8 @@ class Pipeline:
             for c in stage.sends:
                 assert out[c.value].shape == c.spec.shape_at(self.config.micro_batch_size)
                 assert str(out[c.value].dtype) == f"torch.{c.spec.dtype}"
-                arrived[c.value, c.target] = wire(out[c.value])
+                packed = mode == "train" and c.gradient
+                arrived[c.value, c.target] = wire(out[c.value], self.packings(c.source, c.target) if packed else None)
 
     def _backward(self, m: int) -> None:
         back: dict[int, dict[int, dict[Ref, Tensor]]] = {s.index: {} for s in self.stages}
@@ -77,7 +85,9 @@ class Pipeline:
             gradients = engine.backward(m, given)
             for c in stage.receives:
                 if c.gradient:
-                    back[c.source].setdefault(stage.index, {})[c.value] = wire(gradients[c.value])
+                    back[c.source].setdefault(stage.index, {})[c.value] = wire(
+                        gradients[c.value], self.packings(stage.index, c.source)
+                    )
 
     def share(self) -> None:
         """Give borrowers the values of shared parameters."""

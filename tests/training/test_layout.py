@@ -11,12 +11,16 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.plan import Packing
+from isthmus.training.compression import codec_of
 from isthmus.training.layout import (
     MAX_DIMS,
     MAX_SPREAD_BYTES,
     TensorHeader,
+    bytes_of,
     check_header,
     header_of,
+    in_a_row,
     pack,
     receive_buffer,
     unpack,
@@ -121,6 +125,31 @@ def test_lazily_conjugated_and_negated_tensors_arrive_as_they_look() -> None:
     assert lazy.is_conj() and lazy.imag.is_neg()
     for sent in (lazy, lazy.t(), lazy[:, ::2].t(), lazy.imag, lazy.t()[1:].imag, torch._neg_view(base)):
         assert_same(travel(sent), sent)
+
+
+@pytest.mark.parametrize("layout", ["contiguous", "transposed", "channels last", "slice with gaps"])
+@pytest.mark.parametrize("packing", [Packing(codec="none"), Packing(codec="bf16"), Packing(codec="topk", ratio=3.0)])
+def test_packed_tensors_arrive_with_their_strides_too(layout: str, packing: Packing) -> None:
+    sent = LAYOUTS[layout](torch.randn(2, 4, 5, 3))
+    header, codec = header_of("x", sent, packing), codec_of(packing)
+    check_header(header)
+    payload = codec.encode(in_a_row(sent))
+    assert header.nbytes == payload.numel() == packing.wire_bytes(sent.numel())
+    flat, buffer = receive_buffer(header)
+    buffer[:] = bytes_of(payload)
+    got = unpack(flat, header)
+    assert (got.dtype, got.shape, got.stride()) == (sent.dtype, sent.shape, sent.stride())
+    assert torch.equal(got, codec.decode(codec.encode(sent), sent.shape, sent.dtype))
+
+
+def test_hostile_packings_are_refused() -> None:
+    packing = Packing(codec="topk", ratio=2.0)
+    header = TensorHeader("ids", "int64", (4,), (1,), packing)
+    with pytest.raises(PeerError, match="dtype int64 packed as 'topk', expected a floating point type"):
+        check_header(header)
+    honest = TensorHeader("x", "float32", (64,), (1,), packing)
+    with pytest.raises(PeerError, match="topk of 'x': the payload"):
+        unpack(torch.full((honest.nbytes,), 255, dtype=torch.uint8), honest)
 
 
 @pytest.mark.skipif(not torch.cuda.is_available(), reason="needs a CUDA device")

@@ -1,0 +1,117 @@
+"""Compressed plans run: the losses of the same codecs without processes, and the bytes that plan and simulator say."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.cli.planning import simulation_options
+from isthmus.cost import Problem, build_plan
+from isthmus.data import SampleOrder, load_dataset
+from isthmus.errors import UserError
+from isthmus.job import Job, Prepared, prepare
+from isthmus.plan import Compression, Packing, Plan
+from isthmus.planners.compression import plan_compression
+from isthmus.planners.compression.messages import compressed, messages_of
+from isthmus.runtime.run import RunOptions, Watcher, run_spec, train
+from isthmus.simulator import simulate
+from isthmus.trace import Trace, link_bytes
+from tests.training.in_process import Pipeline, weights_of
+
+from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, random_cut
+
+GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
+UNET = {"channels": 1, "classes": 10, "width": 8, "depth": 2}
+
+
+def packing_of(plan: Plan, source: int, target: int) -> Packing | None:
+    for edge in plan.replica.edges:
+        packed: Compression | None = edge.forward_compression if source < target else edge.backward_compression
+        if {source, target} == {edge.source, edge.target}:
+            return packed.packing if packed else None
+    return None
+
+
+def in_one_process(job: Job, prepared: Prepared, plan: Plan) -> tuple[dict[str, Tensor], list[float]]:
+    """Final state and the loss of each step, by the same codecs."""
+    captured, t = prepared.captured, job.training
+    weights = weights_of(prepared.build, captured, t.seed)
+    twin = Pipeline(captured, plan.boundaries(), weights, job.engine(), lambda a, b: packing_of(plan, a, b))
+    data = load_dataset(job.data, "train")
+    order = SampleOrder(len(data), t.seed, t.shuffle)
+
+    def batch(step: int, micro_batch: int) -> dict[str, Tensor]:
+        start = step * t.batch_size + micro_batch * job.micro_batch_size
+        return data.batch(order.indices(start, job.micro_batch_size), list(data.columns))
+
+    losses: list[float] = []
+    for step in range(t.steps):
+        losses.append(twin.step(step, [batch(step, m) for m in range(t.micro_batches)])[0])
+        twin.update(step)
+    return twin.state(), losses
+
+
+def mixed(problem: Problem, plan: Plan) -> Plan:
+    """Another codec on every message."""
+    kinds = [Packing(codec="topk", ratio=20.0), Packing(codec="int8"), Packing(codec="bf16"), None]
+    packings = {m: kinds[i % 4] for i, m in enumerate(messages_of(problem, plan))}
+    return compressed(problem, plan, packings, planner="mixed")
+
+
+def sent(trace: Trace) -> dict[tuple[str, str], int]:
+    """Bytes of values and gradients by link."""
+    spans = tuple(s for s in trace.spans if s.name in ("forward", "backward"))
+    return link_bytes(Trace(source=trace.source, run=trace.run, spans=spans))
+
+
+@pytest.mark.parametrize(("model", "method"), [("gpt", "mixed"), ("unet", "adatopk")])
+def test_a_run_equals_its_twin_and_sends_what_plan_and_simulator_say(model: str, method: str, tmp_path: Path) -> None:
+    options, data = (GPT, TEXT) if model == "gpt" else (UNET, DIGITS)
+    job = job_of(model, options, data, clip_norm=1.0, eval_every=1, eval_samples=4)
+    prepared, fleet = prepare(job), fleet_of(3)
+    problem = prepared.problem(fleet)
+    dense = build_plan(problem, fleet.names, random_cut(prepared, 3, seed=2, once=True), planner="test")
+    plan = mixed(problem, dense) if method == "mixed" else plan_compression(method, problem, dense, 10.0)
+    assert sum(e.forward_wire_bytes for e in plan.replica.edges) < sum(e.forward_bytes for e in plan.replica.edges)
+    losses: list[float | None] = []
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
+    assert outcome.outcome == "done"
+
+    state, expected = in_one_process(job, prepared, plan)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    saved = final_weights(tmp_path)
+    for name in (n for n in saved if not n.startswith("optimizer.")):
+        assert torch.allclose(saved[name], state[name], rtol=1e-6, atol=1e-7), name
+
+    spans = tuple(s for s in outcome.spans if s.name in ("forward", "backward"))
+    for edge in plan.replica.edges:
+        a, b = plan.stages[edge.source].device, plan.stages[edge.target].device
+        for name, size, source, target in (
+            ("forward", edge.forward_wire_bytes, a, b), ("backward", edge.backward_wire_bytes, b, a)
+        ):  # fmt: skip
+            for track, ends in (("send", (source, target)), ("receive", (target, source))):
+                sizes = [s.size_bytes for s in spans if (s.track, s.name, s.device, s.other) == (track, name, *ends)]
+                count = job.training.steps * job.training.micro_batches
+                assert sizes.count(size) >= count, (edge, track, name)
+                # Evaluations are of the model as it is.
+                assert set(sizes) == ({size, edge.forward_bytes} if name == "forward" else {size})
+    measured = Trace(source="runtime", run="r", spans=spans)
+    assert sent(measured) == sent(simulate(plan, fleet, run_spec(prepared), simulation_options(prepared, plan)))
+
+
+def test_a_model_that_diverges_is_told_with_the_value_that_did(tmp_path: Path) -> None:
+    job = job_of("gpt", GPT, TEXT, steps=20)
+    job = msgspec.structs.replace(job, optimizer=(msgspec.structs.replace(job.optimizer[0], lr=1e30),))
+    prepared, fleet = prepare(job), fleet_of(2)
+    problem = prepared.problem(fleet)
+    dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
+    plan = plan_compression("uniform", problem, dense, 10.0)
+    values = [name for edge in plan.replica.edges for name in edge.values]
+    with pytest.raises(UserError, match=r"topk of '.*': got NaN or Inf") as error:
+        train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
+    assert any(f"'{name}:0'" in str(error.value) for name in values)
