@@ -24,8 +24,8 @@ from tests.training.in_process import Pipeline, weights_of
 
 from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, random_cut
 
-GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
-UNET = {"channels": 1, "classes": 10, "width": 8, "depth": 2}
+GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
+UNET: dict[str, object] = {"channels": 1, "classes": 10, "width": 8, "depth": 2}
 
 
 def packing_of(plan: Plan, source: int, target: int) -> Packing | None:

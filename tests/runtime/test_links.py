@@ -91,7 +91,7 @@ class Ends:
         self.spans: list[Span] = []
         told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),))
         channels = {0: SocketChannel(b, "device 'd0'", 5.0)}
-        self.links = Links(told, channels, expected, self.inbox, self.spans.append)
+        self.links = Links(told, channels, expected, {}, self.inbox, self.spans.append)
 
     def say(self, tensors: Mapping[str, Tensor], **changes: object) -> None:
         headers = tuple(header_of(name, t) for name, t in tensors.items())

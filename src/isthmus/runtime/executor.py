@@ -406,7 +406,6 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
     train, view = assignment.train, assignment.view
     specs = {op.name: op.outputs[0] for op in train.ops if op.kind == "parameter"}
     found: dict[tuple[Parcel, int], set[Signature]] = {}
-
     received = {n.stage: n.received for n in assignment.neighbours}
 
     def allow(parcel: Parcel, source: int, signature: Signature) -> None:
