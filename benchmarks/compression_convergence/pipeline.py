@@ -1,0 +1,85 @@
+"""A plan's stages one after the other in this process: the engines and the codecs of a run, without its transport."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.graph import Flow, Ref
+from isthmus.job import Prepared
+from isthmus.plan import Compression, Plan
+from isthmus.runtime.stages import stage_pairs
+from isthmus.training.compression import codec_of
+from isthmus.training.engine import TorchEngine
+from isthmus.training.weights import initial_weights
+
+Batch = Mapping[str, Tensor]
+
+
+class Stages:
+    """A chain: values pass from each stage to later ones, and no parameter is shared."""
+
+    def __init__(self, prepared: Prepared, plan: Plan) -> None:
+        captured, job = prepared.captured, prepared.job
+        pairs = stage_pairs(plan, captured, clips=False)
+        weights = initial_weights(prepared.build, captured, job.training.seed)
+        self._engines = [TorchEngine(p.train, p.evaluation, job.engine(), _copied(weights)) for p in pairs]
+        self._placeholders = {op.target: op.name for op in captured.train.ops if op.kind == "placeholder"}
+        edges = {(e.source, e.target): e for e in plan.replica.edges}
+        self._forward = {ends: e.forward_compression for ends, e in edges.items()}
+        self._backward = {ends: e.backward_compression for ends, e in edges.items()}
+        assert Flow(captured.train).graph.count is None, "the loss is a mean"
+
+    def step(self, number: int, micro_batches: Sequence[Batch]) -> float:
+        """The loss of one step, after which the stages are updated."""
+        for m, batch in enumerate(micro_batches):
+            self._run("train", number, m, batch)
+            self._return(m)
+        for engine in self._engines:
+            engine.collect(None)
+            engine.update(number, None)
+        return self._told([engine.take_loss() for engine in self._engines])
+
+    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
+        """Mean loss of the model as it is: nothing is packed."""
+        for m, batch in enumerate(micro_batches):
+            self._run("eval", 0, m, batch)
+        return self._told([engine.take_evaluation_loss() for engine in self._engines])
+
+    def _run(self, mode: str, step: int, m: int, batch: Batch) -> None:
+        arrived: dict[tuple[Ref, int], Tensor] = {}
+        for engine in self._engines:
+            stage = engine.train if mode == "train" else engine.evaluation
+            inputs = {Ref(self._placeholders[c]): batch[c] for c in stage.columns}
+            inputs |= {c.value: arrived[c.value, stage.index] for c in stage.receives}
+            out = engine.forward(step, m, inputs) if mode == "train" else engine.evaluate(m, inputs)
+            for c in stage.sends:
+                packed = self._forward[c.source, c.target] if mode == "train" and c.gradient else None
+                arrived[c.value, c.target] = _crossed(out[c.value], packed, c.value.op)
+
+    def _return(self, m: int) -> None:
+        back: dict[int, list[dict[Ref, Tensor]]] = {k: [] for k in range(len(self._engines))}
+        for engine in reversed(self._engines):
+            gradients = engine.backward(m, back[engine.train.index])
+            for source in sorted({c.source for c in engine.train.receives}):
+                packed = self._backward[source, engine.train.index]
+                due = [c.value for c in engine.train.receives if c.source == source and c.gradient]
+                back[source].append({ref: _crossed(gradients[ref], packed, ref.op) for ref in due})
+
+    @staticmethod
+    def _told(losses: Sequence[tuple[float, float] | None]) -> float:
+        ((total, count),) = [told for told in losses if told is not None]
+        return total / count
+
+
+def _crossed(tensor: Tensor, packed: Compression | None, name: str) -> Tensor:
+    if packed is None:
+        return tensor.clone()
+    codec = codec_of(packed.packing)
+    return codec.decode(codec.encode(tensor, name), tensor.shape, tensor.dtype, name)
+
+
+def _copied(weights: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    return {name: torch.clone(value) for name, value in weights.items()}

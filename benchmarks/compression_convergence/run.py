@@ -1,0 +1,177 @@
+"""What compression between stages does to the loss and to the time of a step.
+
+`python benchmarks/compression_convergence/run.py [--quick] [--only NAME] [--json PATH]`
+
+A ResNet on digits and a GPT on Python's standard library, four stages, the link in the middle 200 times slower than
+the others. The same cut is trained under every method and three seeds with the real codecs, in one process; the time
+of a step is the simulator's. Held-out losses are of the model as it is, without codecs.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import sys
+import time
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import torch
+from pipeline import Stages
+from rich.console import Console
+from rich.table import Table
+
+from isthmus.cost import build_plan
+from isthmus.data import SampleOrder, load_dataset
+from isthmus.graph import cuts
+from isthmus.job import Prepared, prepare
+from isthmus.plan import Plan
+from isthmus.planners.compression import plan_compression
+from isthmus.runtime.run import run_spec
+from isthmus.simulator import simulate
+from isthmus.trace import steady_step_s
+from models import CASES, Case
+
+LATEST = Path(__file__).parent / "results" / "latest.json"
+METHODS = ("dense", "int8", "just-enough", "adatopk", "uniform")
+RATIO = 100.0
+SEEDS = (0, 1, 2)
+CURVE_POINTS = 5
+
+
+class Trained(msgspec.Struct, frozen=True, kw_only=True):
+    model: str
+    method: str
+    seed: int
+    curve: tuple[float, ...]
+    """Held-out loss after equal parts of the steps; the last is the final one. NaN where the run diverged."""
+    trained_s: float
+
+
+class Method(msgspec.Struct, frozen=True, kw_only=True):
+    """One method on one model."""
+
+    model: str
+    method: str
+    step_s: float
+    """Simulated."""
+    messages: tuple[str, ...]
+    """Codec and ratio of each message, edge after edge, forward then backward."""
+    slow_bytes: int
+    """Across the slow link per micro-batch, both ways."""
+    loss: float
+    spread: float
+    """Standard deviation over the seeds."""
+    gap: float
+    """Of the loss to that of the dense method, relative."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    when: str
+    host: str
+    seeds: int
+    steps: dict[str, int]
+    methods: tuple[Method, ...]
+    runs: tuple[Trained, ...]
+
+
+def plan_of(case: Case, prepared: Prepared) -> Plan:
+    """Equal shares of the FLOPs, at cuts that one tensor crosses."""
+    fleet = case.fleet()
+    problem = prepared.problem(fleet)
+    legal = [cut.position for cut in cuts(prepared.flow) if len(cut.values) == 1]
+    total, stages = problem.cumulative_flops[-1], len(fleet.names)
+    places = [min(legal, key=lambda p: abs(problem.cumulative_flops[p] - total * k / stages)) for k in range(1, stages)]
+    return build_plan(problem, fleet.names, places, planner="equal FLOPs")
+
+
+def planned(case: Case, prepared: Prepared, method: str) -> Plan:
+    dense = plan_of(case, prepared)
+    return dense if method == "dense" else plan_compression(method, prepared.problem(case.fleet()), dense, RATIO)
+
+
+def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) -> Trained:
+    job, started = prepared.job, time.perf_counter()
+    stages, t, size = Stages(prepared, plan), job.training, prepared.job.micro_batch_size
+    count = min(t.eval_samples, prepared.heldout_samples) // size
+    data, others, columns = load_dataset(job.data, "train"), load_dataset(job.data, "heldout"), list(prepared.columns)
+    held_out = [others.batch(range(k * size, (k + 1) * size), columns) for k in range(count)]
+    order, curve = SampleOrder(len(data), seed, True), list[float]()
+    for step in range(t.steps):
+        starts = [step * t.batch_size + m * size for m in range(t.micro_batches)]
+        loss = stages.step(step, [data.batch(order.indices(s, size), columns) for s in starts])
+        if not math.isfinite(loss):
+            curve += [math.nan] * (CURVE_POINTS - len(curve))
+            break
+        if (step + 1) * CURVE_POINTS // t.steps > len(curve):
+            curve.append(stages.evaluate(held_out))
+    return Trained(
+        model=case.name, method=method, seed=seed, curve=tuple(curve), trained_s=time.perf_counter() - started
+    )
+
+
+def summed_up(case: Case, prepared: Prepared, runs: list[Trained]) -> list[Method]:
+    found: list[Method] = []
+    for method in METHODS:
+        finals = [r.curve[-1] for r in runs if (r.model, r.method) == (case.name, method)]
+        plan = planned(case, prepared, method)
+        middle = next(e for e in plan.replica.edges if (e.source, e.target) == (1, 2))
+        loss = statistics.fmean(finals)
+        found.append(Method(
+            model=case.name, method=method, loss=loss, spread=statistics.pstdev(finals),
+            gap=loss / (found[0].loss if found else loss) - 1,
+            step_s=steady_step_s(simulate(plan, case.fleet(), run_spec(prepared))),
+            messages=tuple(
+                "dense" if c is None else f"{c.codec} {c.ratio:.3g}" if c.ratio > 1 else c.codec
+                for e in plan.replica.edges for c in (e.forward_compression, e.backward_compression)
+            ),
+            slow_bytes=middle.forward_wire_bytes + middle.backward_wire_bytes,
+        ))  # fmt: skip
+    return found
+
+
+def table(found: Report) -> Table:
+    drawn = Table("model", "method", title=f"Training under compression, ratio {RATIO:g}, {found.seeds} seeds")
+    for heading in ("messages", "slow link, bytes", "step", "held-out loss", "gap"):
+        drawn.add_column(heading, justify="right")
+    for m in found.methods:
+        drawn.add_row(
+            m.model, m.method, ", ".join(dict.fromkeys(m.messages)), f"{m.slow_bytes:,}", f"{m.step_s * 1e3:.0f} ms",
+            f"{m.loss:.4f} +- {m.spread:.4f}", f"{m.gap:+.1%}", end_section=m.method == METHODS[-1],
+        )  # fmt: skip
+    return drawn
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="one seed, a tenth of the steps")
+    parser.add_argument("--only", help="ResNet or GPT")
+    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    options = parser.parse_args()
+    torch.set_num_threads(1)
+    cases = [c for c in CASES if options.only in (None, c.name)]
+    seeds, runs, methods, steps = SEEDS[:1] if options.quick else SEEDS, list[Trained](), list[Method](), {}
+    for case in cases:
+        steps[case.name] = case.steps // 10 if options.quick else case.steps
+        for seed in seeds:
+            prepared = prepare(case.job(seed, steps[case.name]))
+            for method in METHODS:
+                runs.append(train(case, prepared, planned(case, prepared, method), method, seed))
+                print(f"{case.name}, {method}, seed {seed}: {runs[-1].curve[-1]:.4f}", file=sys.stderr)
+        methods += summed_up(case, prepared, runs)
+    found = Report(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", seeds=len(seeds), steps=steps,
+        methods=tuple(methods), runs=tuple(runs),
+    )  # fmt: skip
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+    Console(width=150).print(table(found))
+    return 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())
