@@ -5,6 +5,7 @@ from __future__ import annotations
 from isthmus.data import DataSpec
 from isthmus.graph import StageGraph
 from isthmus.protocol import StageView
+from isthmus.protocol.work import Share
 from isthmus.runtime.assignment import Assignment, Neighbour
 from isthmus.training.engine import EngineConfig
 
@@ -20,4 +21,5 @@ def assignment(
     return Assignment(
         run=run, device=device, view=view, train=nothing, evaluation=nothing, placeholders={}, column_dtypes={},
         engine=EngineConfig(), data=DataSpec(kind="digits"), neighbours=neighbours, patience_s=patience_s,
+        share=Share(first=0, count=1, of=1, micro_batch_size=1),
     )  # fmt: skip
