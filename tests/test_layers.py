@@ -26,8 +26,8 @@ PUBLIC = {
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
-    "plan": "Averages Certificate Collective Compression Edge Objective Plan Prediction Replica SCHEDULES Schedule "
-    "SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
+    "plan": "Averages Certificate Collective Compression Edge Objective Packing Plan Prediction Replica SCHEDULES "
+    "Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
     "classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner can_price check_honoured describe plan planner_names scheduled",
     "protocol": "Coordinator Item RunSpec StageView Worker items",

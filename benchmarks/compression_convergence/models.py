@@ -89,7 +89,7 @@ class Case:
 
 CASES = (
     Case(
-        name="ResNet", model=ModelSpec(name="models:ResNet"), data=DataSpec(kind="digits"), steps=120, batch_size=64,
+        name="ResNet", model=ModelSpec(name="models:ResNet"), data=DataSpec(kind="digits"), steps=100, batch_size=64,
         micro_batches=8, lr=3e-3, flops_per_s=1e10,
     ),
     Case(
@@ -97,6 +97,6 @@ CASES = (
             "vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4
         }),
         data=DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 2_000_000}),
-        steps=160, batch_size=32, micro_batches=8, lr=3e-3, flops_per_s=1e10,
+        steps=120, batch_size=32, micro_batches=8, lr=3e-3, flops_per_s=1e10,
     ),
 )  # fmt: skip

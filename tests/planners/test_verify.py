@@ -300,8 +300,8 @@ def test_a_compressed_plan_is_timed_by_what_crosses_the_wire() -> None:
     (replica,) = packed.replicas
     edge = replica.edges[0]
     assert edge.forward_compression is not None
-    larger = msgspec.structs.replace(edge.forward_compression, wire_bytes=edge.forward_bytes + 1)
-    edges = (msgspec.structs.replace(edge, forward_compression=larger), *replica.edges[1:])
+    smaller = msgspec.structs.replace(edge.forward_compression, wire_bytes=edge.forward_wire_bytes - 1)
+    edges = (msgspec.structs.replace(edge, forward_compression=smaller), *replica.edges[1:])
     wrong = msgspec.structs.replace(packed, replicas=(msgspec.structs.replace(replica, edges=edges),))
     fields = {d.field for d in verify(wrong, question_of(problem)).differences}
     assert "replicas[0].edges[0 -> 1].forward_compression.wire_bytes" in fields

@@ -10,7 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.cli.planning import simulation_options
-from isthmus.cost import Problem, build_plan
+from isthmus.cost import Layout, Problem, build_plan, build_replicas
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.errors import UserError
 from isthmus.job import Job, Prepared, prepare
@@ -115,3 +115,24 @@ def test_a_model_that_diverges_is_told_with_the_value_that_did(tmp_path: Path) -
     with pytest.raises(UserError, match=r"topk of '.*': got NaN or Inf") as error:
         train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
     assert any(f"'{name}:0'" in str(error.value) for name in values)
+
+
+def test_every_replica_packs_as_its_own_edges_say(tmp_path: Path) -> None:
+    job = job_of("gpt", GPT, TEXT)
+    prepared, fleet = prepare(job), fleet_of(4)
+    problem = prepared.problem(fleet)
+    layouts = [Layout(fleet.names[:2], tuple(random_cut(prepared, 2, seed=1)), 2),
+               Layout(fleet.names[2:], tuple(random_cut(prepared, 2, seed=3)), 2)]  # fmt: skip
+    plan = mixed(problem, build_replicas(problem, layouts, planner="test"))
+    codecs = [edge.forward_compression for replica in plan.replicas for edge in replica.edges]
+    assert len({c.codec for c in codecs if c is not None}) == len(codecs) == 2
+    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
+    assert outcome.outcome == "done"
+    for replica in plan.replicas:
+        (edge,) = replica.edges
+        a, b = (stage.device for stage in replica.stages)
+        for name, ends, size in (
+            ("forward", (a, b), edge.forward_wire_bytes), ("backward", (b, a), edge.backward_wire_bytes)
+        ):  # fmt: skip
+            spans = [s for s in outcome.spans if (s.track, s.name, s.device, s.other) == ("send", name, *ends)]
+            assert {s.size_bytes for s in spans} == {size}

@@ -179,15 +179,16 @@ def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> Non
             ledger.same(f"{name}.gradients", ", ".join(edge.gradients), ", ".join(flow.gradients))
             ledger.same(f"{name}.forward_bytes", edge.forward_bytes, flow.forward_bytes)
             ledger.same(f"{name}.backward_bytes", edge.backward_bytes, flow.backward_bytes)
-            _compression(ledger, f"{name}.forward_compression", edge.forward_compression, flow.forward_bytes)
-            _compression(ledger, f"{name}.backward_compression", edge.backward_compression, flow.backward_bytes)
+            exact_bytes = flow.forward_bytes - flow.backward_bytes  # what has no gradient is not packed
+            _compression(ledger, f"{name}.forward_compression", edge.forward_compression, flow, exact_bytes)
+            _compression(ledger, f"{name}.backward_compression", edge.backward_compression, flow, 0)
 
 
-def _compression(ledger: Ledger, where: str, stated: Compression | None, dense_bytes: int) -> None:
-    """What a codec makes of a message is the codec's to say: here only that it is no larger than before."""
+def _compression(ledger: Ledger, where: str, stated: Compression | None, flow: Flowing, exact_bytes: int) -> None:
+    """The bytes of the codec that the document names."""
     if stated is not None:
-        room = f"at most {dense_bytes}"
-        ledger.judge(f"{where}.wire_bytes", stated.wire_bytes <= dense_bytes, stated.wire_bytes, room)
+        packed_bytes = sum(map(stated.packing.wire_bytes, flow.packable))
+        ledger.same(f"{where}.wire_bytes", stated.wire_bytes, exact_bytes + packed_bytes)
 
 
 def _packed(flow: Flowing, replica: Replica) -> Flowing:

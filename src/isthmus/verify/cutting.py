@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isthmus.errors import UserError
-from isthmus.verify.reading import Reading
+from isthmus.verify.reading import Reading, Value
 
 
 class Part(NamedTuple):
@@ -35,6 +35,8 @@ class Flowing(NamedTuple):
     gradients: tuple[str, ...]
     forward_bytes: int
     backward_bytes: int
+    packable: tuple[int, ...]
+    """Elements of each tensor whose gradient comes back: a codec may pack these, and the gradients."""
 
 
 class Lent(NamedTuple):
@@ -80,7 +82,7 @@ def _stages(positions: Sequence[int], starts: Sequence[int]) -> list[int]:
 
 
 def _flowing(reading: Reading, starts: Sequence[int]) -> tuple[Flowing, ...]:
-    found: dict[tuple[int, int], list[tuple[str, bool, int]]] = {}
+    found: dict[tuple[int, int], list[tuple[Value, bool]]] = {}
     for value in reading.values:
         end = value.uses[-1]
         source = bisect.bisect_right(starts, value.made) - 1
@@ -89,15 +91,16 @@ def _flowing(reading: Reading, starts: Sequence[int]) -> tuple[Flowing, ...]:
         back = _stages(value.returns, starts)
         for target in _stages(value.uses, starts):
             if target != source:
-                found.setdefault((target, source), []).append((value.name, target in back, value.size_bytes))
+                found.setdefault((target, source), []).append((value, target in back))
     return tuple(
         Flowing(
             source=source,
             target=target,
-            values=tuple(name for name, _, _ in sent),
-            gradients=tuple(name for name, back, _ in sent if back),
-            forward_bytes=sum(size for _, _, size in sent),
-            backward_bytes=sum(size for _, back, size in sent if back),
+            values=tuple(value.name for value, _ in sent),
+            gradients=tuple(value.name for value, back in sent if back),
+            forward_bytes=sum(value.size_bytes for value, _ in sent),
+            backward_bytes=sum(value.size_bytes for value, back in sent if back),
+            packable=tuple(value.elements for value, back in sent if back),
         )
         for (target, source), sent in sorted(found.items())
     )

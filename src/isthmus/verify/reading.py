@@ -26,6 +26,7 @@ class Value(NamedTuple):
     uses: tuple[int, ...]
     returns: tuple[int, ...]
     """Those of the users that send a gradient back."""
+    elements: int
     size_bytes: int
 
 
@@ -113,6 +114,7 @@ class Reading:
                             made=self.position.get(op.name, 0 if self._columns_first else min(uses)),
                             uses=tuple(sorted(uses)),
                             returns=tuple(sorted(self.position[n] for n in takers if self._sends_back(ref, n))),
+                            elements=math.prod(spec.shape_at(size)),
                             size_bytes=spec.nbytes(size),
                         )
                     )
