@@ -189,5 +189,8 @@ def test_the_registry_and_bad_settings() -> None:
     for ratio in (0.5, math.nan, math.inf):
         with pytest.raises(UserError, match=r"ratio: got .*, expected a finite number of at least 1"):
             Packing(codec="topk", ratio=ratio)
+        for made in (TopK, Sparse2Bit):
+            with pytest.raises(UserError, match="ratio: got"):
+                made(ratio)
     with pytest.raises(UserError, match=r"ratio: got 2\.0 for 'int8', expected 1"):
         Packing(codec="int8", ratio=2.0)

@@ -41,6 +41,9 @@ class Sparse2Bit:
     ratio: float = 32.0
     name: str = "sparse2bit"
 
+    def __post_init__(self) -> None:
+        Packing(codec=self.name, ratio=self.ratio)  # UserError for a ratio below 1
+
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
         flat = flat_floats(tensor, self.name, name)
         if not flat.numel():

@@ -34,6 +34,9 @@ class TopK:
     ratio: float
     name: str = "topk"
 
+    def __post_init__(self) -> None:
+        Packing(codec=self.name, ratio=self.ratio)  # UserError for a ratio below 1
+
     def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
         flat = flat_floats(tensor, self.name, name)
         where = largest(flat, kept(flat.numel(), self.ratio))
