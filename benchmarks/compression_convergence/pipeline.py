@@ -42,13 +42,13 @@ class Stages:
             engine.update(number, None)
         return self._told([engine.take_loss() for engine in self._engines])
 
-    def evaluate(self, micro_batches: Sequence[Batch]) -> float:
-        """Mean loss of the model as it is: nothing is packed."""
+    def evaluate(self, micro_batches: Sequence[Batch], *, packed: bool) -> float:
+        """Mean loss; of the model as it is, or with values packed as in training."""
         for m, batch in enumerate(micro_batches):
-            self._run("eval", 0, m, batch)
+            self._run("eval", 0, m, batch, packed=packed)
         return self._told([engine.take_evaluation_loss() for engine in self._engines])
 
-    def _run(self, mode: str, step: int, m: int, batch: Batch) -> None:
+    def _run(self, mode: str, step: int, m: int, batch: Batch, *, packed: bool = True) -> None:
         arrived: dict[tuple[Ref, int], Tensor] = {}
         for engine in self._engines:
             stage = engine.train if mode == "train" else engine.evaluation
@@ -56,8 +56,8 @@ class Stages:
             inputs |= {c.value: arrived[c.value, stage.index] for c in stage.receives}
             out = engine.forward(step, m, inputs) if mode == "train" else engine.evaluate(m, inputs)
             for c in stage.sends:
-                packed = self._forward[c.source, c.target] if mode == "train" and c.gradient else None
-                arrived[c.value, c.target] = _crossed(out[c.value], packed, c.value.op)
+                how = self._forward[c.source, c.target] if packed and out[c.value].is_floating_point() else None
+                arrived[c.value, c.target] = _crossed(out[c.value], how, c.value.op)
 
     def _return(self, m: int) -> None:
         back: dict[int, list[dict[Ref, Tensor]]] = {k: [] for k in range(len(self._engines))}

@@ -4,7 +4,7 @@
 
 A ResNet on digits and a GPT on Python's standard library, four stages, the link in the middle 200 times slower than
 the others. The same cut is trained under every method and three seeds with the real codecs, in one process; the time
-of a step is the simulator's. Held-out losses are of the model as it is, without codecs.
+of a step is the simulator's. Held-out losses are of the model as it is, and with values packed as in training.
 """
 
 from __future__ import annotations
@@ -49,6 +49,8 @@ class Trained(msgspec.Struct, frozen=True, kw_only=True):
     seed: int
     curve: tuple[float, ...]
     """Held-out loss after equal parts of the steps; the last is the final one. NaN where the run diverged."""
+    packed_loss: float
+    """The final one where values are packed as in training."""
     trained_s: float
 
 
@@ -68,6 +70,9 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     """Standard deviation over the seeds."""
     gap: float
     """Of the loss to that of the dense method, relative."""
+    packed_loss: float
+    """Of the same model where values are packed as in training."""
+    packed_gap: float
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -108,22 +113,26 @@ def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) ->
             curve += [math.nan] * (CURVE_POINTS - len(curve))
             break
         if (step + 1) * CURVE_POINTS // t.steps > len(curve):
-            curve.append(stages.evaluate(held_out))
+            curve.append(stages.evaluate(held_out, packed=False))
+    packed_loss = stages.evaluate(held_out, packed=True) if math.isfinite(curve[-1]) else math.nan
     return Trained(
-        model=case.name, method=method, seed=seed, curve=tuple(curve), trained_s=time.perf_counter() - started
-    )
+        model=case.name, method=method, seed=seed, curve=tuple(curve), packed_loss=packed_loss,
+        trained_s=time.perf_counter() - started,
+    )  # fmt: skip
 
 
 def summed_up(case: Case, prepared: Prepared, runs: list[Trained]) -> list[Method]:
     found: list[Method] = []
     for method in METHODS:
-        finals = [r.curve[-1] for r in runs if (r.model, r.method) == (case.name, method)]
+        chosen = [r for r in runs if (r.model, r.method) == (case.name, method)]
+        finals, packed_loss = [r.curve[-1] for r in chosen], statistics.fmean(r.packed_loss for r in chosen)
         plan = planned(case, prepared, method)
         middle = next(e for e in plan.replica.edges if (e.source, e.target) == (1, 2))
         loss = statistics.fmean(finals)
+        base = found[0].loss if found else loss
         found.append(Method(
             model=case.name, method=method, loss=loss, spread=statistics.pstdev(finals),
-            gap=loss / (found[0].loss if found else loss) - 1,
+            gap=loss / base - 1, packed_loss=packed_loss, packed_gap=packed_loss / base - 1,
             step_s=steady_step_s(simulate(plan, case.fleet(), run_spec(prepared))),
             messages=tuple(
                 "dense" if c is None else f"{c.codec} {c.ratio:.3g}" if c.ratio > 1 else c.codec
@@ -136,12 +145,13 @@ def summed_up(case: Case, prepared: Prepared, runs: list[Trained]) -> list[Metho
 
 def table(found: Report) -> Table:
     drawn = Table("model", "method", title=f"Training under compression, ratio {RATIO:g}, {found.seeds} seeds")
-    for heading in ("messages", "slow link, bytes", "step", "held-out loss", "gap"):
+    for heading in ("messages", "slow link, bytes", "step", "held-out loss", "gap", "with codecs", "gap"):
         drawn.add_column(heading, justify="right")
     for m in found.methods:
         drawn.add_row(
             m.model, m.method, ", ".join(dict.fromkeys(m.messages)), f"{m.slow_bytes:,}", f"{m.step_s * 1e3:.0f} ms",
-            f"{m.loss:.4f} +- {m.spread:.4f}", f"{m.gap:+.1%}", end_section=m.method == METHODS[-1],
+            f"{m.loss:.4f} +- {m.spread:.4f}", f"{m.gap:+.1%}", f"{m.packed_loss:.4f}", f"{m.packed_gap:+.1%}",
+            end_section=m.method == METHODS[-1],
         )  # fmt: skip
     return drawn
 
@@ -161,7 +171,10 @@ def main() -> int:
             prepared = prepare(case.job(seed, steps[case.name]))
             for method in METHODS:
                 runs.append(train(case, prepared, planned(case, prepared, method), method, seed))
-                print(f"{case.name}, {method}, seed {seed}: {runs[-1].curve[-1]:.4f}", file=sys.stderr)
+                print(
+                    f"{case.name}, {method}, seed {seed}: {runs[-1].curve[-1]:.4f} {runs[-1].packed_loss:.4f}",
+                    file=sys.stderr,
+                )
         methods += summed_up(case, prepared, runs)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
