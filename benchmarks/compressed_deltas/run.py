@@ -36,7 +36,7 @@ MODEL = ModelSpec(name="gpt", options={
     "vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 2, "heads": 4
 })  # fmt: skip
 DATA = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 2_000_000})
-REPLICAS, BATCH, STEPS, LR = 4, 8, 240, 3e-3
+REPLICAS, BATCH, STEPS, LR, CLIP_NORM = 4, 8, 240, 2e-3, 1.0
 SEEDS = (0, 1, 2)
 HELD_OUT, COLUMNS = 256, ("input_ids", "labels")
 LEAST_SAVING, LARGEST_GAP = 100.0, 0.01
@@ -110,6 +110,7 @@ class Replica:
         self.module(**batch)["loss"].backward()
 
     def update(self) -> None:
+        nn.utils.clip_grad_norm_(self.module.parameters(), CLIP_NORM)
         self._optimizer.step()
         self._schedule.step()
 
