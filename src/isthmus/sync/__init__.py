@@ -1,0 +1,14 @@
+"""Replicas over slow links, for scripts that torchrun starts.
+
+    sync = isthmus.sync.attach(model, optimizer, mode="dream", period=5)
+    ...
+    loss.backward()
+    sync.step()
+"""
+
+from isthmus.sync.attach import attach, mode_names
+from isthmus.sync.options import Options
+from isthmus.sync.statistics import SyncStatistics
+from isthmus.sync.sync import Sync
+
+__all__ = ["Options", "Sync", "SyncStatistics", "attach", "mode_names"]

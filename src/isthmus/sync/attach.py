@@ -1,0 +1,157 @@
+"""`attach`: checks, one private process group, the same start everywhere, and the mode."""
+
+from __future__ import annotations
+
+import itertools
+import socket
+from collections.abc import Callable, Mapping
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import nn
+from torch.optim import Optimizer
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.sync.averaging import Averager
+from isthmus.sync.dream import Dream
+from isthmus.sync.every_step import EveryStep
+from isthmus.sync.exchange import gather
+from isthmus.sync.layers import flatten
+from isthmus.sync.local import Local
+from isthmus.sync.mode import Mode, Setting
+from isthmus.sync.monitor import Monitor
+from isthmus.sync.options import Options
+from isthmus.sync.outer import Outer
+from isthmus.sync.partial import OverlappedPartial, Partial
+from isthmus.sync.streaming import Streaming
+from isthmus.sync.sync import Sync
+from isthmus.sync.updates import Updates
+
+_MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
+    "every-step": lambda setting, _: EveryStep(setting),
+    "local": lambda setting, _: Local(setting),
+    "outer": lambda setting, _: Outer(setting),
+    "streaming": lambda setting, _: Streaming(setting),
+    "partial": lambda setting, _: OverlappedPartial(setting) if setting.options.overlap else Partial(setting),
+    "dream": Dream,
+}
+
+DEFAULT_OPTIONS = Options()
+
+
+def mode_names() -> list[str]:
+    """Every name that `attach` takes as `mode`, sorted."""
+    return sorted(_MODES)
+
+
+def attach(
+    model: nn.Module,
+    optimizer: Optimizer,
+    *,
+    mode: str = "dream",
+    period: int = 5,
+    group: dist.ProcessGroup | None = None,
+    options: Options = DEFAULT_OPTIONS,
+) -> Sync:
+    """Keep the replicas of `model` together; `sync.step()` then takes the place of `optimizer.step()`.
+
+    Every worker of `group` (the default group if None) must call it with the same model, mode, period and options.
+    All start from worker 0's parameters. They are averaged over a group of their own, so the caller's is free for
+    other use. `period` is H: the steps in which everything is averaged once; 'every-step' averages gradients in each
+    and uses it for its reports only.
+
+    Raises UserError without a process group, for an unknown mode, a period below 1, a model that differs between
+    workers, or an optimizer that does not fit.
+    """
+    if mode not in _MODES:
+        raise unknown_name("sync mode", mode, _MODES)
+    if period < 1:
+        raise UserError(f"period: got {period}, expected at least 1 step")
+    if not dist.is_initialized():
+        raise UserError(
+            "isthmus.sync.attach: no process group. Call torch.distributed.init_process_group(...) first, and start "
+            "the script with torchrun"
+        )
+    if isinstance(model, nn.parallel.DistributedDataParallel):
+        raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
+    private = _private(group)
+    workers = _check_alike(model, _Settings(mode, period, options), private)
+    _start_alike(model, private)
+    flat = flatten(model, options.smallest_layer_bytes)
+    averager = Averager(private, options.weight)
+    setting = Setting(
+        model=flat, updates=Updates(optimizer, flat), averager=averager, monitor=Monitor(averager, workers),
+        period=period, options=options,
+    )  # fmt: skip
+    return Sync(mode, _MODES[mode](setting, model), setting, model)
+
+
+def _private(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+    """The same workers in a group that nobody else sends in."""
+    ranks = dist.get_process_group_ranks(group)
+    made = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=group is not None)
+    if not isinstance(made, dist.ProcessGroup):
+        raise UserError("group: this process is not in it: call attach only in the workers that are")
+    return made
+
+
+class _Settings(msgspec.Struct, frozen=True):
+    mode: str
+    period: int
+    options: Options
+
+
+class _Worker(msgspec.Struct, frozen=True):
+    """What must be alike, and a name."""
+
+    host: str
+    settings: _Settings
+    parameters: list[tuple[str, list[int], str]]
+    """Name, shape and dtype of every parameter and buffer, trainable or not."""
+
+
+def _check_alike(model: nn.Module, settings: _Settings, group: dist.ProcessGroup) -> tuple[str, ...]:
+    tensors = itertools.chain(model.named_parameters(), model.named_buffers())
+    described = [
+        (name, list(t.shape), f"{t.dtype}{'' if t.requires_grad else ', not trainable'}") for name, t in tensors
+    ]  # fmt: skip
+    workers = gather(_Worker(socket.gethostname(), settings, described), _Worker, group)
+    for rank, worker in enumerate(workers):
+        _compare(workers[0], worker, rank)
+    return tuple(f"worker {rank} on {worker.host}" for rank, worker in enumerate(workers))
+
+
+def _compare(first: _Worker, other: _Worker, rank: int) -> None:
+    for one, two in itertools.zip_longest(first.parameters, other.parameters):
+        if one != two:
+            raise UserError(
+                f"the models differ: worker 0 has {_told(one)} where worker {rank} has {_told(two)}. Expected the same "
+                "model on every worker"
+            )
+    mine, theirs = (msgspec.to_builtins(worker.settings) for worker in (first, other))
+    for field in ("mode", "period"):
+        if mine[field] != theirs[field]:
+            raise UserError(f"{field}: worker 0 has {mine[field]!r}, worker {rank} {theirs[field]!r}: must be alike")
+    for field, value in mine["options"].items():
+        other_value = theirs["options"][field]
+        if field != "weight" and value != other_value:
+            raise UserError(
+                f"sync option {field!r}: worker 0 has {value!r}, worker {rank} {other_value!r}: must be alike"
+            )
+
+
+def _told(described: tuple[str, list[int], str] | None) -> str:
+    if described is None:
+        return "nothing more"
+    name, shape, kind = described
+    return f"{name!r} {shape} ({kind})"
+
+
+@torch.no_grad()
+def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
+    source = dist.get_global_rank(group, 0)
+    for tensor in itertools.chain(model.parameters(), model.buffers()):
+        contiguous = tensor.detach().contiguous()
+        dist.broadcast(contiguous, source, group=group)
+        tensor.copy_(contiguous)

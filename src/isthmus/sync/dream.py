@@ -1,0 +1,155 @@
+"""DreamDDP: scheduled partial synchronisation, planned for what was measured (sections 3.3 and 3.4).
+
+    steps 0 .. W-1   updates in backward, nothing averaged but the whole model at a period's end; layers are timed
+    step W           links are probed, worker 0 plans over all workers' times, all follow its plan
+    each period      link time is compared with that of the plan's first periods; another 20 % away, plan again
+"""
+
+from __future__ import annotations
+
+import logging
+import statistics
+from collections import deque
+from collections.abc import Mapping
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from isthmus.errors import UserError
+from isthmus.plan.sync import SyncPlan
+from isthmus.planners.sync import SyncProblem, plan_sync
+from isthmus.sync.exchange import broadcast, gather
+from isthmus.sync.link import LinkModel, probe
+from isthmus.sync.mode import Setting
+from isthmus.sync.monitor import PeriodReport
+from isthmus.sync.profile import Profiler, WorkerTimes, worker_profile
+from isthmus.sync.scheduled import Scheduled
+from isthmus.sync.updates import Closure
+
+LOG = logging.getLogger("isthmus.sync")
+_WATCHED_PERIODS = 3
+"""A link's time is the median of so many periods': one disturbed period is no drift."""
+_NOTICEABLE = 0.01
+"""Of the computation. A change below that is not worth a plan, however large a share it is of next to nothing."""
+
+
+class _Saved(msgspec.Struct, frozen=True, kw_only=True):
+    plan: SyncPlan | None
+    origin: int
+    busy_s: float | None
+
+
+class Dream(Scheduled):
+    """Plans, and follows the plan."""
+
+    def __init__(self, setting: Setting, module: nn.Module) -> None:
+        super().__init__(setting)
+        self.link: LinkModel | None = None
+        """Of the newest probe."""
+        self.plans = 0
+        """How many were made."""
+        self._profiler = Profiler(module, setting.model.buffers[0].device)
+        self._busy_s: float | None = None
+        """What averages took of a period when the plan was new."""
+        self._newest_s: deque[float] = deque(maxlen=_WATCHED_PERIODS)
+        """What they took of the newest periods."""
+        if setting.options.plan is not None:
+            self.follow(_checked(setting.options.plan, setting))
+
+    def ready(self, number: int) -> None:
+        super().ready(number)
+        self._profiler.ready(self.setting.model.layers[number].name)
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        loss = super().step(closure, scaler)
+        if self.plan is None and self.steps + 1 == self.setting.options.warm_up_steps and not self._late:
+            self._average_all()
+        return loss
+
+    def stepped(self) -> None:
+        self._profiler.stepped()
+        if self.steps == 1:
+            self._profiler.forget()  # allocations and first calls
+        if self.plan is None and self.steps == self.setting.options.warm_up_steps:
+            self._make_plan()
+        super().stepped()
+
+    def period_ended(self, told: PeriodReport | None) -> None:
+        s = self.setting
+        # A period told of here began and ended under this plan only if it is a whole period younger.
+        if s.options.plan is not None or self.plan is None or told is None or told.steps - s.period < self.origin:
+            return
+        self._newest_s.append(told.link_busy_s)
+        if len(self._newest_s) < _WATCHED_PERIODS:
+            return
+        busy_s = statistics.median(self._newest_s)
+        if self._busy_s is None:
+            self._busy_s = busy_s
+        change_s = abs(busy_s - self._busy_s)
+        if change_s > max(s.options.drift * self._busy_s, _NOTICEABLE * s.period * max(told.compute_s)):
+            if dist.get_rank(s.averager.group) == 0:
+                LOG.info(
+                    "averages take %.0f ms of a period, %.0f when the plan was made: planning again",
+                    1e3 * busy_s, 1e3 * self._busy_s,
+                )  # fmt: skip
+            self._make_plan()
+
+    def _make_plan(self) -> None:
+        s = self.setting
+        group = s.averager.group
+        self.link = probe(group)
+        times = gather(self._profiler.times(), WorkerTimes, group)
+        made = self._planned(times, self.link) if dist.get_rank(group) == 0 else None
+        self.follow(broadcast(made, SyncPlan, group))
+        self.plans += 1
+        self._busy_s = None
+        self._newest_s.clear()
+        s.monitor.restart()
+
+    def _planned(self, times: list[WorkerTimes], link: LinkModel) -> SyncPlan:
+        s = self.setting
+        layers = times[0].layers
+        size_bytes = {layer.name: layer.size_bytes for layer in s.model.layers}
+        copies = _messages_per_byte(s) if s.options.average_state else 1
+        average_s = [link.average_s(copies * size_bytes[layer]) for layer in layers]
+        workers = tuple(
+            worker_profile(name, of, layers, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
+        )
+        problem = SyncProblem(layers=layers[::-1], workers=workers, iterations=s.period)
+        return plan_sync(s.options.planner, problem)
+
+    def state(self) -> dict[str, Tensor]:
+        saved = _Saved(plan=self.plan, origin=self.origin, busy_s=self._busy_s)
+        return {"dream": torch.frombuffer(bytearray(msgspec.json.encode(saved)), dtype=torch.uint8)}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        if "dream" not in state:
+            raise UserError("saved sync state: 'dream' is missing. Was it saved in this mode?")
+        saved = msgspec.json.decode(state["dream"].cpu().numpy().tobytes(), type=_Saved)
+        self._busy_s = saved.busy_s
+        if saved.plan is not None:
+            self.follow(_checked(saved.plan, self.setting))
+            self.origin = saved.origin
+        self._begin()
+
+    def detach(self) -> None:
+        self._profiler.detach()
+
+
+def _messages_per_byte(setting: Setting) -> float:
+    """How many times its parameters' bytes a layer's average carries along: gradients and state."""
+    first = setting.model.layers[0].parameters[0]
+    return 2 + len(setting.updates.state_of(first))
+
+
+def _checked(plan: SyncPlan, setting: Setting) -> SyncPlan:
+    names = {layer.name for layer in setting.model.layers}
+    wrong = sorted(names ^ set(plan.layers))
+    if wrong:
+        raise UserError(f"sync plan: layer {wrong[0]!r} is in only one of the plan and the model: same model?")
+    if len(plan.iterations) != setting.period:
+        raise UserError(f"sync plan: got one for a period of {len(plan.iterations)}, expected {setting.period}")
+    return plan

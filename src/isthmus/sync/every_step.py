@@ -1,0 +1,82 @@
+"""S-SGD: gradients are averaged in every step, on the way while backward goes on (WFBP, Poseidon 2017, section 3).
+
+    backward   |-- layer 4 --|-- layer 3 --|-- layer 2 --|-- layer 1 --|
+    wire                     |....4....|   |.....3 + 2.....|           |...1...|  buckets, in this order
+"""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from isthmus.errors import UserError
+from isthmus.sync.averaging import Pending
+from isthmus.sync.hooks import gradients
+from isthmus.sync.mode import Mode, Setting
+from isthmus.sync.packing import Packed, pack
+from isthmus.sync.updates import Closure
+
+
+class EveryStep(Mode):
+    """Averaged gradients are in place when backward returns: clipping, scaling and any optimizer work as ever."""
+
+    in_backward = True
+    resets_each_backward = True
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._buckets = _buckets([layer.size_bytes for layer in setting.model.layers], setting.options.bucket_bytes)
+        self._ready: set[int] = set()
+        self._sent: list[tuple[list[nn.Parameter], Packed, Pending]] = []
+        self._averaged = False
+
+    def ready(self, number: int) -> None:
+        self._ready.add(number)
+        while len(self._sent) < len(self._buckets) and self._ready.issuperset(self._buckets[len(self._sent)]):
+            layers = [self.setting.model.layers[n] for n in self._buckets[len(self._sent)]]
+            packed = pack([grad for layer in layers for grad in gradients(layer)])
+            parameters = [p for layer in layers for p in layer.parameters]
+            self._sent.append((parameters, packed, self.setting.averager.start(packed.flats)))
+
+    def backward_ended(self) -> None:
+        for parameters, packed, pending in self._sent:
+            with self.setting.monitor.waiting():
+                pending.wait()
+            for parameter, average in zip(parameters, packed.views, strict=True):
+                parameter.grad = average
+        self._sent.clear()
+        self._ready.clear()
+        self._averaged = True
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        if closure is not None:
+            return self.setting.updates.whole(self._with_mean_loss(closure), scaler)
+        if not self._averaged:
+            raise UserError("sync.step(): nothing was averaged since the last one: expected loss.backward() first")
+        self._averaged = False
+        return self.setting.updates.whole(scaler=scaler)
+
+    def _with_mean_loss(self, closure: Closure) -> Closure:
+        """A line search decides by the loss, and all workers must decide alike."""
+
+        def averaged() -> Tensor:
+            loss = closure().detach().clone().reshape(1)
+            with torch.no_grad(), self.setting.monitor.waiting():
+                self.setting.averager.average([loss])
+            return loss.reshape(())
+
+        return averaged
+
+
+def _buckets(sizes_bytes: list[int], least_bytes: int) -> list[list[int]]:
+    """Layers by number, from the last to the first, in runs of at least `least_bytes`."""
+    found: list[list[int]] = [[]]
+    held_bytes = 0
+    for number in reversed(range(len(sizes_bytes))):
+        if held_bytes >= least_bytes:
+            found.append([])
+            held_bytes = 0
+        found[-1].append(number)
+        held_bytes += sizes_bytes[number]
+    return found

@@ -1,0 +1,145 @@
+"""The model as layers, each of them one piece of memory that a collective can average in place.
+
+    buffer   |..first..|....second....|.third.|......fourth......|      in the order of registration
+                        ^ Layer.flats[0], a view; its parameters are views of it in turn
+
+Parameters are moved once, at the start; the old memory is freed one by one. What would be the alternative, packing a
+layer before each average and unpacking it after, costs a copy of everything in flight.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+
+_ALIGNMENT_BYTES = 64
+
+
+@dataclass(frozen=True)
+class Layer:
+    """A module's own parameters, and those of small modules before it."""
+
+    name: str
+    parameters: tuple[nn.Parameter, ...]
+    parameter_names: tuple[str, ...]
+    flats: tuple[Tensor, ...]
+    """One per dtype and device, each of shape (elements,)."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(flat.nbytes for flat in self.flats)
+
+
+@dataclass(frozen=True)
+class FlatModel:
+    """All trainable parameters of a model."""
+
+    layers: tuple[Layer, ...]
+    """In the order of registration, which is mostly that of the forward."""
+    buffers: tuple[Tensor, ...]
+    """The memory behind all layers, one per dtype and device."""
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(buffer.nbytes for buffer in self.buffers)
+
+    def check_in_place(self) -> None:
+        """Raises UserError where a parameter has left its place, as `model.to(...)` makes it."""
+        places = {buffer.untyped_storage().data_ptr() for buffer in self.buffers}
+        for layer in self.layers:
+            for name, parameter in zip(layer.parameter_names, layer.parameters, strict=True):
+                if parameter.untyped_storage().data_ptr() not in places:
+                    raise UserError(
+                        f"parameter {name!r} was given other memory after isthmus.sync.attach: move or convert the "
+                        "model (.to, .half, .cuda) before"
+                    )
+
+
+def flatten(model: nn.Module, smallest_layer_bytes: int) -> FlatModel:
+    """Move the trainable parameters of `model` into flat buffers. Values and the parameters' identity stay.
+
+    Raises UserError for a model without trainable parameters.
+    """
+    groups = _merged(_by_module(model), smallest_layer_bytes)
+    if not groups:
+        raise UserError("the model has no trainable parameters: expected at least one with requires_grad")
+    buffers, ranges = _moved([parameter for _, named in groups for _, parameter in named])
+    return FlatModel(
+        layers=tuple(
+            Layer(
+                name=name,
+                parameters=tuple(parameter for _, parameter in named),
+                parameter_names=tuple(n for n, _ in named),
+                flats=_slices(buffers, [ranges[parameter] for _, parameter in named]),
+            )
+            for name, named in groups
+        ),
+        buffers=tuple(buffers.values()),
+    )
+
+
+_Named = list[tuple[str, nn.Parameter]]
+_Kind = tuple[torch.dtype, torch.device]
+
+
+def _by_module(model: nn.Module) -> list[tuple[str, _Named]]:
+    # A tied parameter comes up once, under its first name.
+    named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
+    groups = itertools.groupby(named, key=lambda pair: pair[0].rpartition(".")[0])
+    return [(module or "model", list(members)) for module, members in groups]
+
+
+def _merged(groups: Sequence[tuple[str, _Named]], smallest_bytes: int) -> list[tuple[str, _Named]]:
+    """Small groups join the next one, under its name; small ones at the end join the last large one."""
+    found: list[tuple[str, _Named]] = []
+    waiting: _Named = []
+    for name, named in groups:
+        waiting = [*waiting, *named]
+        if sum(p.nbytes for _, p in waiting) >= smallest_bytes:
+            found.append((name, waiting))
+            waiting = []
+    if waiting and found:
+        name, named = found[-1]
+        found[-1] = (name, [*named, *waiting])
+    elif waiting:
+        found.append((groups[-1][0], waiting))
+    # One module's own parameters may be split around its children's: its name then comes up twice.
+    seen: dict[str, int] = {}
+    for place, (name, named) in enumerate(found):
+        seen[name] = seen.get(name, 0) + 1
+        if seen[name] > 1:
+            found[place] = (f"{name}#{seen[name]}", named)
+    return found
+
+
+def _moved(parameters: Sequence[nn.Parameter]) -> tuple[dict[_Kind, Tensor], dict[nn.Parameter, tuple[_Kind, range]]]:
+    ranges: dict[nn.Parameter, tuple[_Kind, range]] = {}
+    ends: dict[_Kind, int] = {}
+    for parameter in parameters:
+        kind = (parameter.dtype, parameter.device)
+        start = ends.get(kind, 0)
+        ranges[parameter] = (kind, range(start, start + parameter.numel()))
+        aligned = _ALIGNMENT_BYTES // parameter.element_size()
+        ends[kind] = -(-(start + parameter.numel()) // aligned) * aligned
+    # Zeros, for the gaps: they are averaged too.
+    buffers = {kind: torch.zeros(end, dtype=kind[0], device=kind[1]) for kind, end in ends.items()}
+    with torch.no_grad():
+        for parameter, (kind, place) in ranges.items():
+            view = buffers[kind][place.start : place.stop].view(parameter.shape)
+            view.copy_(parameter)
+            parameter.data = view
+    return buffers, ranges
+
+
+def _slices(buffers: dict[_Kind, Tensor], places: Iterable[tuple[_Kind, range]]) -> tuple[Tensor, ...]:
+    spans: dict[_Kind, tuple[int, int]] = {}
+    for kind, place in places:
+        start, end = spans.get(kind, (place.start, place.stop))
+        spans[kind] = (min(start, place.start), max(end, place.stop))
+    return tuple(buffers[kind][start:end] for kind, (start, end) in spans.items())

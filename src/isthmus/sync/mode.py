@@ -1,0 +1,97 @@
+"""What a mode is: what happens inside backward, and what at the end of a step."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from isthmus.errors import UserError
+from isthmus.plan.sync import SyncPlan
+from isthmus.sync.averaging import Averager
+from isthmus.sync.divergence import MeasuredAverage
+from isthmus.sync.layers import FlatModel, Layer
+from isthmus.sync.monitor import Monitor, PeriodReport
+from isthmus.sync.options import Options
+from isthmus.sync.updates import Closure, Updates
+
+
+@dataclass(frozen=True)
+class Setting:
+    """What every mode works on."""
+
+    model: FlatModel
+    updates: Updates
+    averager: Averager
+    monitor: Monitor
+    period: int
+    options: Options
+
+
+class Mode:
+    """One way to keep the replicas together."""
+
+    in_backward = False
+    """Whether `ready` and `backward_ended` are to be called."""
+    resets_each_backward = False
+    """Whether several backward passes may come before one step, each with all gradients anew."""
+    plan: SyncPlan | None = None
+
+    def __init__(self, setting: Setting) -> None:
+        self.setting = setting
+        self.steps = 0
+        """How many have been made."""
+
+    def ready(self, number: int) -> None:
+        """All gradients of layer `number` are there. Called inside backward."""
+
+    def backward_ended(self) -> None:
+        """All gradients are there."""
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        """Update, average what is due. Returns the closure's loss. `steps` is counted by the caller, afterwards."""
+        raise NotImplementedError
+
+    def stepped(self) -> None:
+        """The step is counted."""
+
+    def detach(self) -> None:
+        """Take away what was put on the model."""
+
+    def period_ended(self, told: PeriodReport | None) -> None:
+        """All workers are at the end of a period; `told` is what they said of the one before."""
+
+    def state(self) -> dict[str, Tensor]:
+        """What is lost with the process: tensors by name."""
+        return {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """Go on from `state`. Raises UserError for one that does not fit."""
+
+    @property
+    def ends_period(self) -> bool:
+        """Whether the step that is being made is the last of its period."""
+        return (self.steps + 1) % self.setting.period == 0
+
+    def average(self, layers: Sequence[Layer]) -> None:
+        """Average the parameters of some layers and wait; `Gamma` is noted."""
+        flats = [flat for layer in layers for flat in layer.flats]
+        if len(layers) == len(self.setting.model.layers):
+            flats = list(self.setting.model.buffers)
+        measured = MeasuredAverage(self.setting.averager, flats)
+        with self.setting.monitor.waiting():
+            self.setting.monitor.diverged(measured.wait())
+
+
+def restored(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
+    """One tensor of a saved state. Raises UserError unless it is there with the shape of `like`."""
+    if name not in state:
+        raise UserError(f"saved sync state: {name!r} is missing. Was it saved in this mode?")
+    if state[name].shape != like.shape:
+        raise UserError(
+            f"saved sync state: {name!r}: got shape {tuple(state[name].shape)}, expected {tuple(like.shape)}. Is it the "
+            "same model?"
+        )
+    return state[name].to(like.device, like.dtype)

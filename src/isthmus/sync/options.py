@@ -1,0 +1,57 @@
+"""What can be chosen beside the mode and the period."""
+
+from __future__ import annotations
+
+import math
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.plan.sync import SyncPlan
+
+
+class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Choices of `attach`, the same on every worker but for `weight`. Raises UserError for a value out of range."""
+
+    weight: float = 1.0
+    """This worker's share in every average, relative to the others': samples or tokens that it sees per step."""
+    average_state: bool = False
+    """Average the optimizer's state as well, and make an averaged step as S-SGD would: gradients, parameters and
+    state are averaged, then updated. Modes `local`, `partial`, `dream` and `outer`."""
+    smallest_layer_bytes: int = 65536
+    """Smaller modules are averaged together with the next one: a message costs its latency, however short."""
+    bucket_bytes: int = 1 << 20
+    """`every-step`: gradients travel in messages of at least this size, but for the last."""
+    overlap: bool = False
+    """`partial`: update inside backward and average at once, as `dream` does and with its restrictions."""
+    warm_up_steps: int = 4
+    """`dream`: steps that are measured before the first plan. The first of them is thrown away."""
+    drift: float = 0.2
+    """`dream`: plan again when the link's time changes by more than this share, and that is not a mere flicker."""
+    planner: str = "dream"
+    """`dream`: a sync planner by name."""
+    plan: SyncPlan | None = None
+    """`dream`: a plan made earlier for this model, which is kept: nothing is measured, and no other plan made."""
+    outer_rate: float = 0.7
+    outer_momentum: float = 0.9
+    """`outer` and `streaming`: Nesterov SGD on the averaged deltas. The defaults are DiLoCo's."""
+    fragments: int = 0
+    """`streaming`: parts of the model that take turns; 0 for one per step of the period."""
+    delay: int = 1
+    """`streaming`: steps between the start of a fragment's exchange and its use (tau)."""
+    mixing: float = 0.5
+    """`streaming`: share of the local parameters that stays when the others' arrive (alpha)."""
+
+    def __post_init__(self) -> None:
+        at_least: dict[str, float] = {
+            "smallest_layer_bytes": 0, "bucket_bytes": 1, "warm_up_steps": 2, "drift": 0, "outer_rate": 0,
+            "outer_momentum": 0, "fragments": 0, "delay": 0, "mixing": 0,
+        }  # fmt: skip
+        for field, least in at_least.items():
+            if not getattr(self, field) >= least:
+                raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at least {least}")
+        for field in ("outer_momentum", "mixing"):
+            if getattr(self, field) >= 1:
+                raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
+        if not (self.weight > 0 and math.isfinite(self.weight)):
+            raise UserError(f"sync option 'weight': got {self.weight}, expected a finite number above 0")

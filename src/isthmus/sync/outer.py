@@ -1,0 +1,89 @@
+"""DiLoCo: a period of inner steps, then one outer step of Nesterov SGD on what the workers have moved (Algorithm 1).
+
+    delta = mean over k of (outer - w_k)      outer <- Nesterov(outer, delta)      w_k <- outer
+
+Besides the model it keeps the outer parameters and their momentum: two copies.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from isthmus.sync.divergence import MeasuredAverage
+from isthmus.sync.mode import Mode, Setting, restored
+from isthmus.sync.options import Options
+from isthmus.sync.updates import Closure, average_with_state
+
+
+class Outer(Mode):
+    """The outer step is torch's own SGD, on one flat parameter per dtype and device."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._outer = OuterStep([buffer.clone() for buffer in setting.model.buffers], setting.options)
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        s = self.setting
+        if s.options.average_state and self.ends_period:
+            with s.monitor.waiting():
+                average_with_state(s.averager, s.updates, s.model.layers)
+        loss = s.updates.whole(closure, scaler)
+        if self.ends_period:
+            self._exchange()
+        return loss
+
+    @torch.no_grad()
+    def _exchange(self) -> None:
+        s = self.setting
+        deltas = [outer - own for outer, own in zip(self._outer.values, s.model.buffers, strict=True)]
+        if not s.options.average_state:
+            measured = MeasuredAverage(s.averager, deltas)
+            with s.monitor.waiting():
+                s.monitor.diverged(measured.wait())
+        self._outer.apply(deltas)
+        for outer, own in zip(self._outer.values, s.model.buffers, strict=True):
+            own.copy_(outer)
+
+    def state(self) -> dict[str, Tensor]:
+        return self._outer.state("outer")
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        self._outer.load(state, "outer")
+
+
+class OuterStep:
+    """Nesterov SGD on some tensors, one outer step at a time."""
+
+    def __init__(self, values: list[Tensor], options: Options) -> None:
+        self.values = [nn.Parameter(value, requires_grad=False) for value in values]
+        momentum = options.outer_momentum
+        self._optimizer = torch.optim.SGD(
+            self.values, lr=options.outer_rate, momentum=momentum, nesterov=momentum > 0
+        )  # fmt: skip
+
+    def apply(self, deltas: list[Tensor]) -> None:
+        """`deltas`: what to go down by, of the shapes of `values`."""
+        for value, delta in zip(self.values, deltas, strict=True):
+            value.grad = delta
+        self._optimizer.step()
+        self._optimizer.zero_grad(set_to_none=True)
+
+    def state(self, prefix: str) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for number, value in enumerate(self.values):
+            found[f"{prefix}.{number}"] = value.detach()
+            momentum = self._optimizer.state.get(value, {}).get("momentum_buffer")
+            if momentum is not None:
+                found[f"{prefix}.{number}.momentum"] = momentum
+        return found
+
+    @torch.no_grad()
+    def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        for number, value in enumerate(self.values):
+            value.copy_(restored(state, f"{prefix}.{number}", value))
+            if (name := f"{prefix}.{number}.momentum") in state:
+                self._optimizer.state[value] = {"momentum_buffer": restored(state, name, value).clone()}

@@ -1,0 +1,121 @@
+"""Streaming DiLoCo (2025, Alg. 2): fragments of the model take turns, and exchanges overlap the steps that follow.
+
+    step            1     2     3     4     5     6     7     8         period 4, fragments a b c d, delay 1
+    exchanged       a     b     c     d     a     b     c     d
+    applied               a     b     c     d     a     b     c
+
+    w_k <- mixing x w_k + (1 - mixing) x outer         when the outer step of a fragment has been made
+
+Fragments are strided over the layers, as in the paper: each holds some of the first and some of the last.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+from torch.amp.grad_scaler import GradScaler
+
+from isthmus.errors import UserError
+from isthmus.sync.divergence import MeasuredAverage
+from isthmus.sync.layers import Layer
+from isthmus.sync.mode import Mode, Setting, restored
+from isthmus.sync.outer import OuterStep
+from isthmus.sync.packing import pack
+from isthmus.sync.updates import Closure
+
+
+class Fragment:
+    """Some layers, their outer parameters, and the exchange that is on its way."""
+
+    def __init__(self, layers: list[Layer], setting: Setting) -> None:
+        self._setting = setting
+        self._flats = [flat for layer in layers for flat in layer.flats]
+        self._outer = OuterStep(list(pack(self._flats).flats), setting.options)
+        self._deltas: list[Tensor] = []
+        self._average: MeasuredAverage | None = None
+
+    @torch.no_grad()
+    def start(self) -> None:
+        """Send what was moved since the last outer step."""
+        now = pack(self._flats).flats
+        self._deltas = [outer - own for outer, own in zip(self._outer.values, now, strict=True)]
+        self._average = MeasuredAverage(self._setting.averager, self._deltas)
+
+    def arrive(self) -> None:
+        """Wait until the others' are here."""
+        if self._average is not None:
+            with self._setting.monitor.waiting():
+                self._setting.monitor.diverged(self._average.wait())
+            self._average = None
+
+    @torch.no_grad()
+    def apply(self) -> None:
+        """Make the outer step, and mix its result into the model."""
+        self.arrive()
+        self._outer.apply(self._deltas)
+        self._deltas = []
+        packed = pack(self._flats)
+        for own, outer in zip(packed.flats, self._outer.values, strict=True):
+            own.lerp_(outer, 1 - self._setting.options.mixing)
+        packed.copy_to(self._flats)
+
+    def state(self, prefix: str) -> dict[str, Tensor]:
+        self.arrive()
+        deltas = {f"{prefix}.delta.{number}": delta for number, delta in enumerate(self._deltas)}
+        return {**self._outer.state(prefix), **deltas}
+
+    def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
+        self._outer.load(state, prefix)
+        if f"{prefix}.delta.0" in state:
+            values = self._outer.values
+            self._deltas = [restored(state, f"{prefix}.delta.{n}", v).clone() for n, v in enumerate(values)]
+
+
+class Streaming(Mode):
+    """Starts one fragment's exchange at a time, and applies it `delay` steps later."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        options = setting.options
+        if options.average_state:
+            raise UserError("sync option 'average_state': not in mode 'streaming', whose exchanges are still under way")
+        if options.delay >= setting.period > 1 or (setting.period == 1 and options.delay > 1):
+            raise UserError(
+                f"sync option 'delay': got {options.delay}, expected less than the period of {setting.period}"
+            )
+        count = min(options.fragments or setting.period, len(setting.model.layers), setting.period)
+        self._fragments = [Fragment(list(setting.model.layers[n::count]), setting) for n in range(count)]
+
+    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
+        loss = self.setting.updates.whole(closure, scaler)
+        # A fragment that both arrives and leaves in this step arrives first.
+        delay = self.setting.options.delay
+        if delay:
+            self._arriving(self.steps - delay)
+        for fragment in self._starting(self.steps):
+            fragment.start()
+        if not delay:
+            self._arriving(self.steps)
+        return loss
+
+    def _arriving(self, started_at: int) -> None:
+        for fragment in self._starting(started_at):
+            fragment.apply()
+
+    def _starting(self, step: int) -> list[Fragment]:
+        """Whose exchange starts after this step: the fragments' turns are spread over the period."""
+        count, period = len(self._fragments), self.setting.period
+        place = step % period
+        return [f for n, f in enumerate(self._fragments) if step >= 0 and place == (n + 1) * period // count - 1]
+
+    def state(self) -> dict[str, Tensor]:
+        found: dict[str, Tensor] = {}
+        for number, fragment in enumerate(self._fragments):
+            found.update(fragment.state(f"fragment.{number}"))
+        return found
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        for number, fragment in enumerate(self._fragments):
+            fragment.load(state, f"fragment.{number}")

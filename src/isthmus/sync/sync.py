@@ -1,0 +1,120 @@
+"""The handle that takes the place of `optimizer.step()`."""
+
+from __future__ import annotations
+
+from collections.abc import Generator, Mapping
+from contextlib import contextmanager
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+
+from isthmus.errors import UserError
+from isthmus.sync.dream import Dream
+from isthmus.sync.hooks import GradientHooks
+from isthmus.sync.mode import Mode, Setting
+from isthmus.sync.packing import pack
+from isthmus.sync.statistics import SyncStatistics
+from isthmus.sync.updates import Closure
+
+
+class Sync:
+    """One model's replicas, kept together in one of the modes. Made by `attach`."""
+
+    def __init__(self, name: str, mode: Mode, setting: Setting, module: nn.Module) -> None:
+        self.mode_name = name
+        self._mode = mode
+        self._setting = setting
+        self._module = module
+        self._hooks: GradientHooks | None = None
+        if mode.in_backward:
+            self._hooks = GradientHooks(setting.model.layers, mode.ready, self._backward_ended)
+
+    def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None) -> Tensor | None:
+        """Update the parameters and average what is due. To be called once per step, by every worker.
+
+        With `closure`, as `optimizer.step(closure)`; with `scaler`, as `scaler.step(optimizer)`, and `scaler.update()`
+        is still to be called. Returns the closure's loss. Raises UserError for a use that the mode does not allow.
+        """
+        self._setting.model.check_in_place()
+        mode = self._mode
+        loss = mode.step(closure, scaler)
+        ends_period = mode.ends_period
+        mode.steps += 1
+        if self._hooks is not None:
+            self._hooks.reset()
+        if ends_period:
+            self._average_module_buffers()
+        self._setting.monitor.stepped()
+        if ends_period:
+            mode.period_ended(self._setting.monitor.period_ended(mode.steps))
+        mode.stepped()
+        return loss
+
+    @contextmanager
+    def no_sync(self) -> Generator[None]:
+        """Gradients are only accumulated inside: for all backward passes of a step but the last."""
+        if self._hooks is None:
+            yield
+            return
+        self._hooks.accumulating = True
+        try:
+            yield
+        finally:
+            self._hooks.accumulating = False
+
+    @property
+    def steps(self) -> int:
+        """How many steps were made, in earlier runs that were resumed too."""
+        return self._mode.steps
+
+    def statistics(self) -> SyncStatistics:
+        """What was done so far. No communication: every worker may ask at any time."""
+        setting, mode = self._setting, self._mode
+        last = setting.monitor.last
+        dream = mode if isinstance(mode, Dream) else None
+        return SyncStatistics(
+            mode=self.mode_name, steps=mode.steps, sent_bytes=setting.averager.sent_bytes,
+            workers=setting.monitor.workers, last_period=last,
+            slowest=None if last is None else setting.monitor.workers[last.compute_s.index(max(last.compute_s))],
+            behind_s=0.0 if last is None else last.behind_s, plan=mode.plan, plans=dream.plans if dream else 0,
+            link=dream.link if dream else None,
+        )  # fmt: skip
+
+    def state_dict(self) -> dict[str, Tensor]:
+        """What this worker must keep besides its own model and optimizer, in the middle of a period too."""
+        return {"steps": torch.tensor([self._mode.steps]), **self._mode.state()}
+
+    def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
+        """Go on where `state_dict` was taken. Load the model and the optimizer of this very worker first, in place.
+
+        Raises UserError for the state of another mode or model.
+        """
+        if "steps" not in state:
+            raise UserError("saved sync state: 'steps' is missing: expected what Sync.state_dict() gave")
+        self._setting.model.check_in_place()
+        self._mode.steps = int(state["steps"])
+        self._mode.load(state)
+
+    def close(self) -> None:
+        """Take the hooks away. The parameters stay where they are; the process group may be destroyed then."""
+        self._setting.monitor.flush()
+        self._setting.updates.detach()
+        if self._hooks is not None:
+            self._hooks.detach()
+        self._mode.detach()
+
+    def _backward_ended(self) -> None:
+        self._mode.backward_ended()
+        if self._mode.resets_each_backward and self._hooks is not None:
+            self._hooks.reset()
+
+    def _average_module_buffers(self) -> None:
+        """Running means and variances, so that all workers evaluate the same model."""
+        buffers = [b for b in self._module.buffers() if b.is_floating_point()]
+        if buffers:
+            packed = pack(buffers)
+            with self._setting.monitor.waiting():
+                self._setting.averager.average(packed.flats)
+            with torch.no_grad():
+                packed.copy_to(buffers)

@@ -1,0 +1,117 @@
+"""The user's optimizer, stepped whole or for one layer at a time, and nowhere else."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Generator, Sequence
+from contextlib import contextmanager
+from typing import cast
+
+import torch
+from torch import Tensor, nn
+from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
+
+from isthmus.errors import UserError
+from isthmus.sync.averaging import Averager
+from isthmus.sync.layers import FlatModel, Layer
+from isthmus.sync.packing import pack
+
+PER_PARAMETER: tuple[type[Optimizer], ...] = (
+    torch.optim.SGD, torch.optim.Adam, torch.optim.AdamW, torch.optim.NAdam, torch.optim.RAdam, torch.optim.Adamax,
+    torch.optim.RMSprop, torch.optim.Adagrad, torch.optim.Adadelta,
+)  # fmt: skip
+"""Optimizers whose update of a parameter depends on that parameter alone."""
+
+Closure = Callable[[], Tensor]
+
+
+class Updates:
+    """Steps of one optimizer. A step that the user takes past us raises UserError: it would be one too many."""
+
+    def __init__(self, optimizer: Optimizer, model: FlatModel) -> None:
+        _check_covered(optimizer, model)
+        self.optimizer = optimizer
+        self._allowed = False
+        self._guard = optimizer.register_step_pre_hook(self._check_allowed)
+        group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
+        self._members: dict[str, list[tuple[int, list[nn.Parameter]]]] = {}
+        for layer in model.layers:
+            numbers = sorted({group_of[p] for p in layer.parameters})
+            self._members[layer.name] = [(n, [p for p in layer.parameters if group_of[p] == n]) for n in numbers]
+
+    def whole(self, closure: Closure | None = None, scaler: GradScaler | None = None) -> Tensor | None:
+        """One step of everything. Returns the closure's loss, if there is a closure."""
+        with self._stepping():
+            if scaler is None:
+                # torch types a closure as giving a float; in its own examples it gives a tensor.
+                return cast("Tensor | None", self.optimizer.step(cast("Callable[[], float]", closure)))
+            if closure is not None:
+                raise UserError("sync.step: got a closure and a GradScaler, expected only one: torch takes no more")
+            scaler.step(self.optimizer)
+            return None
+
+    def only(self, layer: Layer) -> None:
+        """One step of this layer. Rates and whatever else was changed in `param_groups` count as ever."""
+        groups = self.optimizer.param_groups
+        self.optimizer.param_groups = [
+            {**groups[number], "params": parameters} for number, parameters in self._members[layer.name]
+        ]
+        try:
+            with self._stepping():
+                self.optimizer.step()
+        finally:
+            self.optimizer.param_groups = groups
+
+    def state_of(self, parameter: nn.Parameter) -> list[Tensor]:
+        """The state that has one number per element of the parameter; counters are the same everywhere."""
+        state = self.optimizer.state.get(parameter, {})
+        return [v for _, v in sorted(state.items()) if isinstance(v, Tensor) and v.shape == parameter.shape]
+
+    def detach(self) -> None:
+        self._guard.remove()
+
+    @contextmanager
+    def _stepping(self) -> Generator[None]:
+        self._allowed = True
+        try:
+            yield
+        finally:
+            self._allowed = False
+
+    def _check_allowed(self, *_: object) -> None:
+        if not self._allowed:
+            raise UserError(
+                "optimizer.step() was called directly: sync.step() takes its place, as sync.step(scaler=scaler) does "
+                "that of scaler.step(optimizer)"
+            )
+
+
+def per_parameter(optimizer: Optimizer) -> bool:
+    """Whether its parameters can be updated one at a time."""
+    return isinstance(optimizer, PER_PARAMETER)
+
+
+@torch.no_grad()
+def average_with_state(averager: Averager, updates: Updates, layers: Sequence[Layer]) -> None:
+    """Average gradients, parameters and optimizer state of layers whose gradients are there but not applied.
+
+    An update that follows is the one that S-SGD would make, whatever the optimizer: averaging after an update would
+    give Adam the mean of the squares for the square of the mean.
+    """
+    parameters = [p for layer in layers for p in layer.parameters]
+    loose = [p.grad for p in parameters if p.grad is not None]
+    loose += [tensor for p in parameters for tensor in updates.state_of(p)]
+    packed = pack(loose)
+    averager.average([*(flat for layer in layers for flat in layer.flats), *packed.flats])
+    packed.copy_to(loose)
+
+
+def _check_covered(optimizer: Optimizer, model: FlatModel) -> None:
+    updated = {p for group in optimizer.param_groups for p in group["params"]}
+    for layer in model.layers:
+        for name, parameter in zip(layer.parameter_names, layer.parameters, strict=True):
+            if parameter not in updated:
+                raise UserError(
+                    f"parameter {name!r} is trainable but not in the optimizer: give it to the optimizer, or freeze it "
+                    "with requires_grad_(False)"
+                )

@@ -1,0 +1,246 @@
+"""Run by torchrun: many small cases in one group of workers, each against one process that does it all.
+
+Worker 0 prints a JSON line: the largest difference of every case, by name.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import sys
+from collections.abc import Callable
+
+import torch
+import torch.distributed as dist
+from torch import Tensor, nn
+
+import isthmus.sync
+from isthmus.sync import Options
+
+STEPS = 50
+BATCH = 4
+
+
+def model() -> nn.Module:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(6, 16), nn.Tanh(), nn.LayerNorm(16), nn.Linear(16, 16), nn.Tanh(), nn.Linear(16, 3))
+
+
+def batch(step: int, worker: int) -> tuple[Tensor, Tensor]:
+    drawn = torch.Generator().manual_seed(1000 * step + worker)
+    return torch.randn(BATCH, 6, generator=drawn), torch.randint(3, (BATCH,), generator=drawn)
+
+
+def loss_of(made: nn.Module, step: int, worker: int) -> Tensor:
+    inputs, labels = batch(step, worker)
+    return nn.functional.cross_entropy(made(inputs), labels)
+
+
+Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
+OPTIMIZERS: dict[str, Optimizers] = {
+    "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
+    "momentum": lambda m: torch.optim.SGD(m.parameters(), lr=0.05, momentum=0.9, nesterov=True, weight_decay=1e-3),
+    "adamw": lambda m: torch.optim.AdamW(m.parameters(), lr=1e-2, weight_decay=0.1),
+}
+
+
+def one_process(make: Optimizers, workers: int) -> nn.Module:
+    """S-SGD: the mean loss over what all workers see."""
+    made = model()
+    optimizer = make(made)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        torch.stack([loss_of(made, step, worker) for worker in range(workers)]).mean().backward()
+        optimizer.step()
+    return made
+
+
+def by_period(make: Optimizers, workers: int, due: Callable[[int], list[str]]) -> list[nn.Module]:
+    """Local SGD, all replicas in one process: after each step the parameters named by `due` are averaged."""
+    replicas = [model() for _ in range(workers)]
+    optimizers = [make(replica) for replica in replicas]
+    for step in range(STEPS):
+        for worker, (replica, optimizer) in enumerate(zip(replicas, optimizers, strict=True)):
+            optimizer.zero_grad()
+            loss_of(replica, step, worker).backward()
+            optimizer.step()
+        averaged = set(due(step))
+        with torch.no_grad():
+            for same in zip(*(replica.named_parameters() for replica in replicas), strict=True):
+                if same[0][0] in averaged:
+                    mean = torch.stack([p for _, p in same]).mean(0)
+                    for _, p in same:
+                        p.copy_(mean)
+    return replicas
+
+
+def synced(make: Optimizers, mode: str, period: int, options: Options) -> tuple[nn.Module, isthmus.sync.Sync]:
+    made = model()
+    optimizer = make(made)
+    sync = isthmus.sync.attach(made, optimizer, mode=mode, period=period, options=options)
+    for step in range(STEPS):
+        optimizer.zero_grad()
+        loss_of(made, step, dist.get_rank()).backward()
+        sync.step()
+    sync.close()
+    return made, sync
+
+
+def apart(one: nn.Module, other: nn.Module) -> float:
+    return max(
+        float((a - b).abs().max() / b.abs().max().clamp_min(1e-3))
+        for a, b in zip(one.parameters(), other.parameters(), strict=True)
+    )
+
+
+def parity(found: dict[str, float]) -> None:
+    """With a period of 1 every mode is S-SGD."""
+    small = Options(smallest_layer_bytes=0, bucket_bytes=512)
+    plain = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0)
+    cases = [("every-step", small), ("local", plain), ("partial", plain), ("dream", plain), ("outer", plain),
+             ("streaming", plain)]  # fmt: skip
+    overlapped = Options(smallest_layer_bytes=0, overlap=True)
+    for name, make in OPTIMIZERS.items():
+        expected = one_process(make, dist.get_world_size())
+        for mode, options in [*cases, ("partial", overlapped)]:
+            if name == "adamw" and mode == "streaming":
+                continue
+            if name == "adamw" and mode != "every-step":
+                options = _with_state(options)
+            made, _ = synced(make, mode, 1, options)
+            found[f"{mode}{' overlapped' if options.overlap else ''}, {name}"] = apart(made, expected)
+
+
+def _with_state(options: Options) -> Options:
+    return Options(**{f: getattr(options, f) for f in options.__struct_fields__} | {"average_state": True})
+
+
+def periods(found: dict[str, float]) -> None:
+    """With a longer one, local and partial averaging are what they say."""
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    everything = [name for name, _ in model().named_parameters()]
+    fine = Options(smallest_layer_bytes=0)
+    for name, make in OPTIMIZERS.items():
+        expected = by_period(make, workers, lambda step: everything if step % 4 == 3 else [])[rank]
+        found[f"local of 4, {name}"] = apart(synced(make, "local", 4, fine)[0], expected)
+        diloco = Options(outer_rate=1.0, outer_momentum=0.0)
+        found[f"outer of 4, {name}"] = apart(synced(make, "outer", 4, diloco)[0], expected)
+        for options in (fine, Options(smallest_layer_bytes=0, overlap=True)):
+            made, sync = synced(make, "partial", 3, options)
+            plan = sync.statistics().plan
+            assert plan is not None
+            expected = by_period(make, workers, lambda step, plan=plan: _named(plan.averaged(step), everything))[rank]
+            found[f"partial of 3, {name}, overlap {options.overlap}"] = apart(made, expected)
+        given = Options(smallest_layer_bytes=0, plan=plan)
+        found[f"dream of 3 with a plan, {name}"] = apart(synced(make, "dream", 3, given)[0], expected)
+
+
+def _named(layers: tuple[str, ...], parameters: list[str]) -> list[str]:
+    return [name for name in parameters if name.rpartition(".")[0] in layers]
+
+
+def planned(found: dict[str, float]) -> None:
+    """`dream` measures, plans, and all workers follow one plan."""
+    made, sync = synced(OPTIMIZERS["momentum"], "dream", 3, Options(smallest_layer_bytes=0, drift=1e9))
+    statistics = sync.statistics()
+    assert statistics.plan is not None and statistics.plans == 1 and statistics.link is not None
+    told: list[object] = [None] * dist.get_world_size()
+    own = [[list(i.scheduled) + list(i.filled) for i in statistics.plan.iterations]]
+    dist.all_gather_object(told, own)  # the test's own group, on loopback
+    assert all(other == own for other in told), told
+    assert sorted(name for i in statistics.plan.iterations for name in i.scheduled) == sorted(statistics.plan.layers)
+    assert statistics.last_period is not None and statistics.last_period.divergence > 0
+    assert len(statistics.last_period.compute_s) == dist.get_world_size()
+    assert all(torch.isfinite(p).all() for p in made.parameters())
+    assert sync.state_dict()["steps"].item() == STEPS
+
+
+def shared(found: dict[str, float]) -> None:
+    """Clipping, scaling, accumulation, LBFGS and unequal shares, against one process."""
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    everything = [name for name, _ in model().named_parameters()]
+    make = OPTIMIZERS["sgd"]
+    for mode in ("every-step", "local", "partial", "outer"):
+        options = Options(outer_rate=1.0, outer_momentum=0.0, smallest_layer_bytes=0)
+        made = model()
+        optimizer = make(made)
+        sync = isthmus.sync.attach(made, optimizer, mode=mode, period=1, options=options)
+        scaler = torch.amp.GradScaler("cpu", init_scale=8.0)
+        for step in range(10):
+            optimizer.zero_grad()
+            with sync.no_sync():
+                scaler.scale(loss_of(made, step, rank)).backward()
+            scaler.scale(loss_of(made, step + 100, rank)).backward()
+            scaler.unscale_(optimizer)
+            nn.utils.clip_grad_norm_(made.parameters(), 0.3)
+            sync.step(scaler=scaler)
+            scaler.update()
+        sync.close()
+        expected = _clipped(make, workers, of_mean=mode == "every-step")
+        found[f"clipped, scaled, accumulated: {mode}"] = apart(made, expected)
+    weighted(found)
+    del everything
+
+
+def _clipped(make: Optimizers, workers: int, *, of_mean: bool) -> nn.Module:
+    made = model()
+    optimizer = make(made)
+    for step in range(10):
+        sums = [torch.zeros_like(p) for p in made.parameters()]
+        for worker in range(workers):
+            made.zero_grad()
+            loss_of(made, step, worker).backward()
+            loss_of(made, step + 100, worker).backward()
+            if not of_mean:
+                nn.utils.clip_grad_norm_(made.parameters(), 0.3)
+            for total, parameter in zip(sums, made.parameters(), strict=True):
+                assert parameter.grad is not None
+                total += parameter.grad / workers
+        for total, parameter in zip(sums, made.parameters(), strict=True):
+            parameter.grad = total
+        if of_mean:
+            nn.utils.clip_grad_norm_(made.parameters(), 0.3)
+        optimizer.step()
+    return made
+
+
+def weighted(found: dict[str, float]) -> None:
+    """Workers with 1, 2, 3, ... samples a step and weights to match equal one with all of them."""
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    inputs, labels = batch(7, 7)
+    inputs, labels = inputs.repeat(5, 1)[: workers * (workers + 1) // 2], labels.repeat(5)[: workers * (workers + 1) // 2]
+    start = rank * (rank + 1) // 2
+    expected = model()
+    optimizer = OPTIMIZERS["momentum"](expected)
+    for _ in range(10):
+        optimizer.zero_grad()
+        nn.functional.cross_entropy(expected(inputs), labels).backward()
+        optimizer.step()
+    for mode in ("every-step", "local", "dream"):
+        made = model()
+        optimizer = OPTIMIZERS["momentum"](made)
+        options = Options(weight=rank + 1.0)
+        sync = isthmus.sync.attach(made, optimizer, mode=mode, period=1, options=options)
+        own = slice(start, start + rank + 1)
+        for _ in range(10):
+            optimizer.zero_grad()
+            nn.functional.cross_entropy(made(inputs[own]), labels[own]).backward()
+            sync.step()
+        sync.close()
+        found[f"weighted: {mode}"] = apart(made, copy.deepcopy(expected))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    dist.init_process_group("gloo")
+    found: dict[str, float] = {}
+    for part in (parity, periods, planned, shared):
+        part(found)
+    dist.barrier()
+    if dist.get_rank() == 0:
+        print(json.dumps(found))
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    sys.exit(main())
