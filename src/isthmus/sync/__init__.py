@@ -7,8 +7,9 @@
 """
 
 from isthmus.sync.attach import attach, mode_names
+from isthmus.sync.checkpoint import load_worker, save_worker
 from isthmus.sync.options import Options
 from isthmus.sync.statistics import SyncStatistics
 from isthmus.sync.sync import Sync
 
-__all__ = ["Options", "Sync", "SyncStatistics", "attach", "mode_names"]
+__all__ = ["Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker"]

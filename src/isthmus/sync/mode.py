@@ -91,7 +91,7 @@ def restored(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
         raise UserError(f"saved sync state: {name!r} is missing. Was it saved in this mode?")
     if state[name].shape != like.shape:
         raise UserError(
-            f"saved sync state: {name!r}: got shape {tuple(state[name].shape)}, expected {tuple(like.shape)}. Is it the "
-            "same model?"
+            f"saved sync state: {name!r}: got shape {tuple(state[name].shape)}, expected {tuple(like.shape)}. Is it "
+            "the same model?"
         )
     return state[name].to(like.device, like.dtype)

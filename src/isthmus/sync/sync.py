@@ -8,6 +8,7 @@ from contextlib import contextmanager
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
+from torch.optim import Optimizer
 
 from isthmus.errors import UserError
 from isthmus.sync.dream import Dream
@@ -62,6 +63,11 @@ class Sync:
             yield
         finally:
             self._hooks.accumulating = False
+
+    @property
+    def optimizer(self) -> Optimizer:
+        """The one that was given to `attach`."""
+        return self._setting.updates.optimizer
 
     @property
     def steps(self) -> int:

@@ -1,0 +1,63 @@
+"""One worker's whole state in one safetensors file: model, optimizer and sync, for a restart in the middle of a period.
+
+Replicas differ within a period, so every worker keeps a file of its own. Learning rates and the like are the script's.
+"""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+import torch
+from safetensors import SafetensorError
+from safetensors.torch import load_file, save_file
+from torch import Tensor, nn
+from torch.optim import Optimizer
+
+from isthmus.errors import UserError
+from isthmus.sync.sync import Sync
+
+
+def save_worker(path: Path, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
+    """Write this worker's state, whole or not at all. To be called by every worker after the same step."""
+    state = {f"model.{name}": tensor for name, tensor in _tensors(model).items()}
+    for name, parameter in model.named_parameters():
+        for key, value in optimizer.state.get(parameter, {}).items():
+            if isinstance(value, Tensor):
+                state[f"optimizer.{name}.{key}"] = value
+    state.update({f"sync.{name}": tensor for name, tensor in sync.state_dict().items()})
+    path.parent.mkdir(parents=True, exist_ok=True)
+    partial = path.with_suffix(f".{os.getpid()}.partial")
+    # Parameters are views of one memory, which safetensors refuses: it is told of copies.
+    save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, partial)
+    os.replace(partial, path)
+
+
+@torch.no_grad()
+def load_worker(path: Path, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
+    """Read what `save_worker` wrote, after `attach`. Raises UserError for a file that does not fit."""
+    try:
+        state = load_file(path)
+    except (OSError, SafetensorError) as error:
+        raise UserError(f"{path}: cannot be read: {error}") from None
+    own = _tensors(model)
+    saved = {name.removeprefix("model.") for name in state if name.startswith("model.")}
+    wrong = sorted(own.keys() ^ saved)
+    if wrong:
+        raise UserError(f"{path}: {wrong[0]!r} is in only one of the file and the model: same model?")
+    for name, tensor in own.items():
+        tensor.copy_(state[f"model.{name}"])
+    for name, parameter in model.named_parameters():
+        prefix = f"optimizer.{name}."
+        kept = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        if kept:
+            # Counters stay on the host, as torch's optimizers make them.
+            optimizer.state[parameter] = {
+                key: value.to(parameter.device) if value.shape == parameter.shape else value
+                for key, value in kept.items()
+            }
+    sync.load_state_dict({name.removeprefix("sync."): t for name, t in state.items() if name.startswith("sync.")})
+
+
+def _tensors(model: nn.Module) -> dict[str, Tensor]:
+    return {**dict(model.named_parameters()), **dict(model.named_buffers())}

@@ -1,0 +1,178 @@
+"""What is used wrongly is named."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+from isthmus.sync import Options, Sync, attach, mode_names
+
+FREE = sorted(set(mode_names()) - {"dream"})
+"""Modes that do not update inside backward."""
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(4, 8), nn.ReLU(), nn.Linear(8, 2))
+
+
+def sgd(model: nn.Module) -> torch.optim.Optimizer:
+    return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+def loss_of(model: nn.Module) -> Tensor:
+    return model(torch.ones(3, 4)).square().mean()
+
+
+def attached(mode: str, period: int = 2) -> tuple[nn.Sequential, torch.optim.Optimizer, Sync]:
+    model = net()
+    optimizer = sgd(model)
+    return model, optimizer, attach(model, optimizer, mode=mode, period=period)
+
+
+def test_without_a_process_group() -> None:
+    model = net()
+    with pytest.raises(UserError, match=r"no process group.*init_process_group.*torchrun"):
+        attach(model, sgd(model))
+
+
+@pytest.mark.usefixtures("alone")
+class TestAttach:
+    def test_unknown_mode(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match="unknown sync mode 'drem': did you mean 'dream'"):
+            attach(model, sgd(model), mode="drem")
+
+    @pytest.mark.parametrize("period", [0, -1])
+    def test_period_below_1(self, period: int) -> None:
+        model = net()
+        with pytest.raises(UserError, match=f"period: got {period}, expected at least 1"):
+            attach(model, sgd(model), period=period)
+
+    def test_no_trainable_parameters(self) -> None:
+        model = net()
+        optimizer = sgd(model)
+        model.requires_grad_(False)
+        with pytest.raises(UserError, match="no trainable parameters"):
+            attach(model, optimizer)
+
+    def test_parameter_without_an_optimizer(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match=r"'2\.weight' is trainable but not in the optimizer"):
+            attach(model, sgd(model[0]))
+
+    def test_ddp(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match="DistributedDataParallel"):
+            attach(nn.parallel.DistributedDataParallel(model), sgd(model))
+
+    def test_lbfgs_in_dream(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match=r"optimizer LBFGS.*any optimizer works in 'every-step'"):
+            attach(model, torch.optim.LBFGS(model.parameters()))
+
+    def test_streaming_delay_of_a_period(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match="'delay': got 3, expected less than the period of 3"):
+            attach(model, sgd(model), mode="streaming", period=3, options=Options(delay=3))
+
+
+@pytest.mark.parametrize(
+    ("options", "field"),
+    [({"weight": 0.0}, "weight"), ({"mixing": 1.0}, "mixing"), ({"warm_up_steps": 1}, "warm_up_steps"),
+     ({"delay": -1}, "delay"), ({"outer_momentum": float("nan")}, "outer_momentum")],
+)  # fmt: skip
+def test_options_out_of_range(options: dict[str, float], field: str) -> None:
+    with pytest.raises(UserError, match=f"sync option '{field}'"):
+        Options(**options)  # pyright: ignore[reportArgumentType]
+
+
+@pytest.mark.usefixtures("alone")
+class TestSteps:
+    @pytest.mark.parametrize("mode", mode_names())
+    def test_the_optimizers_own_step(self, mode: str) -> None:
+        model, optimizer, _ = attached(mode)
+        loss_of(model).backward()
+        with pytest.raises(UserError, match=r"optimizer\.step\(\) was called directly"):
+            optimizer.step()
+
+    @pytest.mark.parametrize("mode", ["dream", "every-step"])
+    def test_unused_parameter(self, mode: str) -> None:
+        model, _, _ = attached(mode)
+        with pytest.raises(UserError, match=r"parameter '2\.weight' and 1 more got no gradient"):
+            model[0](torch.ones(3, 4)).sum().backward()
+
+    @pytest.mark.parametrize("mode", ["dream", "every-step"])
+    def test_step_without_backward(self, mode: str) -> None:
+        _, _, sync = attached(mode)
+        with pytest.raises(UserError, match=r"expected loss\.backward\(\)"):
+            sync.step()
+
+    def test_second_backward_in_dream(self) -> None:
+        model, _, _ = attached("dream")
+        loss_of(model).backward()
+        with pytest.raises(UserError, match=r"second backward pass before sync\.step.*no_sync"):
+            loss_of(model).backward()
+
+    def test_clipping_in_dream(self) -> None:
+        model, _, sync = attached("dream")
+        loss_of(model).backward()
+        nn.utils.clip_grad_norm_(model.parameters(), 1.0)
+        with pytest.raises(UserError, match=r"'0\.weight' was changed after backward, as global-norm clipping"):
+            sync.step()
+
+    def test_grad_scaler_in_dream(self) -> None:
+        model, _, sync = attached("dream")
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(loss_of(model)).backward()
+        with pytest.raises(UserError, match="GradScaler: this mode updates inside backward"):
+            sync.step(scaler=scaler)
+
+    def test_closure_in_dream(self) -> None:
+        model, _, sync = attached("dream")
+        loss_of(model).backward()
+        with pytest.raises(UserError, match="expected no closure"):
+            sync.step(lambda: loss_of(model))
+
+    @pytest.mark.parametrize("mode", ["dream", "local"])
+    def test_model_moved_afterwards(self, mode: str) -> None:
+        model, _, sync = attached(mode)
+        model.double()
+        with pytest.raises(UserError, match=r"'0\.weight' was given other memory"):
+            sync.step()
+
+    def test_sparse_gradients(self) -> None:
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        attach(model, sgd(model), mode="every-step", options=Options(smallest_layer_bytes=0))
+        with pytest.raises(UserError, match="layer '0' has sparse gradients"):
+            model(torch.tensor([1, 2])).sum().backward()
+
+    @pytest.mark.parametrize("mode", FREE)
+    def test_what_dream_refuses_works_elsewhere(self, mode: str) -> None:
+        model, _, sync = attached(mode)
+        scaler = torch.amp.GradScaler("cpu")
+        before = [p.detach().clone() for p in model.parameters()]
+        scaler.scale(loss_of(model)).backward()
+        scaler.unscale_(sync.optimizer)
+        nn.utils.clip_grad_norm_(model.parameters(), 0.1)
+        sync.step(scaler=scaler)
+        scaler.update()
+        pairs = zip(model.parameters(), before, strict=True)
+        moved = float(torch.cat([(now.detach() - then).flatten() for now, then in pairs]).norm())
+        # One step of 0.1 along a gradient of norm 0.1; `streaming` and `outer` exchange later.
+        assert moved == pytest.approx(0.01, rel=1e-3)
+
+    def test_state_of_another_mode(self) -> None:
+        _, _, local = attached("local")
+        _, _, outer = attached("outer")
+        with pytest.raises(UserError, match=r"'outer\.0' is missing. Was it saved in this mode"):
+            outer.load_state_dict(local.state_dict())
+
+    def test_state_of_another_model(self) -> None:
+        _, _, outer = attached("outer")
+        model = nn.Linear(3, 3)
+        other = attach(model, sgd(model), mode="outer")
+        with pytest.raises(UserError, match=r"'outer\.0': got shape .*same model"):
+            outer.load_state_dict(other.state_dict())
