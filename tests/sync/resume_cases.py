@@ -12,7 +12,7 @@ from isthmus.sync import mode_names
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "torchrun"))
 
-from resumed import train
+from resumed import train  # pyright: ignore[reportMissingImports]
 
 if __name__ == "__main__":
     torch.set_num_threads(1)

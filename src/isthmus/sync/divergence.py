@@ -1,32 +1,28 @@
 """How far the workers are apart: Gamma = mean over k of ||mean w - w_k||^2 (DreamDDP, section 3.2).
 
 A worker knows the mean of a layer when it has averaged it, and then no longer what it had before. A sample of at most
-4096 elements per layer is kept meanwhile, so that no second copy of the model is.
+2048 elements per layer is kept meanwhile, so that no second copy of the model is.
 """
 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from functools import lru_cache
 
 import torch
 from torch import Tensor
 
 from isthmus.sync.averaging import Averager
 
-SAMPLED = 4096
-
-
-@lru_cache(maxsize=4096)
-def _places(elements: int, device: torch.device) -> Tensor:
-    # Random, not every n-th: a stride may follow a matrix's columns.
-    drawn = torch.randint(elements, (SAMPLED,), generator=torch.Generator().manual_seed(elements))
-    return drawn.to(device)
+SAMPLED = 2048
 
 
 def sample(flat: Tensor) -> Tensor:
     """Some of its elements, always the same ones; all of a small tensor's."""
-    return flat.clone() if len(flat) <= SAMPLED else flat.index_select(0, _places(len(flat), flat.device))
+    if len(flat) <= SAMPLED:
+        return flat.clone()
+    # Random, not every n-th: a stride may follow a matrix's columns.
+    places = torch.randint(len(flat), (SAMPLED,), generator=torch.Generator().manual_seed(len(flat)))
+    return flat.index_select(0, places.to(flat.device))
 
 
 class MeasuredAverage:

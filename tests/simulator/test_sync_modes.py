@@ -1,0 +1,94 @@
+"""The virtual clock of the sync modes against closed forms and the planners' timeline."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import UserError
+from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
+from isthmus.planners.sync.timeline import iteration_s, timeline
+from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
+
+times = st.floats(1e-3, 1.0)
+layer_times = st.lists(st.tuples(times, times), min_size=1, max_size=8)
+
+
+def model_of(layers: list[tuple[float, float]], period: int, latency_s: float = 0.0) -> SyncedModel:
+    made = tuple(
+        SyncedLayer(name=f"layer-{n}", backward_s=backward_s, average_s=average_s, size_bytes=1)
+        for n, (backward_s, average_s) in enumerate(layers)
+    )
+    return SyncedModel(forward_s=0.5, layers=made, latency_s=latency_s, period=period)
+
+
+def problem_of(model: SyncedModel) -> SyncProblem:
+    forward_order = model.layers[::-1]
+    count = len(forward_order)
+    profile = WorkerProfile(
+        worker="w", forward_s=(model.forward_s / count,) * count,
+        backward_s=tuple(layer.backward_s for layer in forward_order),
+        average_s=tuple(layer.average_s for layer in forward_order),
+    )  # fmt: skip
+    names = tuple(layer.name for layer in forward_order)
+    return SyncProblem(layers=names, workers=(profile,), iterations=model.period)
+
+
+@given(layer_times, st.integers(1, 5))
+def test_dream_takes_what_its_plan_says(layers: list[tuple[float, float]], period: int) -> None:
+    model = model_of(layers, period)
+    plan = plan_sync("dream", problem_of(model))
+    schedule = [frozenset(plan.averaged(step)) for step in range(period)]
+    assert simulate_sync("dream", model, SyncChoices(schedule=schedule)) == pytest.approx(plan.step_s)
+
+
+@given(layer_times)
+def test_buckets_of_one_layer_are_wfbp(layers: list[tuple[float, float]]) -> None:
+    model = model_of(layers, 1)
+    line = timeline(problem_of(model).workers, forward_overlap=False)
+    expected = iteration_s(line, range(len(layers)))
+    assert simulate_sync("every-step", model, SyncChoices(bucket_bytes=1)) == pytest.approx(expected)
+
+
+@given(layer_times, st.integers(1, 5), st.floats(0, 0.05))
+def test_local_pays_for_its_average_in_the_open(
+    layers: list[tuple[float, float]], period: int, latency_s: float
+) -> None:  # fmt: skip
+    model = model_of(layers, period, latency_s)
+    expected = model.compute_s + model.message_s(model.layers) / period
+    assert simulate_sync("local", model, SyncChoices()) == pytest.approx(expected)
+    assert simulate_sync("outer", model, SyncChoices()) == pytest.approx(expected)
+
+
+def test_streaming_hides_a_fragment_behind_the_next_step() -> None:
+    layers = [(0.25, 1.0), (0.25, 1.5), (0.25, 0.5), (0.25, 1.0)]
+    model = model_of(layers, 4)  # a step computes for 1.5 s
+    assert simulate_sync("streaming", model, SyncChoices(delay=1)) == pytest.approx(1.5)
+    # Without delay each fragment of one layer is waited for.
+    assert simulate_sync("streaming", model, SyncChoices(delay=0)) == pytest.approx(1.5 + 4.0 / 4)
+    # Twice as slow: 3 s of the one layer do not fit behind 1.5.
+    slow = model_of([(b, 2 * a) for b, a in layers], 4)
+    assert simulate_sync("streaming", slow, SyncChoices(delay=1)) > 1.5
+
+
+@given(layer_times, st.integers(1, 5))
+def test_no_mode_beats_the_bound(layers: list[tuple[float, float]], period: int) -> None:
+    model = model_of(layers, period)
+    everything = frozenset(layer.name for layer in model.layers)
+    schedule = [everything if step == 0 else frozenset[str]() for step in range(period)]
+    for mode in ("every-step", "local", "outer", "partial", "dream", "streaming"):
+        taken_s = simulate_sync(mode, model, SyncChoices(schedule=schedule, bucket_bytes=1))
+        assert taken_s >= model.bound_s * (1 - 1e-9)
+
+
+def test_bad_use() -> None:
+    model = model_of([(1.0, 1.0)], 1)
+    with pytest.raises(UserError, match="unknown sync mode 'drea': did you mean 'dream'"):
+        simulate_sync("drea", model, SyncChoices())
+    with pytest.raises(UserError, match="got no schedule"):
+        simulate_sync("dream", model, SyncChoices())
+    with pytest.raises(UserError, match="got none, expected at least one"):
+        SyncedModel(forward_s=0.0, layers=(), latency_s=0.0, period=1)
+    with pytest.raises(UserError, match="period: got 0"):
+        model_of([(1.0, 1.0)], 0)

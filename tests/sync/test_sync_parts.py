@@ -1,0 +1,164 @@
+"""The parts of isthmus.sync by themselves, with one worker."""
+
+from __future__ import annotations
+
+import gc
+import logging
+from collections.abc import Callable
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+from isthmus.plan.sync import SyncPlan
+from isthmus.sync import Options, attach
+from isthmus.sync.divergence import SAMPLED, sample
+from isthmus.sync.dream import Dream
+from isthmus.sync.layers import flatten
+from isthmus.sync.link import fitted
+from isthmus.sync.monitor import PeriodReport
+from isthmus.sync.packing import pack
+
+
+@given(st.floats(1e-5, 1e-1), st.floats(1e-10, 1e-6))
+def test_link_is_recovered_from_exact_probes(latency_s: float, byte_s: float) -> None:
+    found = fitted([(size, latency_s + size * byte_s) for size in (1024, 16384, 262144, 4194304)])
+    assert found.latency_s == pytest.approx(latency_s, rel=1e-4)
+    assert found.byte_s == pytest.approx(byte_s, rel=1e-4)
+
+
+def test_link_terms_are_never_negative() -> None:
+    falling = fitted([(1000, 0.2), (2000, 0.1)])
+    assert falling.byte_s == 0 and falling.latency_s > 0
+    steep = fitted([(1000, 0.001), (2000, 0.1)])
+    assert steep.latency_s == 0 and steep.byte_s > 0
+
+
+def test_flat_parameters_keep_values_identity_and_ties() -> None:
+    model = nn.Sequential(nn.Embedding(7, 5), nn.LayerNorm(5), nn.Linear(5, 7, bias=False), nn.Linear(7, 3))
+    model[2].weight = model[0].weight
+    model[3].bias.requires_grad_(False)
+    parameters, values = list(model.parameters()), [p.detach().clone() for p in model.parameters()]
+    flat = flatten(model, smallest_layer_bytes=0)
+    assert [layer.name for layer in flat.layers] == ["0", "1", "3"]
+    assert [layer.parameter_names for layer in flat.layers] == [("0.weight",), ("1.weight", "1.bias"), ("3.weight",)]
+    assert all(now is then for now, then in zip(model.parameters(), parameters, strict=True))
+    assert all(now.equal(then) for now, then in zip(model.parameters(), values, strict=True))
+    for layer in flat.layers:
+        for tensor in layer.flats:
+            tensor.zero_()
+    assert not any(p.any() for p in model.parameters() if p.requires_grad)
+    assert model[3].bias.equal(values[-1])
+    flat.check_in_place()
+
+
+def test_small_modules_join_the_next() -> None:
+    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 100), nn.LayerNorm(4), nn.Linear(100, 4), nn.LayerNorm(4))
+    layers = flatten(model, smallest_layer_bytes=1000).layers
+    assert [(layer.name, len(layer.parameters)) for layer in layers] == [("1", 4), ("3", 6)]
+    assert sum(p.numel() for layer in layers for p in layer.parameters) == sum(p.numel() for p in model.parameters())
+
+
+def test_packed_views_follow_their_flats() -> None:
+    tensors = [torch.randn(3, 4), torch.ones(2, dtype=torch.float64), torch.randn(5)[::2]]
+    packed = pack(tensors)
+    assert len(packed.flats) == 2
+    assert all(view.equal(tensor) for view, tensor in zip(packed.views, tensors, strict=True))
+    for flat in packed.flats:
+        flat.fill_(7)
+    packed.copy_to(tensors)
+    assert all(bool((tensor == 7).all()) for tensor in tensors)
+
+
+def test_samples_are_the_same_elements_each_time() -> None:
+    flat = torch.arange(10 * SAMPLED, dtype=torch.float32)
+    assert len(sample(flat)) == SAMPLED
+    assert sample(flat).equal(sample(flat))
+    # Spread over all of it: the mean is that of the whole, to its own standard error.
+    assert float(sample(flat).mean()) == pytest.approx(5 * SAMPLED, rel=0.05)
+    assert sample(flat[:10]).equal(flat[:10])
+
+
+def net() -> nn.Sequential:
+    torch.manual_seed(0)
+    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+
+
+def train(model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer, steps: int) -> None:
+    for _ in range(steps):
+        optimizer.zero_grad()
+        model(torch.ones(3, 64)).square().mean().backward()
+        step()
+
+
+def tensor_bytes() -> int:
+    """Of all memory that any tensor keeps alive, each counted once."""
+    gc.collect()
+    storages = {t.untyped_storage().data_ptr(): t.untyped_storage().nbytes() for t in gc.get_objects() if type(t) in
+                (Tensor, nn.Parameter)}  # fmt: skip
+    return sum(storages.values())
+
+
+@pytest.mark.usefixtures("alone")
+class TestDream:
+    def test_no_second_copy_of_the_model(self) -> None:
+        """Between steps, all that it keeps is what plain training keeps."""
+        before = tensor_bytes()
+        plain = net()
+        optimizer = torch.optim.Adam(plain.parameters())
+        train(plain, optimizer.step, optimizer, 12)
+        needed = tensor_bytes() - before
+        synced = net()
+        own = torch.optim.Adam(synced.parameters())
+        sync = attach(synced, own, mode="dream", period=3, options=Options(smallest_layer_bytes=0))
+        train(synced, sync.step, own, 12)
+        assert tensor_bytes() - before - needed <= 1.03 * needed
+        assert all(a.equal(b) for a, b in zip(plain.parameters(), synced.parameters(), strict=True))
+
+    def test_plans_once_and_follows(self) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = attach(model, optimizer, mode="dream", period=2, options=Options(smallest_layer_bytes=0))
+        train(model, sync.step, optimizer, 3)
+        assert sync.statistics().plan is None
+        train(model, sync.step, optimizer, 5)
+        plan = sync.statistics().plan
+        assert plan is not None
+        assert plan.layers == ("0", "2", "4")
+        assert sync.statistics().plans == 1
+
+    def test_a_slower_link_makes_a_new_plan(self, caplog: pytest.LogCaptureFixture) -> None:
+        """After three periods, not after one that was disturbed."""
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        sync = attach(model, optimizer, mode="dream", period=2, options=Options(smallest_layer_bytes=0))
+        train(model, sync.step, optimizer, 4)
+        mode = sync._mode  # pyright: ignore[reportPrivateUsage]
+        assert isinstance(mode, Dream)
+
+        def told(busy_s: float) -> int:
+            report = PeriodReport(steps=100, compute_s=(0.1,), wait_s=(0.0,), divergence=0.0, link_busy_s=busy_s)
+            mode.period_ended(report)
+            return mode.plans
+
+        assert [told(1.0), told(1.1), told(0.9), told(9.0), told(1.0), told(1.0)] == [1] * 6
+        with caplog.at_level(logging.INFO, "isthmus.sync"):
+            assert [told(1.3), told(1.3)] == [1, 2]
+        assert "averages take 1300 ms of a period, 1000 when the plan was made" in caplog.text
+
+    def test_a_plan_that_does_not_fit(self) -> None:
+        model = net()
+        optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+        fine = Options(smallest_layer_bytes=0)
+        sync = attach(model, optimizer, mode="dream", period=2, options=fine)
+        train(model, sync.step, optimizer, 4)
+        plan = sync.statistics().plan
+        assert isinstance(plan, SyncPlan)
+        sync.close()
+        for period, other in [(3, model), (2, nn.Linear(2, 2))]:
+            own = torch.optim.SGD(other.parameters(), lr=0.01)
+            with pytest.raises(UserError, match="sync plan: "):
+                attach(other, own, mode="dream", period=period, options=Options(smallest_layer_bytes=0, plan=plan))
