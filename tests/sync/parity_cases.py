@@ -9,6 +9,7 @@ from __future__ import annotations
 import json
 import runpy
 import sys
+import time
 from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
@@ -20,7 +21,9 @@ from torch import Tensor, nn
 
 import isthmus.sync
 from isthmus.errors import UserError
+from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options
+from isthmus.sync.exchange import gather
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "torchrun"
 STEPS = 50
@@ -152,15 +155,14 @@ def planned(found: dict[str, float]) -> None:
     made, sync = synced(OPTIMIZERS["momentum"], "dream", 3, Options(smallest_layer_bytes=0, drift=1e9))
     statistics = sync.statistics()
     assert statistics.plan is not None and statistics.plans == 1 and statistics.link is not None
-    told: list[object] = [None] * dist.get_world_size()
-    own = [[list(i.scheduled) + list(i.filled) for i in statistics.plan.iterations]]
-    dist.all_gather_object(told, own)  # the test's own group, on loopback
-    assert all(other == own for other in told), told
+    assert dist.group.WORLD is not None
+    told = gather(statistics.plan, SyncPlan, dist.group.WORLD)
+    assert all(plan == statistics.plan for plan in told), told
     assert sorted(name for i in statistics.plan.iterations for name in i.scheduled) == sorted(statistics.plan.layers)
     assert statistics.last_period is not None and statistics.last_period.divergence > 0
     assert len(statistics.last_period.compute_s) == dist.get_world_size()
     assert all(torch.isfinite(p).all() for p in made.parameters())
-    assert sync.state_dict()["steps"].item() == STEPS
+    assert sync.steps == STEPS
 
 
 def shared(found: dict[str, float]) -> None:
@@ -284,7 +286,34 @@ def different(found: dict[str, float]) -> None:
             found[f"{name}: named"] = 1.0
 
 
+def unequal(found: dict[str, float]) -> None:
+    """A slow worker is named, and with `balance` it makes fewer steps; all end their periods together."""
+    rank = dist.get_rank()
+    for mode in ("local", "outer"):
+        made = model()
+        optimizer = OPTIMIZERS["sgd"](made)
+        options = Options(balance=True, outer_rate=1.0, outer_momentum=0.0)
+        sync = isthmus.sync.attach(made, optimizer, mode=mode, period=6, options=options)
+        while sync.periods < 6:
+            optimizer.zero_grad()
+            loss_of(made, sync.steps, rank).backward()
+            time.sleep(0.06 if rank else 0.02)
+            sync.step()
+        statistics = sync.statistics()
+        sync.close()
+        assert dist.group.WORLD is not None
+        steps = gather(sync.steps, int, dist.group.WORLD)
+        found[f"balanced: {mode}: fewer steps where slow"] = 0.0 if steps[0] > 1.5 * steps[1] else 1.0
+        named = statistics.slowest is not None and statistics.slowest.startswith("worker 1 on ")
+        found[f"slowest named: {mode}"] = 0.0 if named and statistics.behind_s > 0 else 1.0
+        flat = torch.cat([p.detach().flatten() for p in made.parameters()])
+        everyone = [torch.zeros_like(flat) for _ in range(dist.get_world_size())]
+        dist.all_gather(everyone, flat)
+        found[f"balanced: {mode}: together"] = max(float((flat - other).abs().max()) for other in everyone)
+
+
 PARTS = {
+    "unequal": unequal,
     "parity": parity, "periods": periods, "planned": planned, "shared": shared, "lbfgs": lbfgs, "different": different,
 }  # fmt: skip
 

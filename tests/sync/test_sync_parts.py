@@ -15,6 +15,7 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options, attach
+from isthmus.sync.balance import balanced_steps
 from isthmus.sync.divergence import SAMPLED, sample
 from isthmus.sync.dream import Dream
 from isthmus.sync.layers import flatten
@@ -80,6 +81,19 @@ def test_samples_are_the_same_elements_each_time() -> None:
     # Spread over all of it: the mean is that of the whole, to its own standard error.
     assert float(sample(flat).mean()) == pytest.approx(5 * SAMPLED, rel=0.05)
     assert sample(flat[:10]).equal(flat[:10])
+
+
+@given(st.integers(1, 50), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8))
+def test_balanced_periods_last_alike(period: int, compute_s: list[float]) -> None:
+    steps = balanced_steps(period, compute_s)
+    wanted_s = len(compute_s) * period / sum(1 / taken_s for taken_s in compute_s)
+    for count, taken_s in zip(steps, compute_s, strict=True):
+        assert count == 1 or abs(count * taken_s - wanted_s) <= taken_s / 2 * (1 + 1e-9)
+
+
+def test_equal_workers_keep_the_period() -> None:
+    assert balanced_steps(7, [0.3, 0.3, 0.3]) == (7, 7, 7)
+    assert balanced_steps(6, [0.1, 0.2]) == (8, 4)
 
 
 def net() -> nn.Sequential:

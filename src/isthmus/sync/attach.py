@@ -75,6 +75,8 @@ def attach(
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
+    if options.balance and mode not in ("local", "outer"):
+        raise UserError(f"sync option 'balance': got it with mode {mode!r}, expected 'local' or 'outer'")
     private = _private(group)
     workers = _check_alike(model, _Settings(mode, period, options), private)
     _start_alike(model, private)

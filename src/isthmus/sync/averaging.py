@@ -13,7 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.sync.exchange import message_device
+from isthmus.sync.exchange import gather
 
 
 class Averager:
@@ -28,9 +28,15 @@ class Averager:
         """How long averages were on the way, overlapping ones counted once. On Gloo only: 0 elsewhere."""
         self._through_s = 0.0
         self._timed = dist.get_backend(group) == "gloo"
-        total = torch.tensor([weight], dtype=torch.float64, device=message_device(group))
-        dist.all_reduce(total, group=group)
-        self.share = weight / float(total)
+        self._weights = gather(weight, float, group)
+        self._rank = dist.get_rank(group)
+        self.share = weight / sum(self._weights)
+        """This worker's part of every average."""
+
+    def count_steps(self, steps: Sequence[int]) -> None:
+        """From now on workers count by their weights times their steps in a period. All must do so together."""
+        parts = [weight * count for weight, count in zip(self._weights, steps, strict=True)]
+        self.share = parts[self._rank] / sum(parts)
 
     @torch.no_grad()
     def start(self, tensors: Sequence[Tensor]) -> Pending:

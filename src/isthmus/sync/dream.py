@@ -97,6 +97,10 @@ class Dream(Scheduled):
                 )  # fmt: skip
             self._make_plan()
 
+    def times(self) -> WorkerTimes | None:
+        """What this worker's newest steps took; None before the first."""
+        return self._profiler.times() if self._profiler.steps else None
+
     def _make_plan(self) -> None:
         s = self.setting
         group = s.averager.group

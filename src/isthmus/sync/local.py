@@ -2,14 +2,44 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping, Sequence
+
+import torch
+import torch.distributed as dist
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
-from isthmus.sync.mode import Mode
+from isthmus.sync.balance import balanced_steps
+from isthmus.sync.mode import Mode, Setting
+from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.updates import Closure, average_with_state
 
 
-class Local(Mode):
+class LocalSteps(Mode):
+    """A mode whose workers meet only at the end of a period, after steps of their own number."""
+
+    def __init__(self, setting: Setting) -> None:
+        super().__init__(setting)
+        self._balanced: list[int] = []
+
+    def period_ended(self, told: PeriodReport | None) -> None:
+        if self.setting.options.balance and told is not None and not self._balanced:
+            self._balance(balanced_steps(self.setting.period, told.compute_s))
+
+    def _balance(self, steps: Sequence[int]) -> None:
+        self._balanced = list(steps)
+        self.own_period = steps[dist.get_rank(self.setting.averager.group)]
+        self.setting.averager.count_steps(steps)
+
+    def state(self) -> dict[str, Tensor]:
+        return {"balanced": torch.tensor(self._balanced)} if self._balanced else {}
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        if "balanced" in state:
+            self._balance(state["balanced"].tolist())
+
+
+class Local(LocalSteps):
     """The whole model is averaged after the last step of each period, in the open."""
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
+import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -43,6 +44,11 @@ class Mode:
         self.setting = setting
         self.steps = 0
         """How many have been made."""
+        self.periods = 0
+        self.own_period = setting.period
+        """Steps of this worker in a period."""
+        self._in_period = 0
+        """How many of them have been made."""
 
     def ready(self, number: int) -> None:
         """All gradients of layer `number` are there. Called inside backward."""
@@ -51,8 +57,23 @@ class Mode:
         """All gradients are there."""
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
-        """Update, average what is due. Returns the closure's loss. `steps` is counted by the caller, afterwards."""
+        """Update, average what is due. Returns the closure's loss. The caller counts the step, afterwards."""
         raise NotImplementedError
+
+    def count(self) -> None:
+        """A step was made."""
+        ends_period = self.ends_period
+        self.steps += 1
+        self.periods += ends_period
+        self._in_period = 0 if ends_period else self._in_period + 1
+
+    def counts(self) -> Tensor:
+        """What `recount` takes."""
+        return torch.tensor([self.steps, self.periods, self.own_period, self._in_period])
+
+    def recount(self, counts: Tensor) -> None:
+        """Go on from a saved place."""
+        self.steps, self.periods, self.own_period, self._in_period = counts.tolist()
 
     def stepped(self) -> None:
         """The step is counted."""
@@ -73,7 +94,7 @@ class Mode:
     @property
     def ends_period(self) -> bool:
         """Whether the step that is being made is the last of its period."""
-        return (self.steps + 1) % self.setting.period == 0
+        return self._in_period + 1 == self.own_period
 
     def average(self, layers: Sequence[Layer]) -> None:
         """Average the parameters of some layers and wait; `Gamma` is noted."""

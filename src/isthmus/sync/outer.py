@@ -14,12 +14,13 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.mode import Mode, Setting, restored
+from isthmus.sync.local import LocalSteps
+from isthmus.sync.mode import Setting, restored
 from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, average_with_state
 
 
-class Outer(Mode):
+class Outer(LocalSteps):
     """The outer step is torch's own SGD, on one flat parameter per dtype and device."""
 
     def __init__(self, setting: Setting) -> None:
@@ -49,9 +50,10 @@ class Outer(Mode):
             own.copy_(outer)
 
     def state(self) -> dict[str, Tensor]:
-        return self._outer.state("outer")
+        return {**super().state(), **self._outer.state("outer")}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
+        super().load(state)
         self._outer.load(state, "outer")
 
 

@@ -52,6 +52,11 @@ class Profiler:
         self._steps.append(self._now)
         self._now = _Step()
 
+    @property
+    def steps(self) -> int:
+        """How many are kept."""
+        return len(self._steps)
+
     def forget(self) -> None:
         """Leave out what was measured so far."""
         self._steps.clear()

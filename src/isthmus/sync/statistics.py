@@ -7,6 +7,7 @@ import msgspec
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync.link import LinkModel
 from isthmus.sync.monitor import PeriodReport
+from isthmus.sync.profile import WorkerTimes
 
 
 class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
@@ -27,3 +28,7 @@ class SyncStatistics(msgspec.Struct, frozen=True, kw_only=True):
     """How many were made, `dream` only."""
     link: LinkModel | None
     """As `dream` has measured it."""
+    times: WorkerTimes | None
+    """This worker's newest steps, as `dream` has measured them."""
+    layer_bytes: dict[str, int]
+    """The layers that averages are made of, in the order of registration."""

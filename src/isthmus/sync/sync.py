@@ -41,7 +41,7 @@ class Sync:
         mode = self._mode
         loss = mode.step(closure, scaler)
         ends_period = mode.ends_period
-        mode.steps += 1
+        mode.count()
         if self._hooks is not None:
             self._hooks.reset()
         if ends_period:
@@ -74,6 +74,11 @@ class Sync:
         """How many steps were made, in earlier runs that were resumed too."""
         return self._mode.steps
 
+    @property
+    def periods(self) -> int:
+        """How many periods are over; the same on every worker."""
+        return self._mode.periods
+
     def statistics(self) -> SyncStatistics:
         """What was done so far. No communication: every worker may ask at any time."""
         setting, mode = self._setting, self._mode
@@ -84,22 +89,23 @@ class Sync:
             workers=setting.monitor.workers, last_period=last,
             slowest=None if last is None else setting.monitor.workers[last.compute_s.index(max(last.compute_s))],
             behind_s=0.0 if last is None else last.behind_s, plan=mode.plan, plans=dream.plans if dream else 0,
-            link=dream.link if dream else None,
+            link=dream.link if dream else None, times=dream.times() if dream else None,
+            layer_bytes={layer.name: layer.size_bytes for layer in setting.model.layers},
         )  # fmt: skip
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this worker must keep besides its own model and optimizer, in the middle of a period too."""
-        return {"steps": torch.tensor([self._mode.steps]), **self._mode.state()}
+        return {"counts": self._mode.counts(), **self._mode.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken. Load the model and the optimizer of this very worker first, in place.
 
         Raises UserError for the state of another mode or model.
         """
-        if "steps" not in state:
-            raise UserError("saved sync state: 'steps' is missing: expected what Sync.state_dict() gave")
+        if "counts" not in state:
+            raise UserError("saved sync state: 'counts' is missing: expected what Sync.state_dict() gave")
         self._setting.model.check_in_place()
-        self._mode.steps = int(state["steps"])
+        self._mode.recount(state["counts"])
         self._mode.load(state)
 
     def close(self) -> None:

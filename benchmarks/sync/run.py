@@ -1,0 +1,174 @@
+"""Iteration time of every sync mode over emulated links, against torch DDP and the bound max(compute, wire / H).
+
+`python benchmarks/sync/run.py [--quick] [--model gpt|resnet] [--json PATH]`. See README.md for results.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import platform
+import statistics
+import subprocess
+import sys
+import tempfile
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+from rich.table import Table
+from workload import PERIOD, Case, Kind, Place, Told
+
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.runtime.lab import Lab, lab_unavailable
+
+HERE = Path(__file__).parent
+LATEST = HERE / "results" / "latest.json"
+MODES = ["torch DDP", "every-step", "local", "outer", "streaming", "partial", "dream"]
+MBIT = 1e6
+BANDWIDTHS_BIT_PER_S = (10 * MBIT, 50 * MBIT, 100 * MBIT, 1000 * MBIT)
+WORKERS = 4
+TIMEOUT_S = 280.0
+
+
+class Result(msgspec.Struct, frozen=True, kw_only=True):
+    case: Case
+    told: Told
+    payload_bytes_per_s: float
+    """What TCP can carry of a link."""
+    late_s: float
+    """How late the emulated links handed packets over, on average."""
+
+    @property
+    def compute_s(self) -> float:
+        return self.told.modes[0].step_s
+
+    @property
+    def bound_s(self) -> float:
+        """A ring moves 2 (K - 1) / K of the model, once a period."""
+        share = 2 * (self.case.workers - 1) / self.case.workers
+        return max(self.compute_s, share * self.told.size_bytes / self.payload_bytes_per_s / PERIOD)
+
+    def step_s(self, mode: str) -> float:
+        return next(figures.step_s for figures in self.told.modes if figures.mode == mode)
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    when: str
+    host: str
+    results: list[Result]
+
+
+def fleet_of(case: Case) -> Fleet:
+    devices = tuple(
+        Device(name=f"worker-{k}", region="here", flops_per_s=1e12, memory_bytes=8 << 30) for k in range(case.workers)
+    )
+    link = Link(case.latency_s, case.bandwidth_bit_per_s / 8)
+    return Fleet(name="ring", devices=devices, links=Links(default=link, intra=link))
+
+
+def measure(case: Case) -> Result:
+    """One process per worker, each in a network namespace of its own."""
+    fleet = fleet_of(case)
+    environment = {**os.environ, "OMP_NUM_THREADS": "1"}
+    with tempfile.TemporaryDirectory() as folder, Lab(fleet) as lab:
+        running = [
+            subprocess.Popen(
+                [*lab.command(name), sys.executable, str(HERE / "worker.py"), msgspec.json.encode(
+                    Place(case=case, rank=rank, interface="eth0", store=f"{folder}/store")
+                ).decode()],
+                stdout=subprocess.PIPE, env=environment,
+            )
+            for rank, name in enumerate(fleet.names)
+        ]  # fmt: skip
+        try:
+            output, _ = running[0].communicate(timeout=TIMEOUT_S)
+            for process in running[1:]:
+                process.wait(60)
+        finally:
+            for process in running:
+                process.kill()
+                process.wait()
+        late_s = lab.statistics().mean_lateness_s
+        payload = lab.payload_bandwidth_bytes_per_s(*fleet.names[:2])
+    return Result(
+        case=case, told=msgspec.json.decode(output, type=Told), payload_bytes_per_s=payload, late_s=late_s
+    )  # fmt: skip
+
+
+def table(results: list[Result]) -> Table:
+    drawn = Table("model", "link", title=f"Milliseconds per step, {WORKERS} workers, H = {PERIOD}")
+    headings = ("compute", "wire / H", *MODES, "bound", "dream / bound", "floor", "DDP / dream", "local / dream",
+                "prediction off by")  # fmt: skip
+    for heading in headings:
+        drawn.add_column(heading, justify="right")
+    for r in results:
+        share = 2 * (r.case.workers - 1) / r.case.workers
+        wire_s = share * r.told.size_bytes / r.payload_bytes_per_s / PERIOD
+        drawn.add_row(
+            r.case.kind, f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s", _ms(r.compute_s), _ms(wire_s),
+            *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s), f"{r.step_s('dream') / r.bound_s:.2f}",
+            _ms(r.told.plan.certificate.lower_bound_s / PERIOD), f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}",
+            f"{r.step_s('local') / r.step_s('dream'):.2f}", f"{statistics.median(errors(r)):.1%}",
+        )  # fmt: skip
+    drawn.caption = (
+        "bound: max(compute, wire / H); floor: what no assignment of layers undercuts, latencies included (the plan's "
+        f"certificate); prediction: median over the modes, of all cases together {_median_error(results):.1%}"
+    )
+    return drawn
+
+
+def errors(result: Result) -> list[float]:
+    return [abs(f.predicted_s / f.step_s - 1) for f in result.told.modes if f.predicted_s is not None]
+
+
+def _median_error(results: list[Result]) -> float:
+    return statistics.median(error for result in results for error in errors(result))
+
+
+def _ms(seconds: float) -> str:
+    return f"{seconds * 1e3:.0f}"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one model, two links, one period")
+    parser.add_argument("--model", choices=("gpt", "resnet"), help="this model only; the others' figures are kept")
+    parser.add_argument("--mbit", type=float, help="this link only; the others' figures are kept")
+    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    options = parser.parse_args()
+    if (reason := lab_unavailable()) is not None:
+        print(f"cannot emulate links here: {reason}", file=sys.stderr)
+        return 1
+    kinds: list[Kind] = [options.model] if options.model else ["gpt"] if options.quick else ["gpt", "resnet"]
+    links = BANDWIDTHS_BIT_PER_S[1:3] if options.quick else BANDWIDTHS_BIT_PER_S
+    links = [link for link in links if options.mbit in (None, link / MBIT)]
+    results = _kept(options.json, kinds, links)
+    for kind in kinds:
+        for bandwidth in links:
+            print(f"{kind}, {bandwidth / MBIT:.0f} Mbit/s ...", file=sys.stderr)
+            steps = PERIOD if options.quick or bandwidth < 20 * MBIT else 4 * PERIOD
+            results.append(measure(Case(
+                kind=kind, workers=WORKERS, bandwidth_bit_per_s=bandwidth, modes=MODES, measured_steps=steps
+            )))  # fmt: skip
+    results.sort(key=lambda r: (r.case.kind, r.case.bandwidth_bit_per_s))
+    report = Report(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", results=results,
+    )  # fmt: skip
+    options.json.parent.mkdir(parents=True, exist_ok=True)
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
+    Console(width=200).print(table(results))
+    return 0
+
+
+def _kept(path: Path, kinds: list[Kind], links: list[float]) -> list[Result]:
+    if not path.exists():
+        return []
+    before = msgspec.json.decode(path.read_bytes(), type=Report).results
+    return [r for r in before if r.case.kind not in kinds or r.case.bandwidth_bit_per_s not in links]
+
+
+if __name__ == "__main__":
+    sys.exit(main())

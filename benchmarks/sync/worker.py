@@ -1,0 +1,128 @@
+"""One worker: every mode of a case, one after the other. `python worker.py '<Place as JSON>'`."""
+
+from __future__ import annotations
+
+import datetime
+import os
+import sys
+import time
+from collections.abc import Callable
+
+import msgspec
+import torch
+import torch.distributed as dist
+from stretch import stretch, work_of
+from torch import nn
+from torch.nn.parallel import DistributedDataParallel
+from workload import PERIOD, Case, ModeFigures, Place, Told, loss_of, model_of
+
+import isthmus.sync
+from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
+from isthmus.sync import Options, SyncStatistics
+
+SETTLE_STEPS = 10
+ALONE = "no averaging"
+
+
+def slow_model(case: Case) -> nn.Module:
+    model = model_of(case.kind)
+    stretch(model, work_of(model, lambda: loss_of(case.kind, model)), case.compute_s)
+    return model
+
+
+def timed(case: Case, module: nn.Module, optimizer: torch.optim.Optimizer, step: Callable[[], object], *,
+          settle: int) -> float:  # fmt: skip
+    """Mean seconds per step, after `settle` of them."""
+    started_s = 0.0
+    for number in range(settle + case.measured_steps):
+        if number == settle:
+            dist.barrier()
+            started_s = time.perf_counter()
+        optimizer.zero_grad()
+        loss_of(case.kind, module).backward()
+        step()
+    return (time.perf_counter() - started_s) / case.measured_steps
+
+
+def with_ddp(case: Case) -> ModeFigures:
+    module = slow_model(case)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    wrapped = DistributedDataParallel(module)
+    return ModeFigures(mode="torch DDP", step_s=timed(case, wrapped, optimizer, optimizer.step, settle=2))
+
+
+def without(case: Case) -> ModeFigures:
+    module = slow_model(case)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    return ModeFigures(mode=ALONE, step_s=timed(case, module, optimizer, optimizer.step, settle=2))
+
+
+def with_sync(case: Case, mode: str) -> tuple[ModeFigures, SyncStatistics]:
+    module = slow_model(case)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
+    # The plan is to be that of the first probe, whatever the machine's other work does.
+    options = Options(overlap=mode == "partial", drift=1e9)
+    sync = isthmus.sync.attach(module, optimizer, mode=mode, period=PERIOD, options=options)
+    settle = {"dream": 4 + SETTLE_STEPS, "every-step": 2}.get(mode, PERIOD)
+    step_s = timed(case, module, optimizer, sync.step, settle=settle)
+    statistics = sync.statistics()
+    sync.close()
+    return ModeFigures(mode=mode, step_s=step_s, sent_bytes_per_step=statistics.sent_bytes / sync.steps), statistics
+
+
+def synced_model(statistics: SyncStatistics, sizes: dict[str, int], compute_s: float) -> SyncedModel:
+    """What the simulator is told: the layers' times and the link as `dream` measured them, and a step's computation."""
+    times, link = statistics.times, statistics.link
+    assert times is not None and link is not None
+    through_s = (0.0, *times.ready_s)
+    layers = tuple(
+        SyncedLayer(
+            name=name, backward_s=max(0.0, times.ready_s[n] - through_s[n]),
+            average_s=link.average_s(sizes[name]), size_bytes=sizes[name],
+        )
+        for n, name in enumerate(times.layers)
+    )  # fmt: skip
+    forward_s = max(0.0, compute_s - sum(layer.backward_s for layer in layers))
+    return SyncedModel(forward_s=forward_s, layers=layers, latency_s=link.latency_s, period=PERIOD)
+
+
+def measure(case: Case) -> Told:
+    alone = without(case)
+    found = [(alone, None)] + [(with_ddp(case), None)] * ("torch DDP" in case.modes)
+    found += [with_sync(case, mode) for mode in case.modes if mode != "torch DDP"]
+    statistics = {figures.mode: told for figures, told in found if told is not None}
+    dream = statistics["dream"]
+    assert dream.plan is not None and dream.link is not None
+    sizes = dream.layer_bytes
+    model = synced_model(dream, sizes, alone.step_s)
+    modes: list[ModeFigures] = []
+    for figures, told in found:
+        if told is not None:
+            schedule = [frozenset(told.plan.averaged(step)) for step in range(PERIOD)] if told.plan else []
+            predicted_s = simulate_sync(figures.mode, model, SyncChoices(schedule=schedule))
+            figures = msgspec.structs.replace(figures, predicted_s=predicted_s)
+        modes.append(figures)
+    return Told(
+        modes=modes, size_bytes=sum(sizes.values()), layers=len(sizes), plan=dream.plan,
+        probed_latency_s=dream.link.latency_s, probed_byte_s=dream.link.byte_s,
+    )  # fmt: skip
+
+
+def main() -> None:
+    place = msgspec.json.decode(sys.argv[1], type=Place)
+    torch.set_num_threads(1)
+    os.environ["GLOO_SOCKET_IFNAME"] = place.interface
+    workers = place.case.workers
+    dist.init_process_group(
+        "gloo", store=dist.FileStore(place.store, workers), rank=place.rank, world_size=workers,
+        timeout=datetime.timedelta(seconds=300),
+    )  # fmt: skip
+    told = measure(place.case)
+    if place.rank == 0:
+        print(msgspec.json.encode(told).decode(), flush=True)
+    dist.barrier()
+    dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main()
