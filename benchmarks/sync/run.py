@@ -27,7 +27,7 @@ HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
 MODES = ["torch DDP", "every-step", "local", "outer", "streaming", "partial", "dream"]
 MBIT = 1e6
-BANDWIDTHS_BIT_PER_S = (10 * MBIT, 50 * MBIT, 100 * MBIT, 1000 * MBIT)
+BANDWIDTHS_BIT_PER_S = (10 * MBIT, 100 * MBIT, 300 * MBIT, 1000 * MBIT)
 WORKERS = 4
 TIMEOUT_S = 280.0
 

@@ -6,7 +6,7 @@ import datetime
 import os
 import sys
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import torch
@@ -19,8 +19,8 @@ from workload import PERIOD, Case, ModeFigures, Place, Told, loss_of, model_of
 import isthmus.sync
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.sync import Options, SyncStatistics
+from isthmus.sync.scheduled import JOINED
 
-SETTLE_STEPS = 10
 ALONE = "no averaging"
 
 
@@ -63,27 +63,33 @@ def with_sync(case: Case, mode: str) -> tuple[ModeFigures, SyncStatistics]:
     # The plan is to be that of the first probe, whatever the machine's other work does.
     options = Options(overlap=mode == "partial", drift=1e9)
     sync = isthmus.sync.attach(module, optimizer, mode=mode, period=PERIOD, options=options)
-    settle = {"dream": 4 + SETTLE_STEPS, "every-step": 2}.get(mode, PERIOD)
+    settle = {"dream": 4 + PERIOD, "every-step": 1}.get(mode, PERIOD)
     step_s = timed(case, module, optimizer, sync.step, settle=settle)
     statistics = sync.statistics()
     sync.close()
     return ModeFigures(mode=mode, step_s=step_s, sent_bytes_per_step=statistics.sent_bytes / sync.steps), statistics
 
 
-def synced_model(statistics: SyncStatistics, sizes: dict[str, int], compute_s: float) -> SyncedModel:
-    """What the simulator is told: the layers' times and the link as `dream` measured them, and a step's computation."""
+def synced_model(statistics: SyncStatistics, compute_s: float, units: Sequence[str]) -> SyncedModel:
+    """What the simulator is told: the layers' times and the link as `dream` measured them, and a step's computation.
+
+    `units`: what is averaged as one, in backward order, named as in a plan.
+    """
     times, link = statistics.times, statistics.link
     assert times is not None and link is not None
-    through_s = (0.0, *times.ready_s)
-    layers = tuple(
-        SyncedLayer(
-            name=name, backward_s=max(0.0, times.ready_s[n] - through_s[n]),
-            average_s=link.average_s(sizes[name]), size_bytes=sizes[name],
-        )
-        for n, name in enumerate(times.layers)
-    )  # fmt: skip
+    ready_s = dict(zip(times.layers, times.ready_s, strict=True))
+    layers: list[SyncedLayer] = []
+    through_s = 0.0
+    for unit in units:
+        members = unit.split(JOINED)
+        size_bytes = sum(statistics.layer_bytes[member] for member in members)
+        unit_s = max(through_s, *(ready_s[member] for member in members))
+        layers.append(SyncedLayer(
+            name=unit, backward_s=unit_s - through_s, average_s=link.average_s(size_bytes), size_bytes=size_bytes
+        ))  # fmt: skip
+        through_s = unit_s
     forward_s = max(0.0, compute_s - sum(layer.backward_s for layer in layers))
-    return SyncedModel(forward_s=forward_s, layers=layers, latency_s=link.latency_s, period=PERIOD)
+    return SyncedModel(forward_s=forward_s, layers=tuple(layers), latency_s=link.latency_s, period=PERIOD)
 
 
 def measure(case: Case) -> Told:
@@ -93,12 +99,15 @@ def measure(case: Case) -> Told:
     statistics = {figures.mode: told for figures, told in found if told is not None}
     dream = statistics["dream"]
     assert dream.plan is not None and dream.link is not None
+    assert dream.times is not None
     sizes = dream.layer_bytes
-    model = synced_model(dream, sizes, alone.step_s)
+    fine = synced_model(dream, alone.step_s, dream.times.layers)
+    planned = synced_model(dream, alone.step_s, dream.plan.layers[::-1])
     modes: list[ModeFigures] = []
     for figures, told in found:
         if told is not None:
             schedule = [frozenset(told.plan.averaged(step)) for step in range(PERIOD)] if told.plan else []
+            model = planned if figures.mode == "dream" else fine
             predicted_s = simulate_sync(figures.mode, model, SyncChoices(schedule=schedule))
             figures = msgspec.structs.replace(figures, predicted_s=predicted_s)
         modes.append(figures)

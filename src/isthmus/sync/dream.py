@@ -10,7 +10,7 @@ from __future__ import annotations
 import logging
 import statistics
 from collections import deque
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 import msgspec
 import torch
@@ -26,7 +26,7 @@ from isthmus.sync.link import LinkModel, probe
 from isthmus.sync.mode import Setting
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.profile import Profiler, WorkerTimes, worker_profile
-from isthmus.sync.scheduled import Scheduled
+from isthmus.sync.scheduled import JOINED, Scheduled, layers_of
 from isthmus.sync.updates import Closure
 
 LOG = logging.getLogger("isthmus.sync")
@@ -115,14 +115,15 @@ class Dream(Scheduled):
 
     def _planned(self, times: list[WorkerTimes], link: LinkModel) -> SyncPlan:
         s = self.setting
-        layers = times[0].layers
-        size_bytes = {layer.name: layer.size_bytes for layer in s.model.layers}
-        copies = _messages_per_byte(s) if s.options.average_state else 1
-        average_s = [link.average_s(copies * size_bytes[layer]) for layer in layers]
+        copies = 2 + len(s.updates.state_of(s.model.layers[0].parameters[0])) if s.options.average_state else 1
+        size_bytes = {layer.name: copies * layer.size_bytes for layer in s.model.layers}
+        units = joined(times[0].layers, size_bytes, link)
+        average_s = [link.average_s(sum(size_bytes[layer] for layer in unit)) for unit in units]
         workers = tuple(
-            worker_profile(name, of, layers, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
+            worker_profile(name, of, units, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
         )
-        problem = SyncProblem(layers=layers[::-1], workers=workers, iterations=s.period)
+        names = tuple(JOINED.join(unit) for unit in reversed(units))
+        problem = SyncProblem(layers=names, workers=workers, iterations=s.period)
         return plan_sync(s.options.planner, problem)
 
     def state(self) -> dict[str, Tensor]:
@@ -143,15 +144,23 @@ class Dream(Scheduled):
         self._profiler.detach()
 
 
-def _messages_per_byte(setting: Setting) -> float:
-    """How many times its parameters' bytes a layer's average carries along: gradients and state."""
-    first = setting.model.layers[0].parameters[0]
-    return 2 + len(setting.updates.state_of(first))
+def joined(layers: Sequence[str], size_bytes: Mapping[str, int], link: LinkModel) -> list[tuple[str, ...]]:
+    """Layers in the order given, in runs whose bytes take at least as long as one message's latency."""
+    found: list[tuple[str, ...]] = []
+    run: tuple[str, ...] = ()
+    for layer in layers:
+        run = (*run, layer)
+        if sum(size_bytes[member] for member in run) * link.byte_s >= link.latency_s:
+            found.append(run)
+            run = ()
+    if run and found:
+        run = (*found.pop(), *run)
+    return [*found, run] if run else found
 
 
 def _checked(plan: SyncPlan, setting: Setting) -> SyncPlan:
     names = {layer.name for layer in setting.model.layers}
-    wrong = sorted(names ^ set(plan.layers))
+    wrong = sorted(names ^ {layer for name in plan.layers for layer in layers_of(name)})
     if wrong:
         raise UserError(f"sync plan: layer {wrong[0]!r} is in only one of the plan and the model: same model?")
     if len(plan.iterations) != setting.period:

@@ -61,6 +61,26 @@ class FlatModel:
                     )
 
 
+def spans(layers: Iterable[Layer]) -> list[Tensor]:
+    """The memory of some layers in as few pieces as can be: neighbours are one piece, the gap between them included."""
+    flats = sorted((flat for layer in layers for flat in layer.flats), key=_place)
+    found: list[Tensor] = []
+    for flat in flats:
+        last = found[-1] if found else None
+        if last is not None and _place(last)[0] == _place(flat)[0]:
+            start, end = last.storage_offset(), flat.storage_offset() + len(flat)
+            gap_bytes = (flat.storage_offset() - start - len(last)) * flat.element_size()
+            if gap_bytes < _ALIGNMENT_BYTES:
+                found[-1] = last.as_strided((end - start,), (1,))
+                continue
+        found.append(flat)
+    return found
+
+
+def _place(flat: Tensor) -> tuple[int, int]:
+    return flat.untyped_storage().data_ptr(), flat.storage_offset()
+
+
 def flatten(model: nn.Module, smallest_layer_bytes: int) -> FlatModel:
     """Move the trainable parameters of `model` into flat buffers. Values and the parameters' identity stay.
 

@@ -13,7 +13,7 @@ from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync.averaging import Averager
 from isthmus.sync.divergence import MeasuredAverage
-from isthmus.sync.layers import FlatModel, Layer
+from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.monitor import Monitor, PeriodReport
 from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, Updates
@@ -98,10 +98,7 @@ class Mode:
 
     def average(self, layers: Sequence[Layer]) -> None:
         """Average the parameters of some layers and wait; `Gamma` is noted."""
-        flats = [flat for layer in layers for flat in layer.flats]
-        if len(layers) == len(self.setting.model.layers):
-            flats = list(self.setting.model.buffers)
-        measured = MeasuredAverage(self.setting.averager, flats)
+        measured = MeasuredAverage(self.setting.averager, spans(layers))
         with self.setting.monitor.waiting():
             self.setting.monitor.diverged(measured.wait())
 

@@ -92,19 +92,21 @@ class Profiler:
 
 
 def worker_profile(
-    worker: str, times: WorkerTimes, layers: Sequence[str], average_s: Sequence[float]
+    worker: str, times: WorkerTimes, units: Sequence[Sequence[str]], average_s: Sequence[float]
 ) -> WorkerProfile:  # fmt: skip
-    """What the planner wants, in forward order, given how long averaging each of `layers` (backward order) takes.
+    """What the planner wants, in forward order, given how long averaging each of `units` (backward order) takes.
 
-    A worker whose layers became ready in another order counts as if each had waited for those before it.
+    A unit is one layer or several that are averaged together: ready when the last of them is. A worker whose layers
+    became ready in another order counts as if each had waited for those before it.
     """
     ready_s = dict(zip(times.layers, times.ready_s, strict=True))
     backward_s: list[float] = []
     through_s = 0.0
-    for layer in layers:
-        backward_s.append(max(0.0, ready_s[layer] - through_s))
-        through_s = max(through_s, ready_s[layer])
-    forward_s = [0.0] * len(layers)
+    for unit in units:
+        unit_s = max(ready_s[layer] for layer in unit)
+        backward_s.append(max(0.0, unit_s - through_s))
+        through_s = max(through_s, unit_s)
+    forward_s = [0.0] * len(units)
     forward_s[-1] = times.forward_s  # only the sum counts where averages do not reach into the forward
     return WorkerProfile(
         worker=worker, forward_s=tuple(forward_s[::-1]), backward_s=tuple(backward_s[::-1]),

@@ -9,6 +9,8 @@ parameters of a layer are not read again in this step once its gradients are com
 
 from __future__ import annotations
 
+from typing import NamedTuple
+
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
@@ -16,10 +18,24 @@ from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.hooks import gradients, versions
-from isthmus.sync.layers import Layer
+from isthmus.sync.layers import Layer, spans
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.packing import Packed, pack
 from isthmus.sync.updates import Closure, average_with_state, per_parameter
+
+
+class _Due(NamedTuple):
+    name: str
+    layers: frozenset[int]
+
+
+JOINED = " + "
+"""Between the names of layers that a plan takes as one, because a message of one alone would be all latency."""
+
+
+def layers_of(name: str) -> tuple[str, ...]:
+    """The layers behind one name of a plan."""
+    return tuple(name.split(JOINED))
 
 
 class Scheduled(Mode):
@@ -49,12 +65,13 @@ class Scheduled(Mode):
         layers = self.setting.model.layers
         numbers = {layer.name: number for number, layer in enumerate(layers)}
         names = self.plan.averaged(self.steps - self.origin) if self.plan is not None else ()
-        self._due = [numbers[name] for name in names]
+        self._due = [_Due(name, frozenset(numbers[layer] for layer in layers_of(name))) for name in names]
+        self._due_layers = frozenset(number for due in self._due for number in due.layers)
         self._scheduled = self._scheduled_names()
         self._late = self.plan is None and self.ends_period
         """All layers are averaged after this step, none inside its backward."""
         self._ready: set[int] = set()
-        self._sent: list[tuple[Layer, MeasuredAverage, Packed | None]] = []
+        self._sent: list[tuple[_Due, MeasuredAverage, Packed | None]] = []
         self._versions: dict[int, list[int]] = {}
 
     def _scheduled_names(self) -> frozenset[str]:
@@ -64,39 +81,46 @@ class Scheduled(Mode):
 
     def ready(self, number: int) -> None:
         s = self.setting
-        if not (s.options.average_state and (self._late or number in self._due)):
+        if not (s.options.average_state and (self._late or number in self._due_layers)):
             s.updates.only(s.model.layers[number])
         self._versions[number] = versions(s.model.layers[number].parameters)
         self._ready.add(number)
-        while len(self._sent) < len(self._due) and self._due[len(self._sent)] in self._ready:
-            self._sent.append(self._start(s.model.layers[self._due[len(self._sent)]]))
+        while len(self._sent) < len(self._due) and self._due[len(self._sent)].layers <= self._ready:
+            self._sent.append(self._start(self._due[len(self._sent)]))
 
-    def _start(self, layer: Layer) -> tuple[Layer, MeasuredAverage, Packed | None]:
-        s = self.setting
+    def _start(self, due: _Due) -> tuple[_Due, MeasuredAverage, Packed | None]:
+        s, layers = self.setting, self._layers(due)
         if not s.options.average_state:
-            return layer, MeasuredAverage(s.averager, layer.flats), None
-        packed = pack(self._loose(layer))
-        return layer, MeasuredAverage(s.averager, [*layer.flats, *packed.flats]), packed
+            return due, MeasuredAverage(s.averager, spans(layers)), None
+        packed = pack(self._loose(layers))
+        return due, MeasuredAverage(s.averager, [*spans(layers), *packed.flats]), packed
 
-    def _loose(self, layer: Layer) -> list[Tensor]:
-        return [*gradients(layer), *(t for p in layer.parameters for t in self.setting.updates.state_of(p))]
+    def _layers(self, due: _Due) -> list[Layer]:
+        return [self.setting.model.layers[number] for number in sorted(due.layers)]
+
+    def _loose(self, layers: list[Layer]) -> list[Tensor]:
+        state_of = self.setting.updates.state_of
+        states = [tensor for layer in layers for p in layer.parameters for tensor in state_of(p)]
+        return [*(grad for layer in layers for grad in gradients(layer)), *states]
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         self._check(closure, scaler)
-        for layer, average, packed in self._sent:
-            self._finish(layer, average, packed)
+        for due, average, packed in self._sent:
+            self._finish(due, average, packed)
         if self._late:
             self._average_all()
         return None
 
-    def _finish(self, layer: Layer, average: MeasuredAverage, packed: Packed | None) -> None:
+    def _finish(self, due: _Due, average: MeasuredAverage, packed: Packed | None) -> None:
         s = self.setting
         with s.monitor.waiting():
             distance = average.wait()
         if packed is not None:
-            packed.copy_to(self._loose(layer))
-            s.updates.only(layer)
-        elif layer.name in self._scheduled:
+            layers = self._layers(due)
+            packed.copy_to(self._loose(layers))
+            for layer in layers:
+                s.updates.only(layer)
+        elif due.name in self._scheduled:
             s.monitor.diverged(distance)
 
     def _average_all(self) -> None:

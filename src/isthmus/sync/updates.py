@@ -13,7 +13,7 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError
 from isthmus.sync.averaging import Averager
-from isthmus.sync.layers import FlatModel, Layer
+from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.packing import pack
 
 PER_PARAMETER: tuple[type[Optimizer], ...] = (
@@ -102,7 +102,7 @@ def average_with_state(averager: Averager, updates: Updates, layers: Sequence[La
     loose = [p.grad for p in parameters if p.grad is not None]
     loose += [tensor for p in parameters for tensor in updates.state_of(p)]
     packed = pack(loose)
-    averager.average([*(flat for layer in layers for flat in layer.flats), *packed.flats])
+    averager.average([*spans(layers), *packed.flats])
     packed.copy_to(loose)
 
 
