@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import pytest
 import torch
 from torch import Tensor, nn
@@ -20,6 +22,14 @@ def net() -> nn.Sequential:
 
 def sgd(model: nn.Module) -> torch.optim.Optimizer:
     return torch.optim.SGD(model.parameters(), lr=0.1, momentum=0.9)
+
+
+class Bytes:
+    def encode(self, tensor: Tensor, name: str = "tensor") -> Tensor:
+        return tensor.view(torch.uint8)
+
+    def decode(self, payload: Tensor, shape: Sequence[int], dtype: torch.dtype, name: str = "tensor") -> Tensor:
+        return payload.view(dtype).view(tuple(shape))
 
 
 def loss_of(model: nn.Module) -> Tensor:
@@ -72,6 +82,18 @@ class TestAttach:
         model = net()
         with pytest.raises(UserError, match=r"optimizer LBFGS.*any optimizer works in 'every-step'"):
             attach(model, torch.optim.LBFGS(model.parameters()))
+
+    @pytest.mark.parametrize("mode", ["dream", "every-step", "partial", "streaming"])
+    def test_own_steps_where_workers_meet_often(self, mode: str) -> None:
+        model = net()
+        with pytest.raises(UserError, match=f"'balance': got it with mode '{mode}', expected 'local' or 'outer'"):
+            attach(model, sgd(model), mode=mode, options=Options(balance=True))
+
+    @pytest.mark.parametrize("mode", ["dream", "every-step", "partial", "local"])
+    def test_codec_where_there_are_no_deltas(self, mode: str) -> None:
+        model = net()
+        with pytest.raises(UserError, match=f"codec: got one with mode '{mode}', expected 'outer' or 'streaming'"):
+            attach(model, sgd(model), mode=mode, codec=Bytes())
 
     def test_streaming_delay_of_a_period(self) -> None:
         model = net()

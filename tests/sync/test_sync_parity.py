@@ -16,7 +16,10 @@ TOLERANCE = 1e-9
 
 @pytest.mark.parametrize(
     ("workers", "parts"),
-    [(2, ("parity", "periods", "planned", "shared", "lbfgs", "different", "unequal")), (4, ("parity", "planned"))],
+    [
+        (2, ("parity", "periods", "planned", "shared", "lbfgs", "different", "unequal", "packed")),
+        (4, ("parity", "planned")),
+    ],
 )
 def test_modes_equal_one_process(workers: int, parts: tuple[str, ...]) -> None:
     *told, last = torchrun(workers, CASES, *parts).splitlines()

@@ -12,6 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
 
+import isthmus.sync
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options, attach
@@ -197,3 +198,10 @@ class TestDream:
             own = torch.optim.SGD(other.parameters(), lr=0.01)
             with pytest.raises(UserError, match="sync plan: "):
                 attach(other, own, mode="dream", period=period, options=Options(smallest_layer_bytes=0, plan=plan))
+
+
+def test_public_names() -> None:
+    assert sorted(isthmus.sync.__all__) == [
+        "DeltaCodec", "Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker",
+    ]  # fmt: skip
+    assert isthmus.sync.mode_names() == ["dream", "every-step", "local", "outer", "partial", "streaming"]

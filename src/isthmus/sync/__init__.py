@@ -8,8 +8,9 @@
 
 from isthmus.sync.attach import attach, mode_names
 from isthmus.sync.checkpoint import load_worker, save_worker
+from isthmus.sync.compressed import DeltaCodec
 from isthmus.sync.options import Options
 from isthmus.sync.statistics import SyncStatistics
 from isthmus.sync.sync import Sync
 
-__all__ = ["Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker"]
+__all__ = ["DeltaCodec", "Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker"]

@@ -14,6 +14,7 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.sync.averaging import Averager
+from isthmus.sync.compressed import DeltaCodec
 from isthmus.sync.dream import Dream
 from isthmus.sync.every_step import EveryStep
 from isthmus.sync.exchange import gather
@@ -53,13 +54,14 @@ def attach(
     period: int = 5,
     group: dist.ProcessGroup | None = None,
     options: Options = DEFAULT_OPTIONS,
+    codec: DeltaCodec | None = None,
 ) -> Sync:
     """Keep the replicas of `model` together; `sync.step()` then takes the place of `optimizer.step()`.
 
     Every worker of `group` (the default group if None) must call it with the same model, mode, period and options.
     All start from worker 0's parameters. They are averaged over a group of their own, so the caller's is free for
     other use. `period` is H: the steps in which everything is averaged once; 'every-step' averages gradients in each
-    and uses it for its reports only.
+    and uses it for its reports only. `codec` packs what `outer` and `streaming` exchange.
 
     Raises UserError without a process group, for an unknown mode, a period below 1, a model that differs between
     workers, or an optimizer that does not fit.
@@ -77,6 +79,8 @@ def attach(
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
     if options.balance and mode not in ("local", "outer"):
         raise UserError(f"sync option 'balance': got it with mode {mode!r}, expected 'local' or 'outer'")
+    if codec is not None and mode not in ("outer", "streaming"):
+        raise UserError(f"codec: got one with mode {mode!r}, expected 'outer' or 'streaming': only deltas are packed")
     private = _private(group)
     workers = _check_alike(model, _Settings(mode, period, options), private)
     _start_alike(model, private)
@@ -84,7 +88,7 @@ def attach(
     averager = Averager(private, options.weight)
     setting = Setting(
         model=flat, updates=Updates(optimizer, flat), averager=averager, monitor=Monitor(averager, workers),
-        period=period, options=options,
+        period=period, options=options, codec=codec,
     )  # fmt: skip
     return Sync(mode, _MODES[mode](setting, model), setting, model)
 

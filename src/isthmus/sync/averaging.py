@@ -30,13 +30,13 @@ class Averager:
         self._timed = dist.get_backend(group) == "gloo"
         self._weights = gather(weight, float, group)
         self._rank = dist.get_rank(group)
-        self.share = weight / sum(self._weights)
-        """This worker's part of every average."""
+        self.shares = [one / sum(self._weights) for one in self._weights]
+        """Every worker's part of an average."""
 
     def count_steps(self, steps: Sequence[int]) -> None:
         """From now on workers count by their weights times their steps in a period. All must do so together."""
         parts = [weight * count for weight, count in zip(self._weights, steps, strict=True)]
-        self.share = parts[self._rank] / sum(parts)
+        self.shares = [part / sum(parts) for part in parts]
 
     @torch.no_grad()
     def start(self, tensors: Sequence[Tensor]) -> Pending:
@@ -44,7 +44,7 @@ class Averager:
         pending = Pending(self)
         for tensor in tensors:
             if self.workers > 1:
-                tensor.mul_(self.share)
+                tensor.mul_(self.shares[self._rank])
                 work = dist.all_reduce(tensor, group=self.group, async_op=True)
                 assert work is not None, "this process is not in its own group"
                 pending.add(work, timed=self._timed)

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.sync.averaging import Averager
+from isthmus.sync.compressed import CompressedAverager
 
 SAMPLED = 2048
 
@@ -28,7 +29,7 @@ def sample(flat: Tensor) -> Tensor:
 class MeasuredAverage:
     """An average on its way, and how far this worker is from it."""
 
-    def __init__(self, averager: Averager, flats: Sequence[Tensor]) -> None:
+    def __init__(self, averager: Averager | CompressedAverager, flats: Sequence[Tensor]) -> None:
         self._flats = flats
         self._before = [sample(flat) for flat in flats]
         self._pending = averager.start(flats)

@@ -65,7 +65,7 @@ class Dream(Scheduled):
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         loss = super().step(closure, scaler)
-        if self.plan is None and self.steps + 1 == self.setting.options.warm_up_steps and not self._late:
+        if self.plan is None and self.steps + 1 >= self.setting.options.warm_up_steps and not self._late:
             self._average_all()
         return loss
 
@@ -73,7 +73,7 @@ class Dream(Scheduled):
         self._profiler.stepped()
         if self.steps == 1:
             self._profiler.forget()  # allocations and first calls
-        if self.plan is None and self.steps == self.setting.options.warm_up_steps:
+        if self.plan is None and self.steps >= self.setting.options.warm_up_steps:
             self._make_plan()
         super().stepped()
 

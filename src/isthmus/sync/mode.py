@@ -12,6 +12,7 @@ from torch.amp.grad_scaler import GradScaler
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync.averaging import Averager
+from isthmus.sync.compressed import CompressedAverager, DeltaCodec
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.monitor import Monitor, PeriodReport
@@ -29,6 +30,12 @@ class Setting:
     monitor: Monitor
     period: int
     options: Options
+    codec: DeltaCodec | None = None
+    """Of the deltas that `outer` and `streaming` exchange."""
+
+    def delta_averager(self) -> Averager | CompressedAverager:
+        """For the same deltas each time."""
+        return self.averager if self.codec is None else CompressedAverager(self.averager, self.codec)
 
 
 class Mode:

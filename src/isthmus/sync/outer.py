@@ -13,6 +13,7 @@ import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
+from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.local import LocalSteps
 from isthmus.sync.mode import Setting, restored
@@ -25,6 +26,7 @@ class Outer(LocalSteps):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
+        self._averager = setting.delta_averager()
         self._outer = OuterStep([buffer.clone() for buffer in setting.model.buffers], setting.options)
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
@@ -42,7 +44,7 @@ class Outer(LocalSteps):
         s = self.setting
         deltas = [outer - own for outer, own in zip(self._outer.values, s.model.buffers, strict=True)]
         if not s.options.average_state:
-            measured = MeasuredAverage(s.averager, deltas)
+            measured = MeasuredAverage(self._averager, deltas)
             with s.monitor.waiting():
                 s.monitor.diverged(measured.wait())
         self._outer.apply(deltas)
@@ -50,11 +52,14 @@ class Outer(LocalSteps):
             own.copy_(outer)
 
     def state(self) -> dict[str, Tensor]:
-        return {**super().state(), **self._outer.state("outer")}
+        errors = self._averager.state("outer") if isinstance(self._averager, CompressedAverager) else {}
+        return {**super().state(), **self._outer.state("outer"), **errors}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
         super().load(state)
         self._outer.load(state, "outer")
+        if isinstance(self._averager, CompressedAverager):
+            self._averager.load(state, "outer")
 
 
 class OuterStep:

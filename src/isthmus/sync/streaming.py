@@ -18,6 +18,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
+from isthmus.sync.compressed import CompressedAverager
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.layers import Layer
 from isthmus.sync.mode import Mode, Setting, restored
@@ -33,6 +34,7 @@ class Fragment:
         self._setting = setting
         self._flats = [flat for layer in layers for flat in layer.flats]
         self._outer = OuterStep(list(pack(self._flats).flats), setting.options)
+        self._averager = setting.delta_averager()
         self._deltas: list[Tensor] = []
         self._average: MeasuredAverage | None = None
 
@@ -41,7 +43,7 @@ class Fragment:
         """Send what was moved since the last outer step."""
         now = pack(self._flats).flats
         self._deltas = [outer - own for outer, own in zip(self._outer.values, now, strict=True)]
-        self._average = MeasuredAverage(self._setting.averager, self._deltas)
+        self._average = MeasuredAverage(self._averager, self._deltas)
 
     def arrive(self) -> None:
         """Wait until the others' are here."""
@@ -64,10 +66,13 @@ class Fragment:
     def state(self, prefix: str) -> dict[str, Tensor]:
         self.arrive()
         deltas = {f"{prefix}.delta.{number}": delta for number, delta in enumerate(self._deltas)}
-        return {**self._outer.state(prefix), **deltas}
+        errors = self._averager.state(prefix) if isinstance(self._averager, CompressedAverager) else {}
+        return {**self._outer.state(prefix), **deltas, **errors}
 
     def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
         self._outer.load(state, prefix)
+        if isinstance(self._averager, CompressedAverager):
+            self._averager.load(state, prefix)
         if f"{prefix}.delta.0" in state:
             values = self._outer.values
             self._deltas = [restored(state, f"{prefix}.delta.{n}", v).clone() for n, v in enumerate(values)]
