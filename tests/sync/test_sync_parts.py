@@ -153,6 +153,15 @@ class TestDream:
         assert tensor_bytes() - before - needed <= 1.03 * needed
         assert all(a.equal(b) for a, b in zip(plain.parameters(), synced.parameters(), strict=True))
 
+    def test_averaged_state_is_updated_once_a_step(self) -> None:
+        """With one worker all modes are plain training, in and after the warm-up."""
+        plain, synced = net(), net()
+        optimizer, own = torch.optim.Adam(plain.parameters()), torch.optim.Adam(synced.parameters())
+        train(plain, optimizer.step, optimizer, 12)
+        sync = attach(synced, own, mode="dream", period=3, options=Options(smallest_layer_bytes=0, average_state=True))
+        train(synced, sync.step, own, 12)
+        assert all(a.equal(b) for a, b in zip(plain.parameters(), synced.parameters(), strict=True))
+
     def test_plans_once_and_follows(self) -> None:
         model = net()
         optimizer = torch.optim.SGD(model.parameters(), lr=0.01)

@@ -1,8 +1,8 @@
 """Averages of compressed tensors: every worker's payload goes to all others, each decodes them all and takes the mean.
 
 A sum of payloads is no payload, so there is no ring to reduce in: a worker sends K - 1 payloads where it would send
-2 (K - 1) / K tensors. What a payload leaves out is added to the next one (error feedback, Seide et al. 2014): deltas are
-summands of one sum, so what comes late still comes.
+2 (K - 1) / K tensors. What a payload leaves out is added to the next one (error feedback, Seide et al. 2014), which is
+sound because deltas are summands of one sum.
 """
 
 from __future__ import annotations

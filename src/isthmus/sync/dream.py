@@ -16,7 +16,6 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import Tensor, nn
-from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
@@ -27,7 +26,6 @@ from isthmus.sync.mode import Setting
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.profile import Profiler, WorkerTimes, worker_profile
 from isthmus.sync.scheduled import JOINED, Scheduled, layers_of
-from isthmus.sync.updates import Closure
 
 LOG = logging.getLogger("isthmus.sync")
 _WATCHED_PERIODS = 3
@@ -63,11 +61,9 @@ class Dream(Scheduled):
         super().ready(number)
         self._profiler.ready(self.setting.model.layers[number].name)
 
-    def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
-        loss = super().step(closure, scaler)
-        if self.plan is None and self.steps + 1 >= self.setting.options.warm_up_steps and not self._late:
-            self._average_all()
-        return loss
+    @property
+    def averages_whole(self) -> bool:
+        return self.ends_period or self.steps + 1 >= self.setting.options.warm_up_steps
 
     def stepped(self) -> None:
         self._profiler.stepped()

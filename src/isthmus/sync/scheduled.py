@@ -68,11 +68,16 @@ class Scheduled(Mode):
         self._due = [_Due(name, frozenset(numbers[layer] for layer in layers_of(name))) for name in names]
         self._due_layers = frozenset(number for due in self._due for number in due.layers)
         self._scheduled = self._scheduled_names()
-        self._late = self.plan is None and self.ends_period
+        self._late = self.plan is None and self.averages_whole
         """All layers are averaged after this step, none inside its backward."""
         self._ready: set[int] = set()
         self._sent: list[tuple[_Due, MeasuredAverage, Packed | None]] = []
         self._versions: dict[int, list[int]] = {}
+
+    @property
+    def averages_whole(self) -> bool:
+        """Whether the step that is being made, without a plan, ends with an average of everything."""
+        return self.ends_period
 
     def _scheduled_names(self) -> frozenset[str]:
         if self.plan is None:
