@@ -36,7 +36,7 @@ MBIT = 100.0
 """The link that wall times are told for, from benchmarks/sync."""
 MODES = {"every-step": "S-SGD", "local": "LSGD", "partial": "PLSGD-ENP", "outer": "DiLoCo",
          "streaming": "Streaming DiLoCo", "dream": "dream"}  # fmt: skip
-SHAPE: dict[Kind, tuple[int, int, int]] = {"gpt": (300, 8, 12), "resnet": (180, 16, 12)}
+SHAPE: dict[Kind, tuple[int, int, int]] = {"gpt": (240, 8, 12), "resnet": (144, 16, 12)}
 """Steps, samples of one worker in a step, steps between evaluations: no multiple of the period, but for each fifth."""
 
 
