@@ -20,7 +20,7 @@ from rich.table import Table
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "dream"))
 
-from shapes import MODELS, model_times, problem_of, published
+from shapes import MODELS, model_times, problem_of, published  # pyright: ignore[reportMissingImports]
 
 from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import plan_sync

@@ -119,7 +119,8 @@ def run(settings: Sequence[Setting]) -> list[Curve]:
 def rows_of(curves: Sequence[Curve], times: _Times) -> tuple[list[Row], dict[str, float]]:
     found: list[Row] = []
     targets: dict[str, float] = {}
-    for kind in dict.fromkeys(curve.setting.kind for curve in curves):
+    kinds: list[Kind] = list(dict.fromkeys(curve.setting.kind for curve in curves))
+    for kind in kinds:
         told = _told(times, kind)
         step_s = {mode.mode: mode.step_s for mode in told.modes}
         by_mode = {m: [c for c in curves if c.setting.kind == kind and c.setting.mode == m] for m in MODES}

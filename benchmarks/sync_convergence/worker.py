@@ -15,7 +15,7 @@ from training import Setting, gpt, train
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "sync"))
 
-from workload import ResNet
+from workload import ResNet  # pyright: ignore[reportMissingImports]
 
 
 def main() -> None:

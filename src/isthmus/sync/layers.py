@@ -78,7 +78,7 @@ def spans(layers: Iterable[Layer]) -> list[Tensor]:
 
 
 def _place(flat: Tensor) -> tuple[int, int]:
-    return flat.untyped_storage().data_ptr(), flat.storage_offset()
+    return flat.untyped_storage().data_ptr(), int(flat.storage_offset())
 
 
 def flatten(model: nn.Module, smallest_layer_bytes: int) -> FlatModel:
