@@ -1,0 +1,70 @@
+"""Data that belongs to clients. A client's samples are read when it trains, never before."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import TYPE_CHECKING, Protocol
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.data.dataset import ColumnSpec, Dataset, fingerprint_of
+from isthmus.data.partition import Partition, PartitionSpec, partition
+
+if TYPE_CHECKING:
+    import torch
+
+
+class ClientData(Protocol):
+    """A population. Equal settings and content give equal samples everywhere."""
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]: ...
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        """(clients,) samples of each, all above 0. Known without reading samples."""
+        ...
+
+    @property
+    def fingerprint(self) -> str: ...
+
+    def load(self, client: int) -> dict[str, torch.Tensor]:
+        """All samples of a client, [samples, *shape] per column."""
+        ...
+
+
+class PartitionedData:
+    """A data set shared out among clients."""
+
+    def __init__(self, dataset: Dataset, parts: Partition) -> None:
+        self._dataset = dataset
+        self._parts = parts
+        self._columns = tuple(dataset.columns)
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._dataset.columns
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return self._parts.sizes
+
+    @property
+    def fingerprint(self) -> str:
+        arrays = (self._parts.order, self._parts.offsets)
+        return fingerprint_of({"kind": "partitioned", "data": self._dataset.fingerprint}, arrays)
+
+    def load(self, client: int) -> dict[str, torch.Tensor]:
+        return self._dataset.batch(self._parts.samples(client), self._columns)
+
+
+def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:
+    """UserError as `partition`. A natural column is read, and is no column of the clients' samples any more."""
+    wanted = [n for n in (spec.label, spec.column) if n in dataset.columns]
+    whole = dataset.batch(np.arange(len(dataset)), wanted)
+    parts = partition(spec, len(dataset), {name: column.numpy() for name, column in whole.items()}, seed)
+    found = PartitionedData(dataset, parts)
+    if spec.scheme == "natural":
+        found._columns = tuple(c for c in dataset.columns if c != spec.column)
+    return found

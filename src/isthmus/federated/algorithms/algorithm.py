@@ -1,0 +1,114 @@
+"""What a federated algorithm is: a server's values, what clients make of them, and how that is combined.
+
+A model is one vector here: its parameters, one after another. So an algorithm reads like its paper, a step of SGD is
+one operation, and the same lines train many clients at once when a first dim of clients is put before the vector:
+operations must be elementwise, or over the last dim.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping
+from dataclasses import dataclass, field
+from typing import Literal, Protocol
+
+import msgspec
+from torch import Tensor
+
+Values = dict[str, Tensor]
+"""By name; model-sized vectors [P], or anything smaller."""
+Combine = Literal["weighted_mean", "mean", "sum", "collect"]
+"""How the clients' values become the server's: Parrot's four operations. `collect` gives them all, [clients, ...]."""
+Batch = Mapping[str, Tensor]
+
+
+class Local(Protocol):
+    """A client at work: its data in the order of this round, and gradients on it."""
+
+    @property
+    def samples(self) -> int: ...
+
+    @property
+    def learning_rate(self) -> float: ...
+
+    def start(self, model: Tensor) -> Tensor:
+        """A copy of the vector to train in place."""
+        ...
+
+    def batches(self) -> Iterator[Batch]:
+        """Every batch of every local epoch, drawn from the client's own stream."""
+        ...
+
+    def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
+        """Of the mean loss of the batch. The caller may change it, and it lasts until the next call."""
+        ...
+
+    def full_gradient(self, weights: Tensor) -> Tensor:
+        """Of the mean loss over all samples of the client; as `gradient`."""
+        ...
+
+
+@dataclass(frozen=True, kw_only=True)
+class Update:
+    """What a client returns: a value for every name that the pass declares, and its new state if it keeps one."""
+
+    values: Values
+    state: Values | None = None
+    weight: float | None = None
+    """Of the weighted means; None is the number of samples."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Cohort:
+    """Whose values were combined."""
+
+    clients: int
+    """So many updates are in."""
+    population: int
+    """Clients that there are."""
+    weights: tuple[float, ...] = field(default=(), repr=False)
+    """Of each update, in the order of the rows of what is collected; empty when nothing is."""
+
+
+@dataclass(frozen=True, kw_only=True)
+class Pass:
+    """Once to all clients of the cohort and back. Most algorithms need one a round."""
+
+    returns: Mapping[str, Combine]
+    client: Callable[[Local, Values, Values | None], Update]
+    """(data, what was broadcast, the client's state) -> its update. Must not change its arguments."""
+    server: Callable[[Values, Values, Cohort], Values]
+    """(server's values, combined values, cohort) -> the server's new values."""
+
+
+class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Subclass, give options as fields, and define `returns`, `client` and `server`; or `passes`, if there are several.
+
+    The first line of the docstring describes it, with its source.
+    """
+
+    def init_server(self, model: Tensor) -> Values:
+        """The server's values before round 0. `model` is one of them, always."""
+        return {"model": model}
+
+    def init_client(self, model: Tensor) -> Values | None:
+        """What a client keeps from one time that it trains to the next: this at first. None: nothing."""
+        return None
+
+    def broadcast(self, server: Values) -> Values:
+        """What clients are told; sent once per executor and pass."""
+        return {"model": server["model"]}
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        """How each value of an update is combined."""
+        raise NotImplementedError
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        raise NotImplementedError
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        raise NotImplementedError
+
+    @property
+    def passes(self) -> tuple[Pass, ...]:
+        return (Pass(returns=self.returns, client=self.client, server=self.server),)

@@ -1,0 +1,25 @@
+"""FedAvg: McMahan et al., Communication-Efficient Learning of Deep Networks from Decentralized Data, 2017, Alg. 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+
+
+class FedAvg(Algorithm, frozen=True):
+    """Clients run SGD from the model; the model becomes their mean by samples (McMahan et al. 2017)."""
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "weighted_mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        x = told["model"]
+        y = local.start(x)
+        for batch in local.batches():
+            y.sub_(local.gradient(y, batch), alpha=local.learning_rate)
+        return Update(values={"delta": y.sub_(x)})
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        return {"model": server["model"] + combined["delta"]}

@@ -1,0 +1,46 @@
+"""FedDyn: Acar et al., Federated Learning Based on Dynamic Regularization, 2021, Alg. 1."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+
+
+class FedDyn(Algorithm, frozen=True):
+    """Every client keeps a linear term of its loss, so that the clients' optima meet the server's (Acar et al. 2021)."""
+
+    alpha: Annotated[float, Meta(gt=0)] = 0.01
+
+    def init_server(self, model: Tensor) -> Values:
+        return {"model": model, "h": torch.zeros_like(model)}
+
+    def init_client(self, model: Tensor) -> Values | None:
+        return {"gradient": torch.zeros_like(model)}
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        """SGD on L(y) - <lambda, y> + alpha/2 ||y - x||^2."""
+        assert state is not None, "init_client gives one"
+        x, linear = told["model"], state["gradient"]
+        y = local.start(x)
+        for batch in local.batches():
+            g = local.gradient(y, batch).sub_(linear)
+            g.add_(y - x, alpha=self.alpha)
+            y.sub_(g, alpha=local.learning_rate)
+        delta = y.sub_(x)
+        return Update(values={"delta": delta}, state={"gradient": linear.sub(delta, alpha=self.alpha)})
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        """h loses alpha/m of the sum over the clients that took part; the model is their mean less h / alpha."""
+        delta = combined["delta"]
+        h = server["h"] - self.alpha * cohort.clients / cohort.population * delta
+        return {"model": server["model"] + delta - h / self.alpha, "h": h}

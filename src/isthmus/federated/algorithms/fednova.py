@@ -1,0 +1,42 @@
+"""FedNova: Wang et al., Tackling the Objective Inconsistency Problem in Heterogeneous Federated Optimization, 2020."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from msgspec import Meta
+
+from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+
+
+class FedNova(Algorithm, frozen=True):
+    """A client that takes more steps weighs no more for it: directions per step are averaged (Wang et al. 2020).
+
+    With momentum rho, ||a_i||_1 counts the steps as momentum prolongs them: (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho).
+    """
+
+    momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"direction": "weighted_mean", "steps": "weighted_mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        x, rho = told["model"], self.momentum
+        y = local.start(x)
+        v = torch.zeros_like(y) if rho else None
+        steps = 0
+        for batch in local.batches():
+            g = local.gradient(y, batch)
+            if v is not None:
+                g = v.mul_(rho).add_(g)
+            y.sub_(g, alpha=local.learning_rate)
+            steps += 1
+        norm = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
+        return Update(values={"direction": y.sub_(x).div_(norm), "steps": y.new_full((*y.shape[:-1], 1), norm)})
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        """Eq. 9, with the effective number of steps tau = sum p_i ||a_i||_1."""
+        return {"model": server["model"] + combined["steps"] * combined["direction"]}

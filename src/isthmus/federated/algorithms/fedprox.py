@@ -1,0 +1,32 @@
+"""FedProx: Li et al., Federated Optimization in Heterogeneous Networks, 2020, Eq. 2."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+from msgspec import Meta
+
+from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+
+
+class FedProx(Algorithm, frozen=True):
+    """FedAvg with mu/2 ||y - x||^2 in every client's loss, which keeps y near x (Li et al. 2020)."""
+
+    mu: Annotated[float, Meta(ge=0)] = 0.01
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "weighted_mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        x = told["model"]
+        y = local.start(x)
+        for batch in local.batches():
+            g = local.gradient(y, batch)
+            g.add_(y - x, alpha=self.mu)
+            y.sub_(g, alpha=local.learning_rate)
+        return Update(values={"delta": y.sub_(x)})
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        return {"model": server["model"] + combined["delta"]}

@@ -1,0 +1,81 @@
+"""The algorithms by name: ours, and those of other packages or the user's own file."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Mapping
+
+import msgspec
+
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import import_object, load_third_party, read_options, third_party
+from isthmus.federated.algorithms.algorithm import Algorithm
+from isthmus.federated.algorithms.fedavg import FedAvg
+from isthmus.federated.algorithms.feddyn import FedDyn
+from isthmus.federated.algorithms.fednova import FedNova
+from isthmus.federated.algorithms.fedopt import FedAdam, FedAvgM, FedYogi
+from isthmus.federated.algorithms.fedprox import FedProx
+from isthmus.federated.algorithms.mime import Mime
+from isthmus.federated.algorithms.scaffold import Scaffold
+
+ENTRY_POINTS = "isthmus.algorithms"
+
+_BUILT_IN: Mapping[str, type[Algorithm]] = {
+    "fedadam": FedAdam,
+    "fedavg": FedAvg,
+    "fedavgm": FedAvgM,
+    "feddyn": FedDyn,
+    "fednova": FedNova,
+    "fedprox": FedProx,
+    "fedyogi": FedYogi,
+    "mime": Mime,
+    "scaffold": Scaffold,
+}
+
+
+class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One of `algorithm_names()`, or `package.module:Class`; `options` are the fields of the class.
+
+    Naming a class runs its module, so a spec is only ever read from the user's own file, never from a link.
+    """
+
+    name: str = "fedavg"
+    options: dict[str, object] = {}
+
+
+def algorithm_names() -> list[str]:
+    """The names that `load_algorithm` knows, entry points of `isthmus.algorithms` included, sorted."""
+    return sorted({*_BUILT_IN, *third_party(ENTRY_POINTS)})
+
+
+def describe_algorithm(name: str) -> str:
+    """One line on what an algorithm does. Raises UserError for an unknown name."""
+    return (inspect.getdoc(_class_of(name)) or "").partition("\n")[0]
+
+
+def load_algorithm(spec: AlgorithmSpec) -> Algorithm:
+    """Raises UserError for an unknown name, an option that is not one, and a class that is no `Algorithm`."""
+    algorithm = read_options(spec.name, spec.options, _class_of(spec.name))
+    for number, one in enumerate(algorithm.passes):
+        for value, combine in one.returns.items():
+            if combine not in ("weighted_mean", "mean", "sum", "collect"):
+                raise UserError(
+                    f"algorithm {spec.name!r}: pass {number} combines {value!r} by {combine!r}, "
+                    "expected weighted_mean, mean, sum or collect"
+                )
+    return algorithm
+
+
+def _class_of(name: str) -> type[Algorithm]:
+    if name in _BUILT_IN:
+        return _BUILT_IN[name]
+    others = third_party(ENTRY_POINTS)
+    if ":" in name:
+        found = import_object("algorithm", name)
+    elif name in others:
+        found = load_third_party(others[name])
+    else:
+        raise unknown_name("algorithm", name, algorithm_names())
+    if not (isinstance(found, type) and issubclass(found, Algorithm)):
+        raise UserError(f"algorithm {name!r}: expected a subclass of isthmus.federated.Algorithm, got {found!r}")
+    return found

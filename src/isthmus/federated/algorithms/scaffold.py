@@ -1,0 +1,53 @@
+"""SCAFFOLD: Karimireddy et al., Stochastic Controlled Averaging for Federated Learning, 2020, Alg. 1 with option II."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Annotated
+
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, Local, Update, Values
+
+
+class Scaffold(Algorithm, frozen=True):
+    """Every client keeps a control variate that corrects its drift from the others (Karimireddy et al. 2020)."""
+
+    server_learning_rate: Annotated[float, Meta(gt=0)] = 1.0
+
+    def init_server(self, model: Tensor) -> Values:
+        return {"model": model, "control": torch.zeros_like(model)}
+
+    def init_client(self, model: Tensor) -> Values | None:
+        return {"control": torch.zeros_like(model)}
+
+    def broadcast(self, server: Values) -> Values:
+        return dict(server)
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "mean", "control_delta": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        assert state is not None, "init_client gives one"
+        x, c, c_i, eta = told["model"], told["control"], state["control"], local.learning_rate
+        y = local.start(x)
+        correction = c - c_i
+        steps = 0
+        for batch in local.batches():
+            y.sub_(local.gradient(y, batch).add_(correction), alpha=eta)
+            steps += 1
+        delta = y.sub_(x)
+        control_delta = (-c).sub(delta, alpha=1 / (steps * eta))  # c_i+ - c_i = -c + (x - y) / (K eta)
+        return Update(
+            values={"delta": delta, "control_delta": control_delta}, state={"control": c_i + control_delta}
+        )
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        share = cohort.clients / cohort.population
+        return {
+            "model": server["model"] + self.server_learning_rate * combined["delta"],
+            "control": server["control"] + share * combined["control_delta"],
+        }

@@ -1,0 +1,143 @@
+"""A federated run in one process: the coordinator and any number of executors, stepped in turn.
+
+The SP scheme, and what tests compare everything else with. `pick` decides which executor acts next, so that any
+interleaving of a distributed run can be played.
+"""
+
+from __future__ import annotations
+
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+
+from isthmus.errors import InternalError
+from isthmus.federated.server import Server
+from isthmus.federated.worksite import Worksite
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import (
+    Absorb,
+    Begin,
+    Commit,
+    CoordinatorEvent,
+    Drained,
+    ExecutorEvent,
+    Finish,
+    Forget,
+    Halt,
+    Ignore,
+    Joined,
+    Lost,
+    Merge,
+    Open,
+    Record,
+    Returned,
+    SendSums,
+    Stop,
+    Summed,
+    Tell,
+    TellDrained,
+    TellReturned,
+    Train,
+    Trained,
+)
+from isthmus.protocol.federated_executor import FederatedExecutor
+
+
+class _Seat:
+    """An executor: its machine, its worksite, and what waits for it."""
+
+    def __init__(self, name: str, site: Worksite) -> None:
+        self.name = name
+        self.site = site
+        self.machine = FederatedExecutor()
+        self.inbox: deque[ExecutorEvent] = deque()
+        self.work: deque[Train] = deque()
+
+
+class InProcess:
+    """Runs to the end in the calling thread."""
+
+    def __init__(
+        self,
+        machine: FederatedCoordinator,
+        server: Server,
+        sites: Mapping[str, Worksite],
+        *,
+        committed: Callable[[Record], None] = lambda _: None,
+        pick: Callable[[Sequence[str]], int] = lambda ready: 0,
+    ) -> None:
+        self.machine = machine
+        self.server = server
+        self._seats = {name: _Seat(name, site) for name, site in sites.items()}
+        self._committed = committed
+        self._pick = pick
+
+    def run(self) -> Finish:
+        """The events' cause is always an executor's act, so the run ends when none has anything left to do."""
+        finish = None
+        for name in self._seats:
+            finish = self._decide(Joined(executor=name)) or finish
+        while finish is None:
+            ready = [name for name, seat in self._seats.items() if seat.inbox or seat.work]
+            if not ready:
+                raise InternalError("federated: nobody has anything to do, and the run is not over")
+            finish = self._act(self._seats[ready[self._pick(ready)]])
+        return finish
+
+    def lose(self, name: str, reason: str) -> Finish | None:
+        """An executor is gone, with what it held."""
+        del self._seats[name]
+        return self._decide(Lost(executor=name, reason=reason))
+
+    def _act(self, seat: _Seat) -> Finish | None:
+        """One thing: an event that waits, else one piece of work."""
+        if seat.inbox:
+            return self._answer(seat, seat.inbox.popleft())
+        train = seat.work.popleft()
+        timed, refused = seat.site.train(train.tasks)
+        return self._answer(seat, Trained(turn=train.turn, timed=timed, refused=refused))
+
+    def _answer(self, seat: _Seat, event: ExecutorEvent) -> Finish | None:
+        finish = None
+        for instruction in seat.machine.handle(event):
+            match instruction:
+                case Begin(opening=opening):
+                    seat.work.clear()
+                    seat.site.open(opening, self.server.broadcast())
+                case Train():
+                    seat.work.append(instruction)
+                case Forget():
+                    seat.work.clear()
+                    seat.site.forget()
+                case TellDrained(turn=turn):
+                    finish = self._decide(Drained(executor=seat.name, turn=turn)) or finish
+                case TellReturned(turn=turn, tasks=tasks):
+                    finish = self._decide(Returned(executor=seat.name, turn=turn, tasks=tasks)) or finish
+                case SendSums(turn=turn, timed=timed, refused=refused):
+                    told = Summed(executor=seat.name, turn=turn, timed=timed, refused=refused)
+                    finish = self._decide(told) or finish
+                    seat.site.clear()
+                case Stop():
+                    pass
+        return finish
+
+    def _decide(self, event: CoordinatorEvent) -> Finish | None:
+        for instruction in self.machine.handle(event):
+            match instruction:
+                case Open(executor=executor, event=opened):
+                    self.server.open(opened.opening)
+                    self._seats[executor].inbox.append(opened)
+                case Tell(executor=executor, event=told):
+                    self._seats[executor].inbox.append(told)
+                case Merge(executor=executor):
+                    partial = self._seats[executor].site.partial
+                    weight, weights = partial.weights()
+                    self.server.merge(partial.tensors(), partial.clients, weight, weights)
+                case Absorb():
+                    self.server.absorb()
+                case Commit(record=record):
+                    self._committed(record)
+                case Finish():
+                    return instruction
+                case Ignore() | Halt():
+                    pass
+        return None

@@ -1,0 +1,98 @@
+"""A client at work on one resident module: the `Local` that algorithms are given."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator, Mapping
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from typing import Annotated
+
+from isthmus.federated.resident import Resident
+from isthmus.streams import stream
+
+Batch = Mapping[str, Tensor]
+
+
+class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How every client trains. Parrot's settings are the defaults."""
+
+    epochs: Annotated[int, Meta(ge=1)] = 1
+    batch_size: Annotated[int, Meta(ge=1)] = 20
+    learning_rate: Annotated[float, Meta(gt=0)] = 0.05
+
+
+class Workspace:
+    """Vectors to train in, kept from client to client: fresh memory of a large model costs as much as a step."""
+
+    def __init__(self, size: int, dtype: torch.dtype) -> None:
+        self._size, self._dtype = size, dtype
+        self._vectors: list[Tensor] = []
+        self._used = 0
+
+    def rewind(self) -> None:
+        """All vectors are free again."""
+        self._used = 0
+
+    def take(self) -> Tensor:
+        if self._used == len(self._vectors):
+            self._vectors.append(torch.empty(self._size, dtype=self._dtype))
+        self._used += 1
+        return self._vectors[self._used - 1]
+
+
+class PlainLocal:
+    """One client in one round: its whole data, its order of batches."""
+
+    def __init__(
+        self,
+        resident: Resident,
+        workspace: Workspace,
+        config: LocalConfig,
+        data: Batch,
+        *,
+        seed: int,
+        round_: int,
+        client: int,
+    ) -> None:
+        self._resident = resident
+        self._workspace = workspace
+        self._config = config
+        self._data = data
+        self._key = (seed, round_, client)
+        self.samples = len(next(iter(data.values())))
+        workspace.rewind()
+
+    @property
+    def learning_rate(self) -> float:
+        return self._config.learning_rate
+
+    def start(self, model: Tensor) -> Tensor:
+        return self._workspace.take().copy_(model)
+
+    def batches(self) -> Iterator[Batch]:
+        """The client's own permutation per epoch, in batches of which the last may be smaller."""
+        seed, round_, client = self._key
+        draws = stream(seed, "order", round_, client)
+        for _ in range(self._config.epochs):
+            order = torch.from_numpy(draws.permutation(self.samples))
+            shuffled = {name: column[order] for name, column in self._data.items()}
+            yield from _slices(shuffled, self.samples, self._config.batch_size)
+
+    def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
+        return self._resident.gradient(weights, batch)
+
+    def full_gradient(self, weights: Tensor) -> Tensor:
+        total = self._workspace.take().zero_()
+        for batch in _slices(self._data, self.samples, self._config.batch_size):
+            share = len(next(iter(batch.values()))) / self.samples
+            total.add_(self._resident.gradient(weights, batch), alpha=share)
+        return total
+
+
+def _slices(data: Batch, samples: int, size: int) -> Iterator[Batch]:
+    for start in range(0, samples, size):
+        yield {name: column[start : start + size] for name, column in data.items()}

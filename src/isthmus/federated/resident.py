@@ -1,0 +1,105 @@
+"""One module that trains every client: its parameters are views of whatever vector is to be trained.
+
+Nothing is built or copied per client. A vector [P] holds the parameters in the module's order, without padding.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import torch
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+
+Batch = Mapping[str, Tensor]
+
+
+class Resident:
+    """A module whose parameters are all of one floating dtype. UserError for another one.
+
+    Integer buffers (a count of batches) are left as they are; floating ones (running means) form a second vector.
+    """
+
+    def __init__(self, module: nn.Module) -> None:
+        self.module = module
+        self._parameters = [p for p in module.parameters() if p.requires_grad]
+        if not self._parameters:
+            raise UserError("model: got one without trainable parameters, expected at least one")
+        self.dtype = self._parameters[0].dtype
+        others = {p.dtype for p in self._parameters} - {self.dtype}
+        if others or not self.dtype.is_floating_point:
+            raise UserError(f"model: got parameters of {self.dtype} and {others or 'no other'}, expected one float type")
+        self._shapes = [p.shape for p in self._parameters]
+        self._sizes = [p.numel() for p in self._parameters]
+        self._buffers = [b for b in module.buffers() if b.dtype.is_floating_point]
+        self.size = sum(self._sizes)
+        self._gradient = torch.zeros(self.size, dtype=self.dtype)
+        for p, view in zip(self._parameters, self.views(self._gradient), strict=True):
+            p.grad = view
+        self._bound = 0
+        self._held = self.vector()
+        module.train()
+
+    def vector(self) -> Tensor:
+        """The parameters as they are, [P]."""
+        return torch.cat([p.detach().reshape(-1) for p in self._parameters])
+
+    def views(self, vector: Tensor) -> list[Tensor]:
+        """Each parameter's part of a vector, in its shape."""
+        parts = vector.split(self._sizes)
+        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    @property
+    def names(self) -> Sequence[str]:
+        return [name for name, p in self.module.named_parameters() if p.requires_grad]
+
+    def named(self, vector: Tensor) -> dict[str, Tensor]:
+        """The vector's parts under the module's own names."""
+        return dict(zip(self.names, self.views(vector), strict=True))
+
+    def buffers(self) -> Tensor:
+        """The floating buffers as they are, [B]; empty for most models."""
+        if not self._buffers:
+            return torch.empty(0, dtype=self.dtype)
+        return torch.cat([b.reshape(-1).to(self.dtype) for b in self._buffers])
+
+    def set_buffers(self, vector: Tensor) -> None:
+        for buffer, part in zip(self._buffers, vector.split([b.numel() for b in self._buffers]), strict=True):
+            buffer.copy_(part.view(buffer.shape))
+
+    def bind(self, vector: Tensor) -> None:
+        """From now on the module's parameters are the vector's memory."""
+        if vector.data_ptr() == self._bound:
+            return
+        for p, view in zip(self._parameters, self.views(vector), strict=True):
+            p.data = view
+        self._bound, self._held = vector.data_ptr(), vector  # held, so that nobody else gets the address
+
+    def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
+        """Of the batch's mean loss, [P]. It lasts until the next call."""
+        self.bind(weights)
+        self._gradient.zero_()
+        loss_of(self.module(**batch)).backward()
+        return self._gradient
+
+    def draws(self, batch: Batch) -> bool:
+        """Whether the module draws random numbers while it trains."""
+        before = torch.get_rng_state()
+        buffers = self.buffers()
+        with torch.no_grad():
+            self.module(**batch)
+        self.set_buffers(buffers)
+        drew = not torch.equal(before, torch.get_rng_state())
+        torch.set_rng_state(before)
+        return drew
+
+
+def loss_of(output: object) -> Tensor:
+    """The mean loss in what a model returns: a scalar, a dict with `loss`, or (loss_sum, count, ...)."""
+    if isinstance(output, Tensor):
+        return output
+    if isinstance(output, Mapping):
+        return output["loss"]
+    assert isinstance(output, tuple), "a model returns its loss"
+    return output[0] / output[1]

@@ -1,0 +1,171 @@
+"""The server's side of an algorithm: its values, the sums that come in, and what is kept of a run on disk.
+
+    rounds/
+      round-000012.safetensors    the server's values after round 12, the states' rounds, and what a resumed run must
+                                  agree with in the file's metadata
+
+A file is written beside and renamed, so it is there whole or not at all. Two are kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from safetensors import SafetensorError, safe_open
+from safetensors.torch import save_file
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import Algorithm, Combine, Values
+from isthmus.federated.partial import BUFFERS, Partial
+from isthmus.protocol.federated_events import Opening, Turn
+
+STATE_ROUNDS = "state_rounds"
+_SERVER = "server/"
+KEPT = 2
+
+
+class Identity(msgspec.Struct, frozen=True, kw_only=True):
+    """What a resumed run must have in common with the one before."""
+
+    algorithm: str
+    options: dict[str, object]
+    model: str
+    numbers: int
+    """In the model's vector."""
+    data: str
+    seed: int
+    clients: int
+
+
+class Server:
+    """Values, sums of the open turn, and commits. The driver calls it in the order that the coordinator says."""
+
+    def __init__(self, algorithm: Algorithm, model: Tensor, buffers: Tensor, population: int) -> None:
+        self.values: Values = {name: value.clone() for name, value in algorithm.init_server(model).items()}
+        if "model" not in self.values:
+            raise UserError("algorithm: init_server gives no 'model', expected one among the server's values")
+        self._algorithm = algorithm
+        self._passes = algorithm.passes
+        self._population = population
+        self.turn: Turn | None = None
+        if len(buffers):
+            self.values[BUFFERS] = buffers
+        self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
+
+    def _returns(self, number: int) -> Mapping[str, Combine]:
+        returns = self._passes[number].returns
+        return {**returns, BUFFERS: "weighted_mean"} if BUFFERS in self.values else returns
+
+    @property
+    def _partial(self) -> Partial:
+        assert self.turn is not None, "a turn is open"
+        return self._partials[self.turn.number]
+
+    def open(self, opening: Opening) -> None:
+        """A turn begins: sums of another one are dropped."""
+        if opening.turn == self.turn:
+            return
+        self.turn = opening.turn
+        self._partial.begin(opening.samples, opening.clients)
+
+    def broadcast(self) -> Values:
+        """What every executor is told, once a turn."""
+        known = {name: value for name, value in self.values.items() if name != BUFFERS}
+        told = self._algorithm.broadcast(known)
+        return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
+
+    def merge(self, tensors: Mapping[str, Tensor], clients: int, weight: int, weights: Mapping[int, int]) -> None:
+        """An executor's sums. PeerError for sums that do not fit."""
+        self._partial.merge(tensors, clients, weight, weights)
+
+    def absorb(self) -> None:
+        """All sums of the pass are in. UserError when the algorithm's step fails or leaves what is not finite."""
+        assert self.turn is not None, "a turn is open"
+        combined = self._partial.combined(self.values["model"].dtype)
+        cohort = self._partial.cohort(self._population)
+        buffers = combined.pop(BUFFERS, None)
+        known = {name: value for name, value in self.values.items() if name != BUFFERS}
+        self.values = self._passes[self.turn.number].server(known, combined, cohort)
+        if buffers is not None:
+            self.values[BUFFERS] = buffers
+        for name, value in self.values.items():
+            if not bool(torch.isfinite(value).all()):
+                raise UserError(
+                    f"round {self.turn.round}: the server's {name!r} is not finite any more: try a smaller learning rate"
+                )
+
+
+class Commits:
+    """The committed rounds of a run on disk."""
+
+    def __init__(self, folder: Path, identity: Identity) -> None:
+        self._folder = folder
+        self._identity = identity
+
+    def save(self, round_: int, values: Mapping[str, Tensor], state_rounds: NDArray[np.int32] | None) -> Path:
+        """Make a round durable. UserError when it cannot be written."""
+        tensors = {_SERVER + name: value.contiguous() for name, value in values.items()}
+        if state_rounds is not None:
+            tensors[STATE_ROUNDS] = torch.from_numpy(state_rounds)
+        path = self._folder / f"round-{round_:06d}.safetensors"
+        unfinished = self._folder / f".{path.name}"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            save_file(tensors, unfinished, metadata={"run": msgspec.json.encode(self._identity).decode()})
+            unfinished.replace(path)
+            for old in self._files()[:-KEPT]:
+                old.unlink()
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"round file {path}: cannot be written: {e}") from None
+        return path
+
+    def _files(self) -> list[Path]:
+        return sorted(self._folder.glob("round-*.safetensors"))
+
+    def newest(self) -> tuple[int, Values, NDArray[np.int32] | None] | None:
+        """The last committed round, its values and the states' rounds; None before the first.
+
+        UserError for a file that is not whole or of another run.
+        """
+        files = self._files()
+        if not files:
+            return None
+        path = files[-1]
+        try:
+            with safe_open(path, framework="pt") as file:
+                self._check(path, (file.metadata() or {}).get("run", ""))
+                tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"round file {path}: cannot be read: {e}") from None
+        rounds = tensors.pop(STATE_ROUNDS, None)
+        values = {name.removeprefix(_SERVER): value for name, value in tensors.items()}
+        return int(path.stem.removeprefix("round-")), values, None if rounds is None else rounds.numpy().copy()
+
+    def _check(self, path: Path, run: str) -> None:
+        try:
+            saved = msgspec.json.decode(run, type=Identity)
+        except msgspec.MsgspecError:
+            raise UserError(f"round file {path}: does not say which run it is of") from None
+        for field in self._identity.__struct_fields__:
+            got, expected = getattr(saved, field), getattr(self._identity, field)
+            if got != expected:
+                raise UserError(f"{path.parent.parent}: is of another job: {field} was {got!r}, is now {expected!r}")
+
+
+def uncommitted(
+    state_rounds: NDArray[np.int32], cohorts: Callable[[int], NDArray[np.int64]], round_: int
+) -> dict[int, int]:
+    """After a crash: the clients that rounds `round_` and before may have left files of, and which file counts."""
+    touched: set[int] = set()
+    for number in (round_ - 1, round_):
+        if number >= 0:
+            with contextlib.suppress(UserError):
+                touched |= set(cohorts(number).tolist())
+    return {client: int(state_rounds[client]) for client in sorted(touched)}

@@ -1,0 +1,168 @@
+"""Where clients train: one resident module, the clients' data and states, and the sums of the open turn."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor, nn
+
+from isthmus.data.clients import ClientData
+from isthmus.errors import PeerError, UserError
+from isthmus.federated.algorithms import Algorithm, Pass, Update, Values
+from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.partial import BUFFERS, Partial
+from isthmus.federated.resident import Resident
+from isthmus.federated.states import NEVER, StateStore
+from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed, Turn
+from isthmus.streams import torch_seed
+
+
+class Work(msgspec.Struct, frozen=True, kw_only=True):
+    """What a worksite needs besides the model: the same on every executor of a run."""
+
+    algorithm: Algorithm
+    local: LocalConfig
+    seed: int
+
+
+class Worksite:
+    """Trains the clients that it is told to, and folds their updates. One thread."""
+
+    def __init__(
+        self,
+        work: Work,
+        module: nn.Module,
+        data: ClientData,
+        states: StateStore | None,
+        *,
+        slow_down: Callable[[float, int], float] = lambda seconds, _: seconds,
+        check: Callable[[int, Update], None] = lambda client, update: None,
+    ) -> None:
+        """`states` is None for algorithms that keep nothing. `slow_down(seconds, round)` is how long training that
+        took `seconds` lasts on an emulated executor; `check` refuses an update (PeerError) before it is folded."""
+        self.resident = Resident(module)
+        self._work = work
+        self._data = data
+        self._states = states
+        self._slow_down = slow_down
+        self._check = check
+        self._passes: Sequence[Pass] = work.algorithm.passes
+        self._workspace = Workspace(self.resident.size, self.resident.dtype)
+        self._draws: bool | None = None
+        self._told: Values = {}
+        self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
+        self._scale = (1, 1)
+        self._turn: Turn | None = None
+        self._written: list[tuple[int, int]] = []
+        self._replaced: list[tuple[int, int, int]] = []
+
+    def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
+        """A turn begins; what is left of another one is dropped."""
+        self._turn = opening.turn
+        self._told = dict(told)
+        self._scale = (opening.samples, opening.clients)
+        self.clear()
+        self._written = []
+        if self._states is not None:
+            gone = [(client, old) for client, old, new in self._replaced if new <= opening.durable_round]
+            self._replaced = [entry for entry in self._replaced if entry[2] > opening.durable_round]
+            self._states.drop(gone)
+
+    def _returns(self, number: int):
+        returns = self._passes[number].returns
+        return {**returns, BUFFERS: "weighted_mean"} if len(self.resident.buffers()) else returns
+
+    def train(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
+        """Train clients one after another. An update that is not finite is refused, and nothing of it is left."""
+        timed: list[Timed] = []
+        refused: list[Refusal] = []
+        for task in tasks:
+            start_s = time.perf_counter()
+            try:
+                self._train_one(task)
+            except PeerError as e:
+                refused.append(Refusal(task.client, str(e)))
+                continue
+            seconds = time.perf_counter() - start_s
+            assert self._turn is not None
+            lasts_s = self._slow_down(seconds, self._turn.round)
+            if lasts_s > seconds:
+                time.sleep(lasts_s - seconds)
+            timed.append(Timed(task.client, task.samples, lasts_s))
+        return tuple(timed), tuple(refused)
+
+    def _train_one(self, task: Task) -> None:
+        assert self._turn is not None, "a turn is open"
+        data = self._load(task)
+        state = self._state(task)
+        local = PlainLocal(
+            self.resident, self._workspace, self._work.local, data,
+            seed=self._work.seed, round_=self._turn.round, client=task.client,
+        )  # fmt: skip
+        if BUFFERS in self._told:
+            self.resident.set_buffers(self._told[BUFFERS])
+        if self._is_random(data):
+            torch.manual_seed(torch_seed(self._work.seed, self._turn.round, task.client))
+        told = {name: value for name, value in self._told.items() if name != BUFFERS}
+        update = self._passes[self._turn.number].client(local, told, state)
+        if BUFFERS in self._told:
+            values = {**update.values, BUFFERS: self.resident.buffers()}
+            update = Update(values=values, state=update.state, weight=update.weight)
+        self._check(task.client, update)
+        self.partial.fold(task.client, update, task.samples)
+        if update.state is not None:
+            self._keep(task, update.state)
+
+    def _load(self, task: Task) -> dict[str, Tensor]:
+        """In the model's precision."""
+        data = self._data.load(task.client)
+        samples = len(next(iter(data.values())))
+        if samples != task.samples:
+            raise UserError(f"client {task.client}: its data has {samples} samples, expected {task.samples}")
+        dtype = self.resident.dtype
+        return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
+
+    def _is_random(self, data: Mapping[str, Tensor]) -> bool:
+        """Seeding torch takes as long as a small client: only for models that draw."""
+        if self._draws is None:
+            self.resident.bind(self._told["model"])
+            self._draws = self.resident.draws({name: column[:2] for name, column in data.items()})
+        return self._draws
+
+    def _state(self, task: Task) -> Values | None:
+        if self._states is None:
+            return None
+        if task.state_round == NEVER:
+            return self._work.algorithm.init_client(self._told["model"])
+        return self._states.read(task.client, task.state_round)
+
+    def _keep(self, task: Task, state: Values) -> None:
+        assert self._turn is not None
+        if self._states is None:
+            raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
+        self._states.write(task.client, self._turn.round, state)
+        self._written.append((task.client, self._turn.round))
+        if task.state_round != NEVER:
+            self._replaced.append((task.client, task.state_round, self._turn.round))
+
+    @property
+    def partial(self) -> Partial:
+        """The open turn's sums."""
+        assert self._turn is not None, "a turn is open"
+        return self._partials[self._turn.number]
+
+    def clear(self) -> None:
+        """The sums are sent: more clients of the turn begin anew."""
+        self.partial.begin(*self._scale)
+
+    def forget(self) -> None:
+        """The turn is dropped: its sums, and the states that it wrote."""
+        if self._states is not None:
+            self._states.drop(self._written)
+            written = set(self._written)
+            self._replaced = [(c, old, new) for c, old, new in self._replaced if (c, new) not in written]
+        self._written = []
+        self._turn = None

@@ -1,0 +1,67 @@
+"""Which clients take part in a round: a pure function of the seed, the round and the rules."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from isthmus.errors import UserError
+from isthmus.streams import stream
+
+Integers = NDArray[np.int64]
+
+
+class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Who takes part, and when a round closes. One of `clients` and `fraction` says how many."""
+
+    clients: Annotated[int, Meta(ge=1)] | None = None
+    fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    weighted: bool = False
+    """Draw clients in proportion to their samples, in place of evenly."""
+    over_select: Annotated[float, Meta(ge=1)] = 1.0
+    """So many times more clients are asked than are needed; the round closes when enough are in."""
+    dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Probability that a client that was drawn does not take part after all."""
+    quorum: Annotated[float, Meta(gt=0, le=1)] = 1.0
+    """Share of the clients needed at which the round closes."""
+    minimum: Annotated[int, Meta(ge=1)] = 1
+    """Fewer clients than this never make a round."""
+    deadline: str = "600 s"
+    """After this a round closes with whoever is in, or is tried again if that is fewer than `minimum`."""
+    attempts: Annotated[int, Meta(ge=1)] = 3
+
+    def needed(self, population: int) -> int:
+        """Clients per round. UserError for more than there are, and for none or both of the ways to say it."""
+        if (self.clients is None) == (self.fraction is None):
+            raise UserError("participation: got both or none of clients and fraction, expected one of them")
+        if self.clients is None:
+            return max(1, round((self.fraction or 0) * population))
+        if self.clients > population:
+            raise UserError(f"participation.clients: got {self.clients}, expected at most the {population} clients")
+        return self.clients
+
+
+def cohort(rules: Participation, sizes: Integers, seed: int, round_: int) -> Integers:
+    """(drawn,) client numbers, ascending; those that drop out are drawn and left out.
+
+    `sizes` (population,) in samples: clients without data are never drawn. The same for the same arguments, on every
+    machine. Never empty: where all would drop out, the first stays.
+    """
+    population = len(sizes)
+    wanted = min(population, round(rules.needed(population) * rules.over_select))
+    draws = stream(seed, "cohort", round_)
+    if wanted == population:
+        drawn = np.arange(population)
+    elif rules.weighted:
+        drawn = draws.choice(population, wanted, replace=False, p=sizes / sizes.sum(), shuffle=False)
+    else:
+        drawn = draws.choice(population, wanted, replace=False, shuffle=False)
+    drawn = np.sort(drawn)
+    if rules.dropout:
+        stays = stream(seed, "dropout", round_).random(len(drawn)) >= rules.dropout
+        drawn = drawn[stays] if stays.any() else drawn[:1]
+    return drawn.astype(np.int64)

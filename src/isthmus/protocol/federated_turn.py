@@ -1,0 +1,90 @@
+"""An open turn, as the coordinator keeps it: who holds which clients, who is idle, and whom to take from."""
+
+from __future__ import annotations
+
+import heapq
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from isthmus.protocol.federated_events import Line, Refusal, Task, Timed, Turn
+
+
+@dataclass(kw_only=True)
+class OpenTurn:
+    """`held` are clients given out and not yet reported: the coordinator is not told when one begins."""
+
+    turn: Turn
+    opened_s: float
+    needed: int
+    line: Callable[[str], Line]
+    held: dict[str, dict[int, Task]] = field(default_factory=dict)
+    spare: list[Task] = field(default_factory=list)
+    """Not given to anybody yet, the largest first."""
+    idle: dict[str, None] = field(default_factory=dict)
+    """Executors that wait for clients, longest first."""
+    recalls: dict[str, str] = field(default_factory=dict)
+    """Who is asked to give back, for whom."""
+    timed: dict[str, list[Timed]] = field(default_factory=dict)
+    refused: list[Refusal] = field(default_factory=list)
+    reasons: list[str] = field(default_factory=list)
+    stolen: int = 0
+    predicted_s: float | None = None
+    bound_s: float | None = None
+    _load_s: dict[str, float] = field(default_factory=dict)
+    _richest: list[tuple[float, str]] = field(default_factory=list)
+
+    @property
+    def outstanding(self) -> int:
+        return sum(map(len, self.held.values())) + len(self.spare)
+
+    @property
+    def done(self) -> int:
+        return sum(map(len, self.timed.values()))
+
+    def give(self, executor: str, tasks: Iterable[Task]) -> None:
+        line = self.line(executor)
+        held = self.held.setdefault(executor, {})
+        for task in tasks:
+            held[task.client] = task
+            self._load_s[executor] = self._load_s.get(executor, 0.0) + line.seconds(task.samples)
+        heapq.heappush(self._richest, (-self.load_s(executor), executor))
+
+    def take(self, executor: str, tasks: Iterable[Task]) -> bool:
+        """Tasks that an executor gave back; False for a task that it was not given."""
+        line, held = self.line(executor), self.held.get(executor, {})
+        some = False
+        for task in tasks:
+            if held.pop(task.client, None) is None:
+                return False
+            self._load_s[executor] -= line.seconds(task.samples)
+            some = True
+        if some:  # it may have more
+            heapq.heappush(self._richest, (-self.load_s(executor), executor))
+        return True
+
+    def load_s(self, executor: str) -> float:
+        """What all it was given takes, by its line."""
+        return self._load_s.get(executor, 0.0)
+
+    def lose(self, executor: str) -> list[Task]:
+        """Its clients; the turn goes on without it."""
+        self.idle.pop(executor, None)
+        self._load_s.pop(executor, None)
+        return list(self.held.pop(executor, {}).values())
+
+    def victim(self, thief: str) -> str | None:
+        """Who has most, of those that were not asked since they were last given clients; asked now."""
+        waiting: list[tuple[float, str]] = []
+        found = None
+        while self._richest and found is None:
+            entry = heapq.heappop(self._richest)
+            name = entry[1]
+            if -entry[0] != self.load_s(name) or name in self.idle or len(self.held.get(name, ())) < 2:
+                continue  # an entry of before, or nothing that has not begun
+            if name in self.recalls or name == thief:
+                waiting.append(entry)
+                continue
+            found = name
+        for entry in waiting:
+            heapq.heappush(self._richest, entry)
+        return found

@@ -1,0 +1,106 @@
+"""A small population and runs over it in one process."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import numpy as np
+import torch
+from torch import Tensor, nn
+
+from isthmus.data.dataset import ColumnSpec
+from isthmus.federated import AlgorithmSpec, InProcess, LocalConfig, Server, StateStore, Work, Worksite, load_algorithm
+from isthmus.federated.resident import Resident
+from isthmus.models import MLP, MLPConfig
+from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_events import Finish, Record
+from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_participation import Participation, cohort
+from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
+
+CLIENTS, PER_ROUND = 9, 5
+LOCAL = LocalConfig(epochs=EPOCHS, batch_size=BATCH, learning_rate=ETA)
+
+
+class ListedData:
+    """Clients' samples held in a list."""
+
+    def __init__(self, clients: list[dict[str, Tensor]]) -> None:
+        self.clients = clients
+
+    @property
+    def columns(self) -> dict[str, ColumnSpec]:
+        return {}
+
+    @property
+    def sizes(self) -> np.ndarray:
+        return np.array([len(c["labels"]) for c in self.clients])
+
+    @property
+    def fingerprint(self) -> str:
+        return "listed"
+
+    def load(self, client: int) -> dict[str, Tensor]:
+        return self.clients[client]
+
+
+def population(clients: int = CLIENTS) -> ListedData:
+    """Sizes of 3 to 20 samples; labels that a client's own direction decides."""
+    draws = torch.Generator().manual_seed(1)
+    found: list[dict[str, Tensor]] = []
+    for client in range(clients):
+        n = 3 + client * 7 % 18
+        x = torch.randn(n, 6, generator=draws, dtype=torch.float64)
+        found.append({"pixel_values": x, "labels": (x[:, client % 6] > 0).long() + client % 2})
+    return ListedData(found)
+
+
+def module() -> nn.Module:
+    torch.manual_seed(0)
+    return MLP(MLPConfig(features=6, width=5, layers=1, classes=3)).double()
+
+
+def members(round_: int, sizes: np.ndarray) -> np.ndarray:
+    return cohort(Participation(clients=PER_ROUND), sizes, SEED, round_)
+
+
+class Run:
+    """A run of `executors` in this process."""
+
+    def __init__(
+        self,
+        name: str,
+        options: dict[str, object],
+        folder: Path,
+        *,
+        executors: int = 1,
+        rounds: int = 10,
+        pick: Callable[[Sequence[str]], int] = lambda ready: 0,
+        **rules: object,
+    ) -> None:
+        data = population()
+        algorithm = load_algorithm(AlgorithmSpec(name=name, options=options))
+        work = Work(algorithm=algorithm, local=LOCAL, seed=SEED)
+        stateful = algorithm.init_client(torch.zeros(1)) is not None
+        store = StateStore(folder) if stateful else None
+        self.sites = {f"e{k}": Worksite(work, module(), data, store) for k in range(executors)}
+        resident = Resident(module())
+        self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients))
+        self.records: list[Record] = []
+        self.machine = FederatedCoordinator(
+            self.sites,
+            RoundRules(rounds=rounds, passes=len(algorithm.passes), needed=PER_ROUND, **rules),
+            data.sizes,
+            lambda r: members(r, data.sizes),
+            Pace(executors, window_rounds=5),
+            state_rounds=np.full(len(data.clients), -1, dtype=np.int32) if stateful else None,
+        )
+        self.driver = InProcess(self.machine, self.server, self.sites, committed=self.records.append, pick=pick)
+
+    def run(self) -> Finish:
+        return self.driver.run()
+
+    @property
+    def model(self) -> Tensor:
+        return self.server.values["model"]
