@@ -37,6 +37,7 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     algorithm: str
     options: dict[str, object]
     model: str
+    local: str
     numbers: int
     """In the model's vector."""
     data: str

@@ -161,6 +161,7 @@ class FederatedCoordinator:
         opened = OpenTurn(turn=turn, opened_s=self._now_s, needed=min(self._rules.needed, clients), line=self._line)
         if schedule is not None and self.pace.known:
             opened.predicted_s, opened.bound_s = schedule.makespan_s, schedule.lower_bound_s
+            opened.believed = {name: self._line(name) for name in alive}
         self._open = opened
         opening = Opening(
             turn=turn, clients=len(self._cohort), samples=int(self._sizes[self._cohort].sum()),
@@ -319,7 +320,8 @@ class FederatedCoordinator:
             trained={name: tuple(timed) for name, timed in opened.timed.items() if timed},
             refused=tuple(opened.refused),
             missing=tuple(c for c in self._cohort.tolist() if c not in trained and c not in refused),
-            predicted_s=opened.predicted_s, bound_s=opened.bound_s, stolen=opened.stolen, closed_by=why,
+            predicted_s=opened.predicted_s, bound_s=opened.bound_s,
+            lines=opened.believed, stolen=opened.stolen, closed_by=why,
         )  # fmt: skip
         self._round += 1
         return [Commit(record), *self._open_round()]

@@ -73,7 +73,7 @@ class TurnOpened(msgspec.Struct, frozen=True, kw_only=True):
     """Say when the tasks are done, and keep the sums until the turn closes: there may be more tasks."""
 
 
-class Granted(msgspec.Struct, frozen=True, kw_only=True):
+class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """More tasks."""
 
     turn: Turn
@@ -81,7 +81,7 @@ class Granted(msgspec.Struct, frozen=True, kw_only=True):
     holds: bool = False
 
 
-class Recalled(msgspec.Struct, frozen=True, kw_only=True):
+class Recalled(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """Another executor is idle: give back of what has not begun as much as evens the two out."""
 
     turn: Turn
@@ -89,13 +89,13 @@ class Recalled(msgspec.Struct, frozen=True, kw_only=True):
     thief: Line
 
 
-class Closed(msgspec.Struct, frozen=True, kw_only=True):
+class Closed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """No more tasks: send the sums."""
 
     turn: Turn
 
 
-class Dropped(msgspec.Struct, frozen=True, kw_only=True):
+class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     """The turn is over without this executor, or for all of them: forget it."""
 
     turn: Turn
@@ -259,6 +259,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     predicted_s: float | None = None
     """The makespan that was planned; None while nothing was known of the executors."""
     bound_s: float | None = None
+    lines: Mapping[str, Line] = {}
+    """What was believed of each executor when the round was planned; empty while nothing was known."""
     stolen: int = 0
     """Clients that changed hands."""
     closed_by: Literal["all", "quorum", "deadline"] = "all"

@@ -11,10 +11,24 @@ from collections.abc import Iterable, Sequence
 
 import numpy as np
 
-from isthmus.planners.cohort import CohortProblem, History, Schedule, TimeModel, equal_times, fit_times, schedule_cohort
+from isthmus.planners.cohort import (
+    CohortProblem,
+    History,
+    Schedule,
+    TimeModel,
+    certified,
+    equal_times,
+    fit_times,
+    parrot,
+    schedule_cohort,
+)
 from isthmus.planners.cohort.problem import Floats
 from isthmus.protocol.federated_events import Line, Timed
 
+STEP_S = 1e-4
+"""What one exchange of the certified search takes, roughly."""
+FEWEST_STEPS, MOST_STEPS = 300, 4000
+TINY_S = 1e-12
 FEWEST = 3
 """Clients that an executor must have trained before its own line is believed."""
 
@@ -82,10 +96,21 @@ class Pace:
         return TimeModel(seconds_per_sample=np.where(per_sample + fixed_s > 0, per_sample, 1e-9), fixed_s=fixed_s)
 
     def schedule(self, planner: str, sizes: Floats, among: Iterable[int]) -> Schedule:
-        """A round's schedule over the executors `among`, in their order. `sizes` (clients,) in samples."""
+        """A round's schedule over the executors `among`, in their order. `sizes` (clients,) in samples.
+
+        `certified` looks no longer than a better schedule could save: short rounds are Parrot's.
+        """
         chosen = np.array(list(among), dtype=np.int64)
         lines = self.lines()
         problem = CohortProblem(
             sizes=sizes, seconds_per_sample=lines.seconds_per_sample[chosen], fixed_s=lines.fixed_s[chosen]
         )
-        return schedule_cohort(planner, problem)
+        if planner != "certified":
+            return schedule_cohort(planner, problem)
+        greedy = parrot(problem)
+        if not self.known:
+            return greedy
+        per_sample = np.maximum(problem.seconds_per_sample, TINY_S)
+        at_least_s = float(sizes.sum() / (1 / per_sample).sum())
+        steps = int((greedy.makespan_s - at_least_s) / STEP_S)
+        return certified(problem, steps=min(steps, MOST_STEPS)) if steps >= FEWEST_STEPS else greedy

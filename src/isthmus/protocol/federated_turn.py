@@ -30,6 +30,7 @@ class OpenTurn:
     stolen: int = 0
     predicted_s: float | None = None
     bound_s: float | None = None
+    believed: dict[str, Line] = field(default_factory=dict)
     _load_s: dict[str, float] = field(default_factory=dict)
     _richest: list[tuple[float, str]] = field(default_factory=list)
 

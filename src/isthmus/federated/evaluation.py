@@ -1,0 +1,83 @@
+"""How good a model is: on held-out samples, and on the clients' own data, one client at a time."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from isthmus.data.clients import ClientData
+from isthmus.federated.resident import Resident, loss_of
+
+BATCH = 256
+
+
+class ClientAccuracies(msgspec.Struct, frozen=True, kw_only=True):
+    """The distribution over clients."""
+
+    clients: int
+    mean: float
+    worst_decile: float
+    """Mean of the worst tenth."""
+    deviation: float
+
+
+class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
+    loss: float
+    accuracy: float | None
+    """None for a model that gives no `logits`, or data without `labels`."""
+    clients: ClientAccuracies | None = None
+
+
+class Evaluator:
+    """Keeps a module of its own: the one that trains is elsewhere."""
+
+    def __init__(
+        self, resident: Resident, test: Mapping[str, Tensor], data: ClientData, clients: Sequence[int] = ()
+    ) -> None:
+        self._resident = resident
+        self._test = self._cast(test)
+        self._data = data
+        self._clients = clients
+
+    def _cast(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
+        dtype = self._resident.dtype
+        return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in columns.items()}
+
+    def evaluate(self, model: Tensor, buffers: Tensor | None = None) -> Evaluation:
+        """In eval mode, without gradients."""
+        module = self._resident.module
+        self._resident.bind(model)
+        if buffers is not None:
+            self._resident.set_buffers(buffers)
+        module.eval()
+        with torch.no_grad():
+            loss, accuracy = self._on(self._test)
+            each = [self._on(self._cast(self._data.load(client)))[1] for client in self._clients]
+        module.train()
+        known = np.sort([a for a in each if a is not None])
+        found = None
+        if len(known):
+            worst = known[: max(1, len(known) // 10)]
+            found = ClientAccuracies(
+                clients=len(known), mean=float(known.mean()), worst_decile=float(worst.mean()),
+                deviation=float(known.std()),
+            )  # fmt: skip
+        return Evaluation(loss=loss, accuracy=accuracy, clients=found)
+
+    def _on(self, columns: Mapping[str, Tensor]) -> tuple[float, float | None]:
+        """Mean loss and accuracy."""
+        count = len(next(iter(columns.values())))
+        total, right, judged = 0.0, 0, 0
+        for start in range(0, count, BATCH):
+            batch = {name: column[start : start + BATCH] for name, column in columns.items()}
+            here = len(next(iter(batch.values())))
+            output: object = self._resident.module(**batch)
+            total += float(loss_of(output)) * here
+            if isinstance(output, Mapping) and "logits" in output and "labels" in batch:
+                right += int((output["logits"].argmax(-1) == batch["labels"]).sum())
+                judged += batch["labels"].numel()
+        return total / count, right / judged if judged else None

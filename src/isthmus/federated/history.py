@@ -1,0 +1,79 @@
+"""What became of every round: one line each, written when it is committed. Which updates are in which round, exactly."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Mapping
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.federated.evaluation import Evaluation
+from isthmus.protocol.federated_events import Record
+
+
+class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
+    """A committed round."""
+
+    record: Record
+    seconds: float
+    """From its opening to the server's new values."""
+    sent_bytes: int = 0
+    """By the coordinator, whole frames."""
+    received_bytes: int = 0
+    evaluation: Evaluation | None = None
+
+    @property
+    def makespan_s(self) -> float:
+        """Of the executor that trained longest."""
+        return max(self.busy_s().values(), default=0.0)
+
+    def busy_s(self) -> dict[str, float]:
+        """Seconds of training, by executor."""
+        return {name: sum(t.seconds for t in timed) for name, timed in self.record.trained.items()}
+
+    @property
+    def clients(self) -> int:
+        return sum(map(len, self.record.trained.values()))
+
+    def time_error(self) -> float | None:
+        """Mean of |predicted - measured| / measured over the clients; None where nothing was predicted."""
+        lines: Mapping[str, object] = self.record.lines
+        errors = [
+            abs(self.record.lines[name].seconds(t.samples) - t.seconds) / t.seconds
+            for name, timed in self.record.trained.items()
+            if name in lines
+            for t in timed
+            if t.seconds > 0
+        ]
+        return sum(errors) / len(errors) if errors else None
+
+
+class History:
+    """The lines of a run, in `rounds.jsonl`."""
+
+    def __init__(self, path: Path) -> None:
+        self._path = path
+
+    def keep(self, rounds: int) -> None:
+        """Forget what comes after so many rounds: a resumed run makes them again."""
+        kept = [line for line in self.lines() if line.record.round < rounds]
+        new = self._path.with_name(f".{self._path.name}")
+        try:
+            new.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
+            new.replace(self._path)
+        except OSError as e:
+            raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
+
+    def add(self, line: RoundLine) -> None:
+        with self._path.open("ab") as file:
+            file.write(msgspec.json.encode(line) + b"\n")
+
+    def lines(self) -> list[RoundLine]:
+        """Every line that was written whole: a killed run may leave half a one."""
+        found: list[RoundLine] = []
+        for line in self._path.read_bytes().splitlines() if self._path.is_file() else []:
+            with contextlib.suppress(msgspec.MsgspecError):
+                found.append(msgspec.json.decode(line, type=RoundLine))
+        return found

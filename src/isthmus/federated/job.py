@@ -1,0 +1,178 @@
+"""A federated job: which model, whose data, which algorithm, who takes part, on how many executors. One TOML file."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import sys
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import numpy as np
+import torch
+from msgspec import Meta
+from numpy.typing import NDArray
+from torch import Tensor, nn
+
+from isthmus.data import DataSpec, load_dataset
+from isthmus.data.clients import ClientData, share_out
+from isthmus.data.femnist import FemnistOptions, FemnistShaped
+from isthmus.data.partition import PartitionSpec
+from isthmus.documents import convert, read_toml
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import read_options
+from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.federated.local import LocalConfig
+from isthmus.federated.schemes import Scheme, scheme
+from isthmus.federated.server import Identity
+from isthmus.models import ModelSpec, build_model
+from isthmus.planners.cohort import cohort_names
+from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.units import parse_duration
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+FEMNIST = "femnist"
+
+
+class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The algorithm, and how long. Zero turns an `every` off."""
+
+    algorithm: str = "fedavg"
+    options: dict[str, object] = {}
+    rounds: Positive = 10
+    seed: NotNegative = 0
+    evaluate_every: NotNegative = 1
+    evaluate_samples: Positive = 2000
+    evaluate_clients: NotNegative = 0
+    """Clients of whose own data the accuracy is taken too, evenly over the population."""
+    save_every: Positive = 1
+    """Rounds between commits to disk."""
+
+
+class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Where clients train."""
+
+    scheme: str = "ours"
+    executors: Positive = 2
+    planner: str = ""
+    """In place of the scheme's."""
+    steals: bool | None = None
+    """In place of the scheme's."""
+    window_rounds: Positive | None = 5
+    """Times of so many rounds are fitted (Parrot's time window)."""
+    slow_down: tuple[Annotated[float, Meta(ge=0)], ...] = ()
+    """Emulation: eta of each executor, which sleeps eta T after training for T."""
+    unstable: bool = False
+    """Emulation: speeds that change from round to round."""
+    threads: Positive = 1
+    patience: str = "60 s"
+    """Silence after which an executor counts as lost."""
+
+
+class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole job file; its table `federated` sets it apart from a pipeline's."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    model: ModelSpec
+    data: DataSpec
+    federated: FederatedConfig
+    partition: PartitionSpec | None = None
+    local: LocalConfig = LocalConfig()
+    participation: Participation = Participation(fraction=1.0)
+    execution: Execution = Execution()
+    run_dir: str = "runs"
+
+    @property
+    def scheme(self) -> Scheme:
+        return scheme(self.execution.scheme)
+
+    @property
+    def patience_s(self) -> float:
+        return parse_duration(self.execution.patience, "execution.patience")
+
+    @property
+    def deadline_s(self) -> float:
+        return parse_duration(self.participation.deadline, "participation.deadline")
+
+    def algorithm(self) -> Algorithm:
+        return load_algorithm(AlgorithmSpec(name=self.federated.algorithm, options=self.federated.options))
+
+
+def is_federated(path: Path) -> bool:
+    """Whether a job file is one of these."""
+    return "federated" in read_toml(path, "job file")
+
+
+def load_federated_job(path: Path) -> FederatedJob:
+    """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
+    job = convert(read_toml(path, "job file"), FederatedJob, str(path))
+    try:
+        check(job)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+    return job
+
+
+def check(job: FederatedJob) -> None:
+    """What can be said before data is read."""
+    job.algorithm()
+    for field, seconds in (("execution.patience", job.patience_s), ("participation.deadline", job.deadline_s)):
+        if not 1 <= seconds < math.inf:
+            raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
+    if job.execution.planner and job.execution.planner not in cohort_names():
+        raise unknown_name("execution.planner", job.execution.planner, cohort_names())
+    if job.scheme.per != "given" and job.execution.slow_down:
+        raise UserError(f"execution.slow_down: got one for scheme {job.execution.scheme!r}, which has no such executors")
+    if (eta := job.execution.slow_down) and len(eta) != job.execution.executors:
+        raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
+
+
+def client_data(job: FederatedJob) -> ClientData:
+    """The population. UserError for data that cannot be read or shared out."""
+    if job.data.kind == FEMNIST:
+        if job.partition is not None:
+            raise UserError("partition: got one for data that comes by writers, expected none")
+        return FemnistShaped(read_options(FEMNIST, job.data.options, FemnistOptions))
+    if job.partition is None:
+        raise UserError("partition: missing, expected how the data is shared out among clients")
+    return share_out(load_dataset(job.data, "train"), job.partition, job.federated.seed)
+
+
+def test_data(job: FederatedJob, data: ClientData) -> dict[str, Tensor]:
+    """Held-out samples, at most `evaluate_samples`."""
+    most = job.federated.evaluate_samples
+    if isinstance(data, FemnistShaped):
+        return data.held_out(most)
+    held = load_dataset(job.data, "heldout")
+    natural = {job.partition.column} if job.partition is not None and job.partition.scheme == "natural" else set[str]()
+    return held.batch(np.arange(min(most, len(held))), [c for c in held.columns if c not in natural])
+
+
+def build(job: FederatedJob) -> nn.Module:
+    """The model with the weights that its seed gives."""
+    torch.manual_seed(job.federated.seed)
+    with contextlib.redirect_stdout(sys.stderr):
+        return build_model(job.model)
+
+
+def members(job: FederatedJob, sizes: NDArray[np.int64], round_: int) -> NDArray[np.int64]:
+    """The cohort of a round."""
+    return cohort(job.participation, sizes, job.federated.seed, round_)
+
+
+def executors(job: FederatedJob, population: int) -> int:
+    """How many executors the scheme takes."""
+    wanted = job.participation.needed(population)
+    counts = {"cohort": min(population, round(wanted * job.participation.over_select)), "population": population}
+    return counts.get(job.scheme.per, job.execution.executors if job.scheme.processes else 1)
+
+
+def identity(job: FederatedJob, data: ClientData, numbers: int) -> Identity:
+    """What a resumed run must have in common with the one before; where clients train is not part of it."""
+    return Identity(
+        algorithm=job.federated.algorithm, options=job.federated.options, model=msgspec.json.encode(job.model).decode(),
+        local=msgspec.json.encode(job.local).decode(), numbers=numbers, data=data.fingerprint, seed=job.federated.seed,
+        clients=len(data.sizes),
+    )  # fmt: skip

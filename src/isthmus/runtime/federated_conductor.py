@@ -1,0 +1,263 @@
+"""The driver of a federated coordinator: its instructions carried out over connections to executors' processes."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import signal
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.server import Server
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import (
+    Absorb,
+    Commit,
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    Drained,
+    Finish,
+    Halt,
+    Ignore,
+    Interrupted,
+    Joined,
+    Lost,
+    Merge,
+    Open,
+    Record,
+    Returned,
+    Summed,
+    Tell,
+    Tick,
+    Turn,
+)
+from isthmus.runtime.federated_messages import (
+    DrainedMessage,
+    FederatedMessage,
+    ReturnedMessage,
+    SumsMessage,
+    ToldMessage,
+    TurnMessage,
+)
+from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Message, ReadyMessage
+from isthmus.runtime.post import Post, headers_of
+from isthmus.runtime.reception import Heard, Reception
+
+TICK_S = 0.25
+LAST_WORDS_S = 0.5
+"""How long to wait for the exit of a process whose connection closed: it says more."""
+
+
+class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver saw of a round. Bytes are whole frames, of all executors."""
+
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+
+
+class FederatedConductor:
+    """Listens, admits the run's executors, and runs the machine in the thread that calls `conduct`."""
+
+    def __init__(
+        self,
+        machine: FederatedCoordinator,
+        server: Server,
+        run: str,
+        *,
+        host: str,
+        patience_s: float,
+        committed: Callable[[Record, RoundMeasure], None],
+        pinned: Mapping[str, int] = {},
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`pinned` are the clients of executors that have one only. `note` is told of losses."""
+        self._machine = machine
+        self._server = server
+        self._run = run
+        self._patience_s = patience_s
+        self._committed = committed
+        self._pinned = pinned
+        self._note = note
+        self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
+        self._posts: dict[str, Post] = {}
+        self._sums: dict[str, tuple[SumsMessage, list[Tensor]]] = {}
+        self._turn: Turn | None = None
+        self._told: Mapping[str, Tensor] = {}
+        self._opened_s = 0.0
+        self._counted = (0, 0)
+        self._failure: IsthmusError | None = None
+        self._over = threading.Event()
+        self._reception = Reception(
+            host, run, machine.executors, heard=self._heard.put, guard=self._guard, patience_s=patience_s,
+            vocabulary=FederatedMessage,
+        )  # fmt: skip
+        self.port = self._reception.port
+
+    def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Finish:
+        """Run to the end; `ended` tells of which executors the process has ended, and how.
+
+        Ctrl-C drops the open round and ends. Raises UserError for what an executor refused as the user's.
+        """
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        try:
+            with self._interruptible():
+                finish = self._loop(ended)
+            for post in self._posts.values():
+                post.flush()
+        finally:
+            self._over.set()
+            self._reception.close()
+        if self._failure is not None:
+            raise self._failure
+        return finish
+
+    def bytes(self) -> tuple[int, int]:
+        """Sent and received so far, whole frames, of all executors."""
+        counts = [self._reception.channel(name).statistics() for name in self._posts]
+        return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
+
+    @contextlib.contextmanager
+    def _interruptible(self) -> Generator[None]:
+        if threading.current_thread() is not threading.main_thread():
+            yield
+            return
+        previous = signal.getsignal(signal.SIGINT)
+
+        def interrupt(*_: object) -> None:
+            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends at once
+            self._heard.put(Interrupted())
+
+        signal.signal(signal.SIGINT, interrupt)
+        try:
+            yield
+        finally:
+            signal.signal(signal.SIGINT, previous)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._patience_s / 4):
+            for post in list(self._posts.values()):
+                post.put(Heartbeat(run=self._run))
+
+    def _loop(self, ended: Callable[[], Mapping[str, str]]) -> Finish:
+        finish: Finish | None = None
+        looked_s, join_by_s = 0.0, time.monotonic() + self._patience_s
+        while finish is None:
+            events: list[CoordinatorEvent] = []
+            with contextlib.suppress(queue.Empty):
+                events += self._translate(self._heard.get(timeout=TICK_S), ended)
+            now_s = time.monotonic()
+            if now_s - looked_s >= TICK_S:
+                looked_s = now_s
+                events.append(Tick(now_s=now_s))
+                if now_s > join_by_s and (missing := set(self._machine.executors) - self._posts.keys()):
+                    events += [self._lost(min(missing), f"it did not join within {self._patience_s:g} s", ended)]
+                elif gone := ended().keys() - self._posts.keys():
+                    events += [self._lost(min(gone), "its process ended before it joined", ended)]
+            for event in events:
+                finish = self._carry_out(self._machine.handle(event)) or finish
+            if self._failure is not None:
+                return self._carry_out([Halt()]) or Finish("lost", str(self._failure))
+        return finish
+
+    def _guard(self, executor: str, message: Message) -> None:
+        """Refuse what no executor sends, before its tensors are received. Any thread."""
+        if not isinstance(message, ReadyMessage | DrainedMessage | ReturnedMessage | SumsMessage | Failed | Heartbeat):
+            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        if message.tensors and not isinstance(message, SumsMessage):
+            raise PeerError(f"sent {type(message).__name__} with tensors")
+
+    def _translate(
+        self, heard: Heard | CoordinatorEvent, ended: Callable[[], Mapping[str, str]]
+    ) -> Sequence[CoordinatorEvent]:
+        if not isinstance(heard, tuple):
+            return [heard]
+        executor, message, tensors = heard
+        match message:
+            case None | Exception():
+                reason = "its connection closed" if message is None else str(message)
+                return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
+            case Join():
+                channel = self._reception.channel(executor)
+                self._posts[executor] = Post(
+                    channel, on_error=lambda e, name=executor: self._heard.put((name, e, []))
+                )
+            case ReadyMessage():
+                return [Joined(executor=executor, client=self._pinned.get(executor))]
+            case DrainedMessage(turn=turn):
+                return [Drained(executor=executor, turn=turn)]
+            case ReturnedMessage(turn=turn, tasks=tasks):
+                return [Returned(executor=executor, turn=turn, tasks=tasks)]
+            case SumsMessage(turn=turn):
+                self._sums[executor] = (message, tensors)
+                return [Summed(executor=executor, turn=turn, timed=message.timed, refused=message.refused)]
+            case Failed(fault="user"):
+                self._failure = UserError(message.reason)
+            case Failed():
+                return [self._lost(executor, message.reason, ended)]
+            case _:
+                pass
+        return []
+
+    def _lost(self, executor: str, reason: str, ended: Callable[[], Mapping[str, str]]) -> Lost:
+        deadline_s = time.monotonic() + LAST_WORDS_S
+        while not self._over.is_set() and executor not in (how := ended()) and how and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        reason = ended().get(executor, reason)
+        self._note(f"executor {executor} was lost: {reason}")
+        return Lost(executor=executor, reason=reason)
+
+    def _carry_out(self, instructions: Sequence[CoordinatorInstruction]) -> Finish | None:
+        finish: Finish | None = None
+        for instruction in instructions:
+            match instruction:
+                case Open(executor=executor, event=opened):
+                    self._open(opened.opening.turn)
+                    self._server.open(opened.opening)
+                    headers = headers_of(self._told)
+                    message = TurnMessage(run=self._run, opened=opened, tensors=headers)
+                    self._posts[executor].put(message, list(self._told.values()))
+                case Tell(executor=executor, event=told):
+                    self._posts[executor].put(ToldMessage(run=self._run, told=told))
+                case Merge(executor=executor):
+                    self._merge(executor)
+                case Ignore(executor=executor):
+                    self._sums.pop(executor, None)
+                case Absorb():
+                    self._server.absorb()
+                case Commit(record=record):
+                    self._committed(record, self._measure())
+                case Halt():
+                    for post in self._posts.values():
+                        post.put(HaltMessage(run=self._run))
+                case Finish():
+                    finish = instruction
+        return finish
+
+    def _open(self, turn: Turn) -> None:
+        if turn == self._turn:
+            return
+        if self._turn is None or turn.round != self._turn.round:
+            self._opened_s = time.monotonic()
+        self._turn, self._told = turn, self._server.broadcast()
+
+    def _measure(self) -> RoundMeasure:
+        sent, received = self.bytes()
+        before, self._counted = self._counted, (sent, received)
+        return RoundMeasure(
+            seconds=time.monotonic() - self._opened_s, sent_bytes=sent - before[0], received_bytes=received - before[1]
+        )
+
+    def _merge(self, executor: str) -> None:
+        """PeerError here is another party's fault, but its clients count as in already: the run must end."""
+        message, tensors = self._sums.pop(executor)
+        named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+        try:
+            self._server.merge(named, message.clients, message.weight, message.weights)
+        except PeerError as e:
+            self._failure = PeerError(f"executor {executor!r}: {e}")

@@ -1,0 +1,153 @@
+"""An executor's process: joins the coordinator of a federated run, trains the clients that it is told to.
+
+Model and algorithm are of this machine: code does not come over a link.
+
+The main thread trains. Another receives, and answers what must not wait for a client to end: a recall.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.worksite import Worksite
+from isthmus.protocol.federated_events import (
+    Begin,
+    ExecutorEvent,
+    Forget,
+    Halted,
+    SendSums,
+    Stop,
+    TellDrained,
+    TellReturned,
+    Train,
+    Trained,
+)
+from isthmus.protocol.federated_executor import FederatedExecutor
+from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.federated_messages import (
+    DrainedMessage,
+    FederatedMessage,
+    ReturnedMessage,
+    SumsMessage,
+    ToldMessage,
+    TurnMessage,
+)
+from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Message, ReadyMessage
+from isthmus.runtime.post import Post, headers_of
+
+Told = Mapping[str, Tensor]
+Act = tuple[Begin, Told] | Train | SendSums | Forget | Stop | Exception
+
+
+class Executor:
+    """The machine's driver. Training happens in the thread that calls `run`."""
+
+    def __init__(self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float) -> None:
+        self.machine = FederatedExecutor()
+        self._site = site
+        self._channel = channel
+        self._post = post
+        self._run = run
+        self._patience_s = patience_s
+        self._deciding = threading.Lock()
+        self._acts: queue.SimpleQueue[Act] = queue.SimpleQueue()
+        self._told: Told = {}
+
+    def run(self) -> None:
+        """Until halted. Raises what ended the connection, or training."""
+        threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
+        while not isinstance(act := self._acts.get(), Stop):
+            match act:
+                case Exception():
+                    raise act
+                case (Begin(opening=opening), told):
+                    self._site.open(opening, told)
+                case Train(turn=turn, tasks=tasks):
+                    timed, refused = self._site.train(tasks)
+                    self._handle(Trained(turn=turn, timed=timed, refused=refused))
+                case SendSums():
+                    self._send_sums(act)
+                case Forget():
+                    self._site.forget()
+        self._post.flush()
+
+    def _listen(self) -> None:
+        try:
+            while (received := self._channel.receive(idle_s=self._patience_s)) is not None:
+                message, tensors = received
+                match message:
+                    case TurnMessage(opened=opened):
+                        self._told = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                        self._handle(opened)
+                    case ToldMessage(told=told):
+                        self._handle(told)
+                    case HaltMessage():
+                        self._handle(Halted())
+                        return
+                    case _:
+                        pass
+            self._acts.put(PeerError("coordinator: closed the connection"))
+        except Exception as e:  # the main thread decides
+            self._acts.put(e)
+
+    def _handle(self, event: ExecutorEvent) -> None:
+        """From both threads: one event at a time, answers at once, everything else to the main thread in order."""
+        with self._deciding:
+            for instruction in self.machine.handle(event):
+                match instruction:
+                    case TellDrained(turn=turn):
+                        self._post.put(DrainedMessage(run=self._run, turn=turn))
+                    case TellReturned(turn=turn, tasks=tasks):
+                        self._post.put(ReturnedMessage(run=self._run, turn=turn, tasks=tasks))
+                    case Begin():
+                        self._acts.put((instruction, self._told))
+                    case _:
+                        self._acts.put(instruction)
+
+    def _send_sums(self, act: SendSums) -> None:
+        partial = self._site.partial
+        tensors = partial.tensors()
+        weight, weights = partial.weights()
+        self._post.put(
+            SumsMessage(
+                run=self._run, turn=act.turn, timed=act.timed, refused=act.refused, clients=partial.clients,
+                weight=weight, weights=weights, tensors=headers_of(tensors),
+            ),
+            list(tensors.values()),
+        )  # fmt: skip
+        self._post.flush()  # the sums' memory is used again
+        self._site.clear()
+
+
+def serve(address: str, name: str, run: str, site: Worksite, patience_s: float) -> None:
+    """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
+    host, _, port = address.rpartition(":")
+    channel = dial(host, int(port), "coordinator", patience_s, FederatedMessage)
+    post = Post(channel, on_error=lambda _: channel.close())
+    post.put(Join(run=run, device=name, host="", port=0, torch=str(torch.__version__)))
+    over = threading.Event()
+    threading.Thread(target=_beat, args=(post, run, patience_s / 4, over), name="heartbeat", daemon=True).start()
+    try:
+        post.put(ReadyMessage(run=run))
+        Executor(site, channel, post, run, patience_s).run()
+    except Exception as e:
+        fault = "user" if isinstance(e, UserError) else "other" if isinstance(e, PeerError) else "device"
+        reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
+        post.put(Failed(run=run, reason=" ".join(reason.split())[:500], fault=fault))
+        raise
+    finally:
+        over.set()
+        post.flush()
+        channel.close()
+
+
+def _beat(post: Post, run: str, every_s: float, over: threading.Event) -> None:
+    beat: Message = Heartbeat(run=run)
+    while not over.wait(every_s):
+        post.put(beat)

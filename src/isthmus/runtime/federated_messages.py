@@ -1,0 +1,50 @@
+"""What coordinator and executors of a federated run say to each other."""
+
+from __future__ import annotations
+
+import msgspec
+
+from isthmus.protocol.federated_events import Closed, Dropped, Granted, Recalled, Refusal, Task, Timed, Turn, TurnOpened
+from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Message, ReadyMessage
+
+# Coordinator to executor
+
+
+class TurnMessage(Message, frozen=True, kw_only=True):
+    """A turn begins; the tensors are the broadcast. Once per executor and turn."""
+
+    opened: TurnOpened
+
+
+class ToldMessage(Message, frozen=True, kw_only=True):
+    told: Granted | Recalled | Closed | Dropped
+
+
+# Executor to coordinator
+
+
+class DrainedMessage(Message, frozen=True, kw_only=True):
+    turn: Turn
+
+
+class ReturnedMessage(Message, frozen=True, kw_only=True):
+    turn: Turn
+    tasks: tuple[Task, ...]
+
+
+class SumsMessage(Message, frozen=True, kw_only=True):
+    """The tensors are the sums, 8 bytes a number, and what is collected, per client. None where no client is in."""
+
+    turn: Turn
+    timed: tuple[Timed, ...]
+    refused: tuple[Refusal, ...]
+    clients: int
+    weight: int
+    """The sum of the clients' weights, and each one's where values are collected; in units of 2^-20."""
+    weights: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+
+
+FederatedMessage = (
+    TurnMessage | ToldMessage | DrainedMessage | ReturnedMessage | SumsMessage
+    | Join | ReadyMessage | Failed | Heartbeat | HaltMessage
+)  # fmt: skip

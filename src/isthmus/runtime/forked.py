@@ -1,0 +1,128 @@
+"""Processes that begin as copies of this one: nothing is imported or read again, and memory is shared until written.
+
+A fresh interpreter imports torch for seconds; a fork takes milliseconds. It must come before this process has threads:
+a lock that a thread holds at that moment stays locked in the copy.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import signal
+import sys
+import threading
+import time
+import traceback
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from types import TracebackType
+
+from isthmus.errors import InternalError, IsthmusError, PeerError
+
+
+class Forked:
+    """Copies of this process by name, each of which waits to be told an address. A context manager: on leaving,
+    whatever still runs is ended. They end with this process even when it is killed."""
+
+    def __init__(self, names: Mapping[str, Callable[[str], None]], logs: Path) -> None:
+        """Each copy calls its function with the address. Under `logs` goes what it writes to standard error."""
+        logs.mkdir(parents=True, exist_ok=True)
+        self._pids: dict[str, int] = {}
+        self._leashes: dict[str, int] = {}
+        self._codes: dict[str, int] = {}
+        self._logs = {name: logs / f"{name}.log" for name in names}
+        gc.freeze()  # collecting in a copy would write to every page
+        for name, act in names.items():
+            end, leash = os.pipe()
+            pid = os.fork()
+            if not pid:
+                os.close(leash)
+                for other in self._leashes.values():  # else a copy would keep its siblings alive
+                    os.close(other)
+                _live(act, end, self._logs[name])
+            os.close(end)
+            self._pids[name], self._leashes[name] = pid, leash
+
+    def begin(self, address: str) -> None:
+        """Tell all of them."""
+        for leash in self._leashes.values():
+            with contextlib.suppress(BrokenPipeError):
+                os.write(leash, address.encode() + b"\n")
+
+    def ended(self) -> dict[str, str]:
+        """Those that have ended other than well, and how."""
+        for name in self._pids.keys() - self._codes.keys():
+            self._look(name)
+        return {name: self._how(name, code) for name, code in self._codes.items() if code}
+
+    def pids(self) -> dict[str, int]:
+        return dict(self._pids)
+
+    def _look(self, name: str) -> None:
+        pid, status = os.waitpid(self._pids[name], os.WNOHANG)
+        if pid:
+            self._codes[name] = os.waitstatus_to_exitcode(status)
+
+    def _how(self, name: str, code: int) -> str:
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        return f"its process ended with code {code}, see {self._logs[name]}"
+
+    def __enter__(self) -> Forked:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if kind is None:  # they were halted; else nobody told them
+            self._wait(5.0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for name in self._pids.keys() - self._codes.keys():
+                os.kill(self._pids[name], number)
+            self._wait(2.0)
+        for leash in self._leashes.values():
+            os.close(leash)
+
+    def _wait(self, patience_s: float) -> None:
+        deadline_s = time.monotonic() + patience_s
+        while (left := self._pids.keys() - self._codes.keys()) and time.monotonic() < deadline_s:
+            for name in left:
+                self._look(name)
+            time.sleep(0.005)
+
+
+def _live(act: Callable[[str], None], leash: int, log: Path) -> None:
+    """The copy's whole life. Does not return."""
+    code = InternalError.exit_code
+    try:
+        os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
+        signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_DFL)
+        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.dup2(output, 2)
+        os.dup2(output, 1)  # stdout is the parent's data
+        address = bytearray()
+        while not address.endswith(b"\n"):
+            read = os.read(leash, 256)
+            if not read:
+                os._exit(0)  # nobody is left to work for
+            address += read
+        threading.Thread(target=_end_with, args=(leash,), name="leash", daemon=True).start()
+        act(address.decode().strip())
+        code = 0
+    except IsthmusError as e:
+        print(e, file=sys.stderr)
+        code = e.exit_code
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+def _end_with(leash: int) -> None:
+    while os.read(leash, 4096):
+        pass
+    os._exit(PeerError.exit_code)
