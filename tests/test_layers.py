@@ -13,6 +13,7 @@ import isthmus
 
 WITHOUT_TORCH = [
     "planners", "verify", "simulator", "fleet", "plan", "cost", "protocol", "trace", "units", "graph", "errors",
+    "streams", "data.partition", "data.femnist",
 ]  # fmt: skip
 
 PUBLIC = {
@@ -20,6 +21,8 @@ PUBLIC = {
     "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem Room broken_term "
     "build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place preference "
     "step_price SyncPolicy with_edges with_sync",
+    "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity InProcess Local LocalConfig Pass Server "
+    "StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Device Fleet Link LinkTrace Links Route Site describe dump_fleet load_fleet parse_fleet resolve_fleet "
     "topology topology_names",

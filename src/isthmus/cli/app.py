@@ -11,8 +11,9 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli import comparing, explaining, planning, runs, training, verifying
+from isthmus.cli import comparing, explaining, federated, planning, runs, training, verifying
 from isthmus.errors import InternalError, IsthmusError, UserError
+from isthmus.federated.job import is_federated
 from isthmus.fleet import describe as describe_topology
 from isthmus.fleet import topology_names
 from isthmus.job import Job, load_job, prepare
@@ -142,9 +143,25 @@ def train(
     resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
     run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
+    scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None,
+    executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None,
+    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Plan, train for real over one process per device, and compare what was predicted with what was measured."""
+    """Plan, train for real over one process per device, and compare what was predicted with what was measured.
+
+    A job with a table [federated] trains clients of a population on executors instead.
+    """
+    if is_federated(job_file):
+        other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
+        federated.refuse_options(other)
+        choices = federated.FederatedChoices(
+            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds, json=json
+        )
+        raise typer.Exit(federated.train(federated.read_job(job_file, choices), choices, _out()))
+    for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
+        if given is not None:
+            raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
     job = _job(job_file, fleet, planner, devices, steps)
     code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), _out())
     raise typer.Exit(code)

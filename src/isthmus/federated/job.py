@@ -124,7 +124,9 @@ def check(job: FederatedJob) -> None:
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     if job.scheme.per != "given" and job.execution.slow_down:
-        raise UserError(f"execution.slow_down: got one for scheme {job.execution.scheme!r}, which has no such executors")
+        raise UserError(
+            f"execution.slow_down: got one for scheme {job.execution.scheme!r}, which has no such executors"
+        )
     if (eta := job.execution.slow_down) and len(eta) != job.execution.executors:
         raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
 

@@ -3,13 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping
+from typing import Annotated
 
 import msgspec
 import torch
 from msgspec import Meta
 from torch import Tensor
-
-from typing import Annotated
 
 from isthmus.federated.resident import Resident
 from isthmus.streams import stream

@@ -142,7 +142,9 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
     for name in values:
         if name not in returns:
             known: Sequence[str] = sorted(returns)
-            raise UserError(f"algorithm: returned value {name!r} has no declared operation, declared: {', '.join(known)}")
+            raise UserError(
+                f"algorithm: returned value {name!r} has no declared operation, declared: {', '.join(known)}"
+            )
     for name in returns:
         if name not in values:
             raise UserError(f"algorithm: value {name!r} is declared, but a client did not return it")

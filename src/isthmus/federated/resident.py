@@ -29,7 +29,9 @@ class Resident:
         self.dtype = self._parameters[0].dtype
         others = {p.dtype for p in self._parameters} - {self.dtype}
         if others or not self.dtype.is_floating_point:
-            raise UserError(f"model: got parameters of {self.dtype} and {others or 'no other'}, expected one float type")
+            raise UserError(
+                f"model: got parameters of {self.dtype} and {others or 'no other'}, expected one float type"
+            )
         self._shapes = [p.shape for p in self._parameters]
         self._sizes = [p.numel() for p in self._parameters]
         self._buffers = [b for b in module.buffers() if b.dtype.is_floating_point]

@@ -18,6 +18,7 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.planners.cohort import Schedule
 from isthmus.protocol.federated_events import (
     Absorb,
     Closed,
@@ -47,7 +48,6 @@ from isthmus.protocol.federated_events import (
     Turn,
     TurnOpened,
 )
-from isthmus.planners.cohort import Schedule
 from isthmus.protocol.federated_pace import Pace
 from isthmus.protocol.federated_turn import OpenTurn
 
@@ -258,7 +258,8 @@ class FederatedCoordinator:
         held = opened.held.get(event.executor, {})
         reported = {t.client for t in event.timed} | {r.client for r in event.refused}
         if not reported <= held.keys():
-            return [Ignore(event.executor, event.turn), *self._lose(event.executor, "reported clients it was not given")]
+            lost = self._lose(event.executor, "reported clients that it was not given")
+            return [Ignore(event.executor, event.turn), *lost]
         for client in reported:
             del held[client]
         opened.timed.setdefault(event.executor, []).extend(event.timed)

@@ -26,7 +26,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages import AnyMessage, Message, ParcelMessage
+from isthmus.runtime.messages import AnyMessage, ParcelMessage
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"
@@ -37,10 +37,10 @@ PIECES_AT_ONCE = 16
 MAX_HEADER_BYTES = 64 << 20
 MAX_PAYLOAD_BYTES = 1 << 40
 
-Guard = Callable[[Message], None]
+Guard = Callable[[AnyMessage], None]
 """Refuses a message (PeerError) after its header is read and before its payload is allocated."""
 
-Received = tuple[Message, list[Tensor]]
+Received = tuple[AnyMessage, list[Tensor]]
 
 
 class ChannelStatistics(msgspec.Struct, frozen=True):
@@ -61,7 +61,7 @@ class Channel(Protocol):
         """When the frame that is being received, or was last, began to arrive."""
         ...
 
-    def send(self, message: Message, payload: Sequence[memoryview] = ()) -> int:
+    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
         ...
 
@@ -81,7 +81,7 @@ class Channel(Protocol):
     def statistics(self) -> ChannelStatistics: ...
 
 
-def frame(message: Message, payload: Sequence[memoryview]) -> list[memoryview]:
+def frame(message: AnyMessage, payload: Sequence[memoryview]) -> list[memoryview]:
     """The frame's pieces, in order: prefix and header, then each tensor."""
     header = msgspec.msgpack.encode(message)
     size = sum(p.nbytes for p in payload)
@@ -98,10 +98,7 @@ def chunks(pieces: Iterable[memoryview], size: int = CHUNK_BYTES) -> Iterator[me
 class SocketChannel:
     """A channel over a connected stream socket. `patience_s` bounds every wait for progress within a frame."""
 
-    def __init__(
-        self, connection: socket.socket, other: str, patience_s: float = 60.0, vocabulary: object = AnyMessage
-    ) -> None:
-        """`vocabulary` is the union of messages that are understood."""
+    def __init__(self, connection: socket.socket, other: str, patience_s: float = 60.0) -> None:
         self.other = other
         self.began_s = 0.0
         self._patience_s = patience_s
@@ -112,13 +109,13 @@ class SocketChannel:
         self._sent = self._received = 0
         self._missing = 0  # bytes of the frame in work that are still to come, as far as is known
         self._closed = threading.Event()
-        self._decoder = msgspec.msgpack.Decoder(vocabulary)
+        self._decoder = msgspec.msgpack.Decoder(AnyMessage)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(patience_s)
         self._incoming.settimeout(patience_s)
 
-    def send(self, message: Message, payload: Sequence[memoryview] = ()) -> int:
+    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         pieces = frame(message, payload)
         left = deque(chunks(pieces))
         # Header and tensors in one call: sent apart, a small message wakes the receiver twice.
@@ -190,7 +187,7 @@ class SocketChannel:
         except PeerError as e:
             raise PeerError(f"{self.other}: {e}") from None
 
-    def _decode(self, header: memoryview) -> Message:
+    def _decode(self, header: memoryview) -> AnyMessage:
         try:
             return self._decoder.decode(header)
         except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
@@ -248,7 +245,7 @@ class SocketChannel:
         return ChannelStatistics(self._sent, self._received)
 
 
-def _check(message: Message, payload_bytes: int, guard: Guard | None) -> None:
+def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None:
     for header in message.tensors:
         check_header(header)
         # A few bytes may unpack to any number of elements: only what a guard compares with a plan may come packed.
@@ -261,11 +258,11 @@ def _check(message: Message, payload_bytes: int, guard: Guard | None) -> None:
         guard(message)
 
 
-def dial(host: str, port: int, other: str, patience_s: float, vocabulary: object = AnyMessage) -> SocketChannel:
+def dial(host: str, port: int, other: str, patience_s: float) -> SocketChannel:
     """Connect to whoever listens there; `other` is its name. PeerError when nobody answers within `patience_s`."""
     try:
         connection = socket.create_connection((host, port), timeout=patience_s)
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise PeerError(f"{other}: cannot connect to {host}:{port}: {reason}") from None
-    return SocketChannel(connection, other, patience_s, vocabulary)
+    return SocketChannel(connection, other, patience_s)

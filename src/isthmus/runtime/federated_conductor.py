@@ -38,13 +38,12 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.runtime.federated_messages import (
     DrainedMessage,
-    FederatedMessage,
     ReturnedMessage,
     SumsMessage,
     ToldMessage,
     TurnMessage,
 )
-from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Message, ReadyMessage
+from isthmus.runtime.messages import AnyMessage, Failed, HaltMessage, Heartbeat, Join, ReadyMessage
 from isthmus.runtime.post import Post, headers_of
 from isthmus.runtime.reception import Heard, Reception
 
@@ -94,8 +93,7 @@ class FederatedConductor:
         self._failure: IsthmusError | None = None
         self._over = threading.Event()
         self._reception = Reception(
-            host, run, machine.executors, heard=self._heard.put, guard=self._guard, patience_s=patience_s,
-            vocabulary=FederatedMessage,
+            host, run, machine.executors, heard=self._heard.put, guard=self._guard, patience_s=patience_s
         )  # fmt: skip
         self.port = self._reception.port
 
@@ -165,7 +163,7 @@ class FederatedConductor:
                 return self._carry_out([Halt()]) or Finish("lost", str(self._failure))
         return finish
 
-    def _guard(self, executor: str, message: Message) -> None:
+    def _guard(self, executor: str, message: AnyMessage) -> None:
         """Refuse what no executor sends, before its tensors are received. Any thread."""
         if not isinstance(message, ReadyMessage | DrainedMessage | ReturnedMessage | SumsMessage | Failed | Heartbeat):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
@@ -184,9 +182,7 @@ class FederatedConductor:
                 return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
             case Join():
                 channel = self._reception.channel(executor)
-                self._posts[executor] = Post(
-                    channel, on_error=lambda e, name=executor: self._heard.put((name, e, []))
-                )
+                self._posts[executor] = Post(channel, on_error=lambda e, name=executor: self._heard.put((name, e, [])))
             case ReadyMessage():
                 return [Joined(executor=executor, client=self._pinned.get(executor))]
             case DrainedMessage(turn=turn):

@@ -32,13 +32,12 @@ from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.runtime.channel import SocketChannel, dial
 from isthmus.runtime.federated_messages import (
     DrainedMessage,
-    FederatedMessage,
     ReturnedMessage,
     SumsMessage,
     ToldMessage,
     TurnMessage,
 )
-from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Message, ReadyMessage
+from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, ReadyMessage
 from isthmus.runtime.post import Post, headers_of
 
 Told = Mapping[str, Tensor]
@@ -128,7 +127,7 @@ class Executor:
 def serve(address: str, name: str, run: str, site: Worksite, patience_s: float) -> None:
     """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
     host, _, port = address.rpartition(":")
-    channel = dial(host, int(port), "coordinator", patience_s, FederatedMessage)
+    channel = dial(host, int(port), "coordinator", patience_s)
     post = Post(channel, on_error=lambda _: channel.close())
     post.put(Join(run=run, device=name, host="", port=0, torch=str(torch.__version__)))
     over = threading.Event()
@@ -148,6 +147,6 @@ def serve(address: str, name: str, run: str, site: Worksite, patience_s: float) 
 
 
 def _beat(post: Post, run: str, every_s: float, over: threading.Event) -> None:
-    beat: Message = Heartbeat(run=run)
+    beat = Heartbeat(run=run)
     while not over.wait(every_s):
         post.put(beat)

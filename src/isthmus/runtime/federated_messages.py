@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.protocol.federated_events import Closed, Dropped, Granted, Recalled, Refusal, Task, Timed, Turn, TurnOpened
-from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Message, ReadyMessage
+from isthmus.runtime.message import Message
 
 # Coordinator to executor
 
@@ -44,7 +44,4 @@ class SumsMessage(Message, frozen=True, kw_only=True):
     weights: dict[int, int] = msgspec.field(default_factory=dict[int, int])
 
 
-FederatedMessage = (
-    TurnMessage | ToldMessage | DrainedMessage | ReturnedMessage | SumsMessage
-    | Join | ReadyMessage | Failed | Heartbeat | HaltMessage
-)  # fmt: skip
+FederatedMessage = TurnMessage | ToldMessage | DrainedMessage | ReturnedMessage | SumsMessage

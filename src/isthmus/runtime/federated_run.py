@@ -20,8 +20,8 @@ from isthmus.federated.algorithms import Values
 from isthmus.federated.evaluation import Evaluation, Evaluator
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
-from isthmus.federated.pacing import slow_down
 from isthmus.federated.job import FederatedJob, build, client_data, executors, identity, members, test_data
+from isthmus.federated.pacing import slow_down
 from isthmus.federated.partial import BUFFERS
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits, Server, uncommitted
@@ -34,13 +34,13 @@ from isthmus.runtime.federated_conductor import FederatedConductor, RoundMeasure
 from isthmus.runtime.federated_executor import serve
 from isthmus.runtime.forked import Forked
 
-JOB = "federated.json"
+JOB = "job.json"
 
 
 class FederatedRun:
     """Everything of a run but its executors; in a folder:
 
-    federated.json   rounds.jsonl   rounds/   states/   logs/
+    job.json   rounds.jsonl   rounds/   states/   logs/
     """
 
     def __init__(

@@ -9,17 +9,9 @@ import msgspec
 from isthmus.protocol.events import Parcel
 from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.federated_messages import FederatedMessage
+from isthmus.runtime.message import Message
 from isthmus.trace import Span
-from isthmus.training.layout import TensorHeader
-
-
-class Message(msgspec.Struct, frozen=True, kw_only=True, tag=True, forbid_unknown_fields=True):
-    """Every message names its run and plan epoch: one of another run is refused, one of another epoch dropped."""
-
-    run: str
-    epoch: int = 0
-    tensors: tuple[TensorHeader, ...] = ()
-
 
 # Between two devices
 
@@ -114,5 +106,5 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
-    | AssignMessage | Weights | OpenMessage | HaltMessage
+    | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage
 )  # fmt: skip

@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.channel import Channel
-from isthmus.runtime.messages import Message
+from isthmus.runtime.messages import AnyMessage
 from isthmus.training.layout import TensorHeader, header_of, pack
 
 LARGE_BYTES = 1 << 20
@@ -25,7 +25,7 @@ class Post:
         self._on_error = on_error
         self._sending = threading.Lock()
 
-    def put(self, message: Message, tensors: Sequence[Tensor] = ()) -> None:
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """Tensors are sent from where they are: large ones must not change until `flush`."""
         payload = [pack(t) for t in tensors]
         self._sending.acquire()
@@ -34,7 +34,7 @@ class Post:
         else:
             threading.Thread(target=self._send, args=(message, payload), name="post", daemon=True).start()
 
-    def _send(self, message: Message, payload: Sequence[memoryview]) -> None:
+    def _send(self, message: AnyMessage, payload: Sequence[memoryview]) -> None:
         """Whoever holds the lock hands it to this."""
         try:
             self._channel.send(message, payload)

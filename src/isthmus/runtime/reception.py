@@ -11,9 +11,9 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.runtime.channel import SocketChannel
-from isthmus.runtime.messages import AnyMessage, Join, Message
+from isthmus.runtime.messages import AnyMessage, Join
 
-Heard = tuple[str, Message | Exception | None, list[Tensor]]
+Heard = tuple[str, AnyMessage | Exception | None, list[Tensor]]
 """A device's name and its message with tensors; or what ended its connection, None if it closed it."""
 
 
@@ -30,9 +30,8 @@ class Reception:
         devices: Collection[str],
         *,
         heard: Callable[[Heard], None],
-        guard: Callable[[str, Message], None],
+        guard: Callable[[str, AnyMessage], None],
         patience_s: float,
-        vocabulary: object = AnyMessage,
     ) -> None:
         """`guard` refuses (PeerError) a message before its tensors are received. Threads call both."""
         self._run = run
@@ -40,7 +39,6 @@ class Reception:
         self._heard = heard
         self._guard = guard
         self._patience_s = patience_s
-        self._vocabulary = vocabulary
         self._admitting = threading.Lock()
         self._channels: dict[str, SocketChannel] = {}
         self._listener = socket.create_server((host, 0), backlog=len(devices) + 8)
@@ -64,7 +62,7 @@ class Reception:
                 connection, address = self._listener.accept()
             except OSError:
                 return
-            channel = SocketChannel(connection, f"{address[0]}:{address[1]}", self._patience_s, self._vocabulary)
+            channel = SocketChannel(connection, f"{address[0]}:{address[1]}", self._patience_s)
             name = f"receive {channel.other}"
             threading.Thread(target=self._receive, args=(channel,), name=name, daemon=True).start()
 
@@ -95,15 +93,15 @@ class Reception:
         with self._admitting:
             return join if self._channels.setdefault(join.device, channel) is channel else None
 
-    def _only_join(self, message: Message) -> None:
+    def _only_join(self, message: AnyMessage) -> None:
         if not isinstance(message, Join) or message.tensors or message.device not in self._devices:
             raise PeerError(f"{type(message).__name__} from a stranger")
         self._check_run(message)
 
-    def _check(self, device: str, message: Message) -> None:
+    def _check(self, device: str, message: AnyMessage) -> None:
         self._check_run(message)
         self._guard(device, message)
 
-    def _check_run(self, message: Message) -> None:
+    def _check_run(self, message: AnyMessage) -> None:
         if message.run != self._run:
             raise PeerError("sent a frame of another run")

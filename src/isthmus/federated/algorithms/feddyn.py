@@ -13,7 +13,7 @@ from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, L
 
 
 class FedDyn(Algorithm, frozen=True):
-    """Every client keeps a linear term of its loss, so that the clients' optima meet the server's (Acar et al. 2021)."""
+    """Every client keeps a linear term of its loss, so that their optima meet the server's (Acar et al. 2021)."""
 
     alpha: Annotated[float, Meta(gt=0)] = 0.01
 

@@ -14,7 +14,7 @@ from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Combine, L
 class FedNova(Algorithm, frozen=True):
     """A client that takes more steps weighs no more for it: directions per step are averaged (Wang et al. 2020).
 
-    With momentum rho, ||a_i||_1 counts the steps as momentum prolongs them: (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho).
+    With momentum rho, ||a_i||_1 counts steps as momentum prolongs them: (t - rho (1 - rho^t) / (1 - rho)) / (1 - rho).
     """
 
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0

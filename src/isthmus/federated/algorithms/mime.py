@@ -30,7 +30,9 @@ class Mime(Algorithm, frozen=True):
     @property
     def passes(self) -> tuple[Pass, ...]:
         if self.lite:
-            return (Pass(returns={"delta": "mean", "gradient": "mean"}, client=self._train_lite, server=self._move_lite),)
+            return (
+                Pass(returns={"delta": "mean", "gradient": "mean"}, client=self._train_lite, server=self._move_lite),
+            )
         return (
             Pass(returns={"gradient": "mean"}, client=self._survey, server=self._control),
             Pass(returns={"delta": "mean"}, client=self._train, server=self._move),

@@ -41,9 +41,7 @@ class Scaffold(Algorithm, frozen=True):
             steps += 1
         delta = y.sub_(x)
         control_delta = (-c).sub(delta, alpha=1 / (steps * eta))  # c_i+ - c_i = -c + (x - y) / (K eta)
-        return Update(
-            values={"delta": delta, "control_delta": control_delta}, state={"control": c_i + control_delta}
-        )
+        return Update(values={"delta": delta, "control_delta": control_delta}, state={"control": c_i + control_delta})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         share = cohort.clients / cohort.population

@@ -1,0 +1,109 @@
+"""`isthmus train` for a federated job: run, watch, and leave a folder that explains it all."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.text import Text
+
+from isthmus.cli.folder import RunFolder
+from isthmus.errors import UserError
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import FederatedJob, check, load_federated_job
+from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
+from isthmus.report.federated_progress import FederatedProgress, rounds_table
+from isthmus.runtime.federated_run import FederatedRun
+
+
+class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line adds to the job."""
+
+    resume: bool = False
+    run: Path | None = None
+    scheme: str | None = None
+    executors: int | None = None
+    rounds: int | None = None
+    json: bool = False
+
+
+def read_job(path: Path, choices: FederatedChoices) -> FederatedJob:
+    """The job with what the command line overrides. UserError as `load_federated_job`."""
+    job = load_federated_job(path)
+    given = {"scheme": choices.scheme, "executors": choices.executors}
+    execution = msgspec.structs.replace(job.execution, **{k: v for k, v in given.items() if v is not None})
+    federated = job.federated
+    if choices.rounds is not None:
+        federated = msgspec.structs.replace(federated, rounds=choices.rounds)
+    job = msgspec.structs.replace(job, execution=execution, federated=federated)
+    check(job)
+    return job
+
+
+def train(job: FederatedJob, choices: FederatedChoices, out: Console) -> int:
+    """The whole command; returns the exit code."""
+    parent, notes = Path(job.run_dir), Console(stderr=True)
+    if choices.resume:
+        folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
+    else:
+        folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
+    with folder.claimed():
+        try:
+            return _train(job, choices, folder.path, notes, out)
+        except KeyboardInterrupt:
+            _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
+            return 130
+
+
+def _train(job: FederatedJob, choices: FederatedChoices, folder: Path, notes: Console, out: Console) -> int:
+    with FederatedProgress(notes, job.federated.rounds) as progress:
+        run = FederatedRun(job, folder, resume=choices.resume, watch=progress.round)
+        if run.first_round >= job.federated.rounds:
+            progress.note(f"nothing left to do: {folder} has {run.first_round} rounds of {job.federated.rounds}")
+            return 0
+        if choices.resume:
+            progress.note(f"going on with {folder} after {run.first_round} rounds")
+        progress.note(
+            f"{job.federated.algorithm} over {len(run.data.sizes)} clients, {len(run.machine.executors)} executors, "
+            f"scheme {job.execution.scheme}; run folder: {folder}"
+        )
+        finish = run.run(progress.note)
+    _report(run.history.lines(), folder, choices, out)
+    if finish.outcome == "interrupted":
+        _say(notes, f"interrupted: go on with --resume, run folder {folder}")
+        return 130
+    return 0
+
+
+def _report(lines: list[RoundLine], folder: Path, choices: FederatedChoices, out: Console) -> None:
+    if not lines:
+        return
+    draw_rounds(lines, folder / "accuracy.png")
+    draw_round_timeline(lines[-1], folder / "round.png")
+    draw_paces(lines, folder / "paces.png")
+    last = next((line.evaluation for line in reversed(lines) if line.evaluation is not None), None)
+    if choices.json:
+        told = {"run": str(folder), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
+        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
+        return
+    out.print(rounds_table(lines))
+    if last is not None:
+        accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
+        out.print(Text(f"held-out loss {last.loss:.4f}{accuracy} after {lines[-1].record.round + 1} rounds"))
+        if last.clients is not None:
+            worst = f"worst tenth {last.clients.worst_decile:.1%}, deviation {last.clients.deviation:.1%}"
+            out.print(Text(f"clients' own data: mean accuracy {last.clients.mean:.1%}, {worst}"))
+    out.print(Text(f"run folder: {folder}"))
+
+
+def _say(notes: Console, text: str) -> None:
+    notes.print(Text(text), soft_wrap=True)
+
+
+def refuse_options(given: dict[str, object]) -> None:
+    """Options of a pipeline's job say nothing here. UserError for the first that was given."""
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"{name}: got one for a federated job, expected none: see --scheme and --executors")

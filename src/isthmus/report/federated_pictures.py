@@ -1,0 +1,107 @@
+"""Pictures of a federated run: accuracy by round, who trained when in a round, and the executors' fitted times."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+
+import numpy as np
+from matplotlib.axes import Axes
+from matplotlib.backends.backend_agg import FigureCanvasAgg
+from matplotlib.figure import Figure
+from matplotlib.ticker import MaxNLocator, PercentFormatter
+
+from isthmus.federated.history import RoundLine
+
+# Okabe and Ito's palette, as in the other pictures.
+_COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
+_INK, _FAINT = "#222222", "#666666"
+MOST_EXECUTORS = 24
+
+
+def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
+    """Accuracy on held-out samples and of the clients' worst decile over the rounds; False where none was taken."""
+    known = [(line.record.round + 1, line.evaluation) for line in lines if line.evaluation is not None]
+    points = [(number, e.accuracy) for number, e in known if e.accuracy is not None]
+    if not points:
+        return False
+    figure, axes = _figure()
+    axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, label="held-out samples")
+    each = [(number, e.clients) for number, e in known if e.clients is not None]
+    if each:
+        numbers = [number for number, _ in each]
+        mean = np.array([c.mean for _, c in each])
+        spread = np.array([c.deviation for _, c in each])
+        axes.fill_between(numbers, np.clip(mean - spread, 0, 1), np.clip(mean + spread, 0, 1), color=_COLOURS[2],
+                          alpha=0.15, linewidth=0, label="clients' own data, one standard deviation")  # fmt: skip
+        worst = [c.worst_decile for _, c in each]
+        axes.plot(numbers, worst, color=_COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
+    axes.set_xlabel("round", color=_INK)
+    axes.set_ylabel("accuracy", color=_INK)
+    axes.set_ylim(0, 1.02)
+    axes.yaxis.set_major_formatter(PercentFormatter(1.0))
+    axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
+    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    _save(figure, path)
+    return True
+
+
+def draw_round_timeline(line: RoundLine, path: Path) -> None:
+    """One round: the clients of each executor one after another, as long as they took; the planned end dashed."""
+    names = sorted(line.record.trained, key=lambda name: (len(name), name))[:MOST_EXECUTORS]
+    figure, axes = _figure(height=1.6 + 0.32 * len(names))
+    for row, name in enumerate(names):
+        start_s = 0.0
+        for number, timed in enumerate(line.record.trained[name]):
+            axes.barh(row, timed.seconds, left=start_s, height=0.7, color=_COLOURS[number % 2 * 5], edgecolor="white",
+                      linewidth=0.4)  # fmt: skip
+            start_s += timed.seconds
+    if line.record.predicted_s is not None:
+        axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned makespan")
+        axes.legend(frameon=False, fontsize=8, loc="lower right")
+    axes.set_yticks(range(len(names)), labels=names, fontsize=8)
+    axes.invert_yaxis()
+    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}", color=_INK)
+    _save(figure, path)
+
+
+def draw_paces(lines: Sequence[RoundLine], path: Path) -> bool:
+    """Every client's time over its samples, by executor, and the lines that the last round was planned with."""
+    planned = [line for line in lines if line.record.lines]
+    if not planned:
+        return False
+    last = planned[-1]
+    figure, axes = _figure()
+    names = sorted(last.record.lines, key=lambda name: (len(name), name))[: len(_COLOURS)]
+    for name, colour in zip(names, _COLOURS, strict=False):
+        points = [(t.samples, t.seconds) for line in planned[-20:] for t in line.record.trained.get(name, ())]
+        if not points:
+            continue
+        samples, seconds = np.array(points, dtype=float).T
+        axes.scatter(samples, seconds, s=9, alpha=0.35, color=colour, linewidth=0)
+        ends = np.array([0.0, samples.max()])
+        fitted = last.record.lines[name]
+        axes.plot(ends, fitted.fixed_s + fitted.seconds_per_sample * ends, color=colour, linewidth=1.6, label=name)
+    axes.set_xlabel("samples of a client", color=_INK)
+    axes.set_ylabel("seconds", color=_INK)
+    axes.set_xlim(left=0)
+    axes.set_ylim(bottom=0)
+    axes.legend(frameon=False, fontsize=8)
+    _save(figure, path)
+    return True
+
+
+def _figure(height: float = 4.5) -> tuple[Figure, Axes]:
+    figure = Figure(figsize=(7.5, height), dpi=160, layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.add_subplot()
+    axes.tick_params(colors=_FAINT, labelsize=9)
+    axes.grid(color="#E4E4E4", linewidth=0.7)
+    axes.set_axisbelow(True)
+    for side in ("top", "right"):
+        axes.spines[side].set_visible(False)
+    return figure, axes
+
+
+def _save(figure: Figure, path: Path) -> None:
+    figure.savefig(path, format="png", metadata={"Software": "isthmus"})

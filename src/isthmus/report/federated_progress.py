@@ -1,0 +1,134 @@
+"""A federated run as it goes: a live table on a terminal, a line per round or so elsewhere; and what came out of it."""
+
+from __future__ import annotations
+
+import statistics
+import time
+from collections import deque
+from collections.abc import Callable, Sequence
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console, RenderableType
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.federated.history import RoundLine
+from isthmus.report.tables import new_table, titled
+from isthmus.units import format_duration, format_size
+
+COLUMNS = ("round", "clients", "loss", "accuracy", "worst\ndecile", "round\ntime", "makespan", "planned", "bound",
+           "time\nerror", "stolen", "busy", "bytes", "closed\nby")  # fmt: skip
+SHOWN_ROUNDS = 12
+PLAIN_EVERY_S = 5.0
+PLAIN_SHARE = 0.1
+MOST_EXECUTORS = 8
+
+
+class FederatedProgress:
+    """A context manager that is told of every committed round."""
+
+    def __init__(self, console: Console, rounds: int, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console = console
+        self._rounds = rounds
+        self._clock = clock
+        self._recent: deque[RoundLine] = deque(maxlen=SHOWN_ROUNDS)
+        on_terminal = console.is_terminal and console.is_interactive
+        self._live = Live(console=console, refresh_per_second=4, transient=True) if on_terminal else None
+        self._said_s, self._said_round = float("-inf"), 0
+
+    def __enter__(self) -> Self:
+        if self._live is not None:
+            self._live.start()
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+
+    def round(self, line: RoundLine) -> None:
+        self._recent.append(line)
+        if self._live is not None:
+            self._live.update(_table(self._recent, self._rounds))
+            return
+        done, now_s = line.record.round + 1, self._clock()
+        due = now_s - self._said_s >= PLAIN_EVERY_S or done - self._said_round >= PLAIN_SHARE * self._rounds
+        if due or done == self._rounds:
+            self._said_s, self._said_round = now_s, done
+            self.note(_sentence(line, self._rounds))
+
+    def note(self, text: str) -> None:
+        """Say something now; it may quote another party, which must not steer the terminal."""
+        plain = "".join(c if c.isprintable() else " " for c in text)
+        self._console.print(Text(plain), soft_wrap=True, highlight=False)
+
+
+def _sentence(line: RoundLine, rounds: int) -> str:
+    e = line.evaluation
+    parts = [f"round {line.record.round + 1}/{rounds}", f"{line.clients} clients"]
+    if e is not None:
+        parts += [f"loss {e.loss:.4f}"] + ([f"accuracy {e.accuracy:.1%}"] if e.accuracy is not None else [])
+    parts += [format_duration(line.seconds), f"makespan {format_duration(line.makespan_s)}"]
+    if line.record.refused:
+        parts.append(f"{len(line.record.refused)} refused")
+    if line.record.missing:
+        parts.append(f"{len(line.record.missing)} missing")
+    return ", ".join([*parts, f"closed by {line.record.closed_by}"])
+
+
+def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int) -> RenderableType:
+    table = new_table(COLUMNS, COLUMNS[:11] + COLUMNS[12:13])
+    for line in lines:
+        table.add_row(*_cells(line))
+    return titled(f"federated run, round {lines[-1].record.round + 1} of {rounds}", table)
+
+
+def _cells(line: RoundLine) -> tuple[RenderableType, ...]:
+    e, record = line.evaluation, line.record
+    error = line.time_error()
+    return (
+        Text(f"{record.round + 1}"),
+        Text(f"{line.clients}"),
+        Text("-" if e is None else f"{e.loss:.4f}"),
+        Text("-" if e is None or e.accuracy is None else f"{e.accuracy:.1%}"),
+        Text("-" if e is None or e.clients is None else f"{e.clients.worst_decile:.1%}"),
+        Text(format_duration(line.seconds)),
+        Text(format_duration(line.makespan_s)),
+        Text("-" if record.predicted_s is None else format_duration(record.predicted_s)),
+        Text("-" if record.bound_s is None else format_duration(record.bound_s)),
+        Text("-" if error is None else f"{error:.0%}"),
+        Text(f"{record.stolen}"),
+        Text(_busy(line)),
+        Text(format_size(line.sent_bytes + line.received_bytes)),
+        Text(record.closed_by),
+    )
+
+
+def _busy(line: RoundLine) -> str:
+    """Percent per executor, of the round's time."""
+    shares = [seconds / line.seconds for _, seconds in sorted(line.busy_s().items())] if line.seconds else []
+    told = " ".join(f"{min(1.0, share):.0%}" for share in shares[:MOST_EXECUTORS])
+    return told if len(shares) <= MOST_EXECUTORS else f"{told} ..."
+
+
+def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
+    """What came out of a run: one row per figure. UserError is never raised: without rounds it is empty."""
+    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
+    steady = lines[1:] or lines
+    series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
+        "round time": ([line.seconds for line in steady], format_duration),
+        "makespan": ([line.makespan_s for line in steady], format_duration),
+        "planned makespan": ([line.record.predicted_s for line in steady], format_duration),
+        "error of client times": ([line.time_error() for line in steady], lambda share: f"{share:.0%}"),
+        "clients stolen": ([float(line.record.stolen) for line in steady], lambda count: f"{count:g}"),
+        "sent": ([float(line.sent_bytes) for line in steady], format_size),
+        "received": ([float(line.received_bytes) for line in steady], format_size),
+    }
+    for name, (values, shown) in series.items():
+        known = [v for v in values if v is not None]
+        if known:
+            table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
+    return titled(f"{len(lines)} rounds, the first left out", table)
