@@ -17,6 +17,9 @@ from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, d
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 from isthmus.runtime.federated_run import FederatedRun
 
+LEAVING_S = 5.0
+"""Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
+
 
 class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     """What the command line adds to the job."""
@@ -49,7 +52,7 @@ def train(job: FederatedJob, choices: FederatedChoices, out: Console) -> int:
         folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
     else:
         folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
-    with folder.claimed():
+    with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
             return _train(job, choices, folder.path, notes, out)
         except KeyboardInterrupt:

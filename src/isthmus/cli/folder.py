@@ -17,6 +17,7 @@ import fcntl
 import itertools
 import os
 import shutil
+import time
 from collections.abc import Generator, Iterator
 from pathlib import Path
 from typing import TypeVar
@@ -95,16 +96,17 @@ class RunFolder:
         return cls(path)
 
     @contextlib.contextmanager
-    def claimed(self) -> Generator[None]:
-        """Nobody else runs in this folder meanwhile; UserError when somebody does. What was made for it and stays
-        empty is removed again."""
+    def claimed(self, patience_s: float = 0.0) -> Generator[None]:
+        """Nobody else runs in this folder meanwhile; UserError when somebody does, and has not left after `patience_s`.
+        What was made for it and stays empty is removed again."""
         self._made += _make(self.path)
         handle = os.open(self.path, os.O_RDONLY)
         try:
-            try:
-                fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"run folder {self.path}: another process runs in it") from None
+            deadline_s = time.monotonic() + patience_s
+            while not _locked(handle):
+                if time.monotonic() >= deadline_s:
+                    raise UserError(f"run folder {self.path}: another process runs in it")
+                time.sleep(0.02)
             yield
         finally:
             os.close(handle)
@@ -192,6 +194,14 @@ class RunFolder:
             with contextlib.suppress(msgspec.MsgspecError):
                 found.append(msgspec.json.decode(line, type=LossPoint))
         return found
+
+
+def _locked(handle: int) -> bool:
+    try:
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
+    except BlockingIOError:
+        return False
+    return True
 
 
 def _document(value: msgspec.Struct) -> bytes:

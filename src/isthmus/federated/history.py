@@ -1,4 +1,4 @@
-"""What became of every round: one line each, written when it is committed. Which updates are in which round, exactly."""
+"""What became of every round, a line each, written when it is committed: exactly which updates are in it."""
 
 from __future__ import annotations
 

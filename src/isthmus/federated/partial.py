@@ -52,15 +52,14 @@ class Partial:
         weight = float(samples if update.weight is None else update.weight)
         if not 0 <= weight <= self._most_weight:
             raise PeerError(f"client {client}: got weight {weight:g}, expected 0 to {self._most_weight:g}")
+        for name in self._of("collect"):
+            _check_finite(client, name, update.values[name])
         added: list[tuple[FixedSum, Tensor, float]] = []
-        for name, combine in self._returns.items():
+        for name in self._of("weighted_mean", "mean", "sum"):
             value = update.values[name]
-            if combine == "collect":
-                _check_finite(client, name, value)
-                continue
-            total = self._sum(name, value.numel())
-            factor = weight if combine == "weighted_mean" else 1.0
+            factor = weight if self._returns[name] == "weighted_mean" else 1.0
             try:
+                total = self._sum(name, value.numel())
                 total.add(value, factor)
             except PeerError as e:
                 for other, term, used in added:
@@ -68,18 +67,20 @@ class Partial:
                 raise PeerError(f"client {client}: value {name!r}: {e}") from None
             added.append((total, value, factor))
         if self.collects:
-            wanted = [name for name, combine in self._returns.items() if combine == "collect"]
-            self._collected[client] = {name: update.values[name].detach().clone() for name in wanted}
+            self._collected[client] = {name: update.values[name].detach().clone() for name in self._of("collect")}
             self._weights[client] = _units(weight)
         self._weight += _units(weight)
         self.clients += 1
+
+    def _of(self, *kinds: Combine) -> list[str]:
+        return [name for name, combine in self._returns.items() if combine in kinds]
 
     def _sum(self, name: str, size: int) -> FixedSum:
         if name not in self._sums:
             self._sums[name] = FixedSum(size, self._exponents[self._returns[name]])
         found = self._sums[name]
         if len(found.total) != size:
-            raise PeerError(f"value {name!r}: got {size} numbers, expected {len(found.total)} as before")
+            raise PeerError(f"got {size} numbers, expected {len(found.total)} as before")
         return found
 
     def tensors(self) -> dict[str, Tensor]:

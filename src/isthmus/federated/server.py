@@ -98,9 +98,8 @@ class Server:
             self.values[BUFFERS] = buffers
         for name, value in self.values.items():
             if not bool(torch.isfinite(value).all()):
-                raise UserError(
-                    f"round {self.turn.round}: the server's {name!r} is not finite any more: try a smaller learning rate"
-                )
+                what = f"round {self.turn.round}: the server's {name!r} is not finite any more"
+                raise UserError(f"{what}: try a smaller learning rate")
 
 
 class Commits:

@@ -51,13 +51,26 @@ class Worksite:
         self._check = check
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
-        self._draws: bool | None = None
+        self._draws = False
         self._told: Values = {}
         self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
         self._turn: Turn | None = None
         self._written: list[tuple[int, int]] = []
         self._replaced: list[tuple[int, int, int]] = []
+
+    def warm_up(self, client: int = 0) -> None:
+        """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time.
+
+        Also finds out whether the model draws random numbers: seeding torch takes as long as a small client.
+        """
+        model = self.resident.vector()
+        columns = self._cast(self._data.load(client))
+        few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
+        buffers = self.resident.buffers()
+        self.resident.gradient(model, few)
+        self._draws = self.resident.draws(few)
+        self.resident.set_buffers(buffers)
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""
@@ -104,7 +117,7 @@ class Worksite:
         )  # fmt: skip
         if BUFFERS in self._told:
             self.resident.set_buffers(self._told[BUFFERS])
-        if self._is_random(data):
+        if self._draws:
             torch.manual_seed(torch_seed(self._work.seed, self._turn.round, task.client))
         told = {name: value for name, value in self._told.items() if name != BUFFERS}
         update = self._passes[self._turn.number].client(local, told, state)
@@ -117,20 +130,15 @@ class Worksite:
             self._keep(task, update.state)
 
     def _load(self, task: Task) -> dict[str, Tensor]:
-        """In the model's precision."""
         data = self._data.load(task.client)
         samples = len(next(iter(data.values())))
         if samples != task.samples:
             raise UserError(f"client {task.client}: its data has {samples} samples, expected {task.samples}")
+        return self._cast(data)
+
+    def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self.resident.dtype
         return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
-
-    def _is_random(self, data: Mapping[str, Tensor]) -> bool:
-        """Seeding torch takes as long as a small client: only for models that draw."""
-        if self._draws is None:
-            self.resident.bind(self._told["model"])
-            self._draws = self.resident.draws({name: column[:2] for name, column in data.items()})
-        return self._draws
 
     def _state(self, task: Task) -> Values | None:
         if self._states is None:

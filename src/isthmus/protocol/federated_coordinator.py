@@ -330,10 +330,11 @@ class FederatedCoordinator:
     # Losses
 
     def _lose(self, executor: str, reason: str) -> list[CoordinatorInstruction]:
-        if executor not in self._alive:
+        joining = self._phase == "joining"
+        if executor not in self._alive and not joining:
             return []
         self._alive.discard(executor)
-        if not self._alive or self._phase == "joining":
+        if not self._alive or joining:
             return self._end("lost", f"executor {executor!r} was lost: {reason}")
         opened = self._open
         if opened is None:

@@ -202,7 +202,7 @@ class FederatedConductor:
 
     def _lost(self, executor: str, reason: str, ended: Callable[[], Mapping[str, str]]) -> Lost:
         deadline_s = time.monotonic() + LAST_WORDS_S
-        while not self._over.is_set() and executor not in (how := ended()) and how and time.monotonic() < deadline_s:
+        while executor not in ended() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         reason = ended().get(executor, reason)
         self._note(f"executor {executor} was lost: {reason}")

@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import queue
 import threading
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 
 import torch
 from torch import Tensor
@@ -124,7 +124,7 @@ class Executor:
         self._site.clear()
 
 
-def serve(address: str, name: str, run: str, site: Worksite, patience_s: float) -> None:
+def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float) -> None:
     """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", patience_s)
@@ -133,6 +133,7 @@ def serve(address: str, name: str, run: str, site: Worksite, patience_s: float) 
     over = threading.Event()
     threading.Thread(target=_beat, args=(post, run, patience_s / 4, over), name="heartbeat", daemon=True).start()
     try:
+        site = prepare()
         post.put(ReadyMessage(run=run))
         Executor(site, channel, post, run, patience_s).run()
     except Exception as e:

@@ -122,10 +122,12 @@ class FederatedRun:
     def _site(self, number: int) -> Worksite:
         job = self.job
         eta = job.execution.slow_down[number] if job.execution.slow_down else 0.0
-        return Worksite(
+        site = Worksite(
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
             self._states, slow_down=slow_down(eta, job.execution.unstable, number, job.federated.rounds),
         )  # fmt: skip
+        site.warm_up()
+        return site
 
     def _in_process(self, after: _Aftermath) -> Finish:
         opened_s = time.monotonic()
@@ -145,7 +147,7 @@ class FederatedRun:
         patience_s = self.job.patience_s
 
         def execute(name: str, number: int) -> Callable[[str], None]:
-            return lambda address: serve(address, name, run, self._site(number), patience_s)
+            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s)
 
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             conductor = FederatedConductor(

@@ -12,7 +12,7 @@ from isthmus.federated.algorithms.algorithm import Algorithm, Cohort, Local, Pas
 
 
 class Mime(Algorithm, frozen=True):
-    """Clients mimic a centralised SGD with momentum: the server's momentum and SVRG corrections (Karimireddy et al. 2021).
+    """Clients mimic centralised SGD: the server's momentum, SVRG's corrections (Karimireddy et al. 2021).
 
     The control variate c is the cohort's mean gradient at x in this very round, so a round takes two passes. `lite` is
     MimeLite, which leaves out the correction and takes one.

@@ -1,0 +1,320 @@
+"""The two machines by themselves: instruction lists, losses, closing rules."""
+
+from __future__ import annotations
+
+import itertools
+
+import numpy as np
+import pytest
+
+from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_events import (
+    Absorb,
+    Begin,
+    Closed,
+    Commit,
+    CoordinatorInstruction,
+    Drained,
+    Dropped,
+    Finish,
+    Forget,
+    Granted,
+    Ignore,
+    Joined,
+    Line,
+    Lost,
+    Merge,
+    Open,
+    Opening,
+    Recalled,
+    Refusal,
+    Returned,
+    SendSums,
+    Summed,
+    Task,
+    Tell,
+    TellDrained,
+    TellReturned,
+    Tick,
+    Timed,
+    Train,
+    Trained,
+    Turn,
+    TurnOpened,
+)
+from isthmus.protocol.federated_executor import FederatedExecutor
+from isthmus.protocol.federated_pace import Pace
+
+TURN = Turn(0)
+SIZES = np.array([40, 30, 20, 10])
+EQUAL = Line(1.0, 0.0)
+
+
+def opened(*sizes: int, holds: bool = False, turn: Turn = TURN) -> TurnOpened:
+    tasks = tuple(Task(client, size) for client, size in enumerate(sizes))
+    return TurnOpened(opening=Opening(turn=turn, clients=len(sizes), samples=sum(sizes)), tasks=tasks, holds=holds)
+
+
+def trained(*clients: int, turn: Turn = TURN) -> Trained:
+    return Trained(turn=turn, timed=tuple(Timed(c, 1, 1.0) for c in clients))
+
+
+# The executor
+
+
+def test_an_executor_trains_its_list_and_sends_once() -> None:
+    machine = FederatedExecutor()
+    first, second = machine.handle(opened(3, 2))
+    assert isinstance(first, Begin)
+    assert second == Train(TURN, (Task(0, 3),))
+    assert machine.handle(trained(0)) == [Train(TURN, (Task(1, 2),))]
+    assert machine.handle(trained(1)) == [SendSums(TURN, (Timed(0, 1, 1.0), Timed(1, 1, 1.0)), ())]
+
+
+def test_an_executor_that_holds_waits_to_be_closed() -> None:
+    machine = FederatedExecutor()
+    machine.handle(opened(3, holds=True))
+    assert machine.handle(trained(0)) == [TellDrained(TURN)]
+    assert machine.handle(Granted(turn=TURN, tasks=(Task(5, 1),), holds=True)) == [Train(TURN, (Task(5, 1),))]
+    assert machine.handle(trained(5)) == [TellDrained(TURN)]
+    (sent,) = machine.handle(Closed(turn=TURN))
+    assert isinstance(sent, SendSums)
+    assert [t.client for t in sent.timed] == [0, 5]
+
+
+@pytest.mark.parametrize(
+    ("own", "thief", "given"),
+    [(EQUAL, EQUAL, [3, 4]), (EQUAL, Line(100.0, 0.0), []), (EQUAL, Line(0.1, 0.0), [1, 2, 3, 4])],
+)
+def test_what_has_not_begun_is_shared_by_speed(own: Line, thief: Line, given: list[int]) -> None:
+    machine = FederatedExecutor()
+    machine.handle(opened(9, 4, 4, 4, 4, holds=True))
+    (told,) = machine.handle(Recalled(turn=TURN, own=own, thief=thief))
+    assert isinstance(told, TellReturned)
+    assert [t.client for t in told.tasks] == given
+    assert machine.statistics().waiting == 4 - len(given)
+
+
+def test_equal_clients_are_trained_together() -> None:
+    machine = FederatedExecutor(together=2)
+    instruction = machine.handle(opened(4, 4, 4, 3))[1]
+    assert isinstance(instruction, Train)
+    assert [t.client for t in instruction.tasks] == [0, 1]
+    (instruction,) = machine.handle(trained(0, 1))
+    assert isinstance(instruction, Train)
+    assert [t.client for t in instruction.tasks] == [2]
+
+
+def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
+    machine = FederatedExecutor()
+    machine.handle(opened(3, 2))
+    assert machine.handle(Dropped(turn=TURN)) == [Forget(TURN)]
+    assert machine.handle(trained(0)) == []
+    assert machine.handle(Recalled(turn=TURN, own=EQUAL, thief=EQUAL)) == [TellReturned(TURN, ())]
+    assert machine.statistics().stale == 2
+
+
+# The coordinator
+
+
+def coordinator(executors: int = 2, **rules: object) -> FederatedCoordinator:
+    names = [f"e{k}" for k in range(executors)]
+    options = {"rounds": 2, "needed": 4, "steals": False} | rules
+    pace = Pace(executors, window_rounds=5)
+    return FederatedCoordinator(names, RoundRules(**options), SIZES, lambda r: np.arange(4), pace)
+
+
+def start(machine: FederatedCoordinator) -> dict[str, list[int]]:
+    """Joins everybody; returns who trains whom."""
+    out: list[CoordinatorInstruction] = []
+    for name in machine.executors:
+        out += machine.handle(Joined(executor=name))
+    return clients_of(out)
+
+
+def clients_of(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
+    return {i.executor: [t.client for t in i.event.tasks] for i in out if isinstance(i, Open)}
+
+
+def summed(name: str, *clients: int, turn: Turn = TURN) -> Summed:
+    return Summed(executor=name, turn=turn, timed=tuple(Timed(c, int(SIZES[c]), 1.0) for c in clients))
+
+
+def test_a_round_goes_around() -> None:
+    machine = coordinator()
+    dealt = start(machine)
+    assert sorted(itertools.chain(*dealt.values())) == [0, 1, 2, 3]
+    assert machine.handle(summed("e0", *dealt["e0"])) == [Merge("e0", TURN)]
+    merge, absorb, commit, *opens = machine.handle(summed("e1", *dealt["e1"]))
+    assert (merge, absorb) == (Merge("e1", TURN), Absorb(TURN))
+    assert isinstance(commit, Commit)
+    assert commit.record.missing == ()
+    assert all(isinstance(o, Open) and o.event.opening.turn == Turn(1) for o in opens)
+    again = clients_of(opens)
+    machine.handle(summed("e0", *again["e0"], turn=Turn(1)))
+    assert machine.handle(summed("e1", *again["e1"], turn=Turn(1)))[-1] == Finish("done")
+
+
+def test_a_second_pass_has_the_same_cohort() -> None:
+    machine = coordinator(passes=2)
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    out = machine.handle(summed("e1", *dealt["e1"]))
+    assert Absorb(TURN) in out
+    assert not any(isinstance(i, Commit) for i in out)
+    assert {i.event.opening.turn for i in out if isinstance(i, Open)} == {Turn(0, 0, 1)}
+    assert sorted(itertools.chain(*clients_of(out).values())) == [0, 1, 2, 3]
+
+
+def test_clients_of_a_lost_executor_go_to_the_others_even_when_their_sums_are_in() -> None:
+    machine = coordinator()
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    (told,) = machine.handle(Lost(executor="e1", reason="killed"))
+    assert isinstance(told, Tell)
+    assert told.executor == "e0"
+    assert isinstance(told.event, Granted)
+    assert sorted(t.client for t in told.event.tasks) == sorted(dealt["e1"])
+    assert any(isinstance(i, Commit) for i in machine.handle(summed("e0", *dealt["e1"])))
+
+
+def test_sums_that_were_in_when_the_executor_was_lost_count_once() -> None:
+    machine = coordinator()
+    dealt = start(machine)
+    machine.handle(summed("e1", *dealt["e1"]))
+    assert machine.handle(Lost(executor="e1", reason="killed")) == []
+    out = machine.handle(summed("e0", *dealt["e0"]))
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert sum(map(len, commit.record.trained.values())) == 4
+
+
+def test_sums_of_clients_that_were_not_given_are_ignored() -> None:
+    machine = coordinator()
+    dealt = start(machine)
+    assert machine.handle(summed("e0", *dealt["e1"]))[0] == Ignore("e0", TURN)
+
+
+def test_the_last_executor_lost_ends_the_run() -> None:
+    machine = coordinator(executors=1)
+    start(machine)
+    finish = machine.handle(Lost(executor="e0", reason="killed"))[-1]
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "lost"
+    assert "killed" in finish.reason
+
+
+def test_an_idle_executor_takes_what_another_has_not_begun() -> None:
+    machine = coordinator(steals=True)
+    dealt = start(machine)
+    (asked,) = machine.handle(Drained(executor="e0", turn=TURN))
+    assert isinstance(asked, Tell)
+    assert (asked.executor, type(asked.event)) == ("e1", Recalled)
+    given = (Task(dealt["e1"][-1], 10),)
+    (granted,) = machine.handle(Returned(executor="e1", turn=TURN, tasks=given))
+    assert granted == Tell("e0", Granted(turn=TURN, tasks=given, holds=True))
+    # The one that e1 has left it must have begun: nobody is asked any more.
+    assert machine.handle(Drained(executor="e0", turn=TURN)) == [Tell("e0", Closed(turn=TURN))]
+    machine.handle(summed("e0", *dealt["e0"], given[0].client))
+    assert machine.handle(Drained(executor="e1", turn=TURN)) == [Tell("e1", Closed(turn=TURN))]
+    out = machine.handle(summed("e1", *dealt["e1"][:-1]))
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert commit.record.stolen == 1
+
+
+def test_who_had_nothing_to_give_is_not_asked_again() -> None:
+    machine = coordinator(executors=3, steals=True)
+    assert start(machine)["e2"] == [2, 3]
+    (asked,) = machine.handle(Drained(executor="e0", turn=TURN))
+    assert asked == Tell("e2", Recalled(turn=TURN, own=EQUAL, thief=EQUAL))
+    assert machine.handle(Returned(executor="e2", turn=TURN, tasks=())) == [Tell("e0", Closed(turn=TURN))]
+    assert machine.handle(Drained(executor="e1", turn=TURN)) == [Tell("e1", Closed(turn=TURN))]
+
+
+def test_an_executor_that_is_lost_before_all_have_joined_ends_the_run() -> None:
+    machine = coordinator()
+    machine.handle(Joined(executor="e0"))
+    finish = machine.handle(Lost(executor="e1", reason="killed"))[-1]
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "lost"
+
+
+def test_what_a_victim_gives_back_for_a_lost_thief_is_not_lost() -> None:
+    machine = coordinator(steals=True)
+    dealt = start(machine)
+    machine.handle(Drained(executor="e0", turn=TURN))
+    machine.handle(Lost(executor="e0", reason="killed"))
+    last = dealt["e1"][-1]
+    machine.handle(Returned(executor="e1", turn=TURN, tasks=(Task(last, 10),)))
+    out = machine.handle(Drained(executor="e1", turn=TURN))
+    assert out == [Tell("e1", Granted(turn=TURN, tasks=(Task(last, 10),), holds=True))]
+
+
+def test_one_at_a_time() -> None:
+    machine = coordinator(single=True)
+    dealt = start(machine)
+    assert all(len(clients) == 1 for clients in dealt.values())
+    merge, granted = machine.handle(summed("e0", *dealt["e0"]))
+    assert merge == Merge("e0", TURN)
+    assert isinstance(granted, Tell)
+    assert isinstance(granted.event, Granted)
+    assert (len(granted.event.tasks), granted.event.holds) == (1, False)
+
+
+def test_a_deadline_commits_who_is_in() -> None:
+    machine = coordinator(deadline_s=10.0)
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    assert machine.handle(Tick(now_s=9.0)) == []
+    out = machine.handle(Tick(now_s=10.0))
+    assert Tell("e1", Dropped(turn=TURN)) in out
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert commit.record.closed_by == "deadline"
+    assert sorted(commit.record.missing) == sorted(dealt["e1"])
+    assert machine.handle(summed("e1", *dealt["e1"])) == [Ignore("e1", TURN)]
+
+
+def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
+    machine = coordinator(deadline_s=10.0, minimum=4, attempts=2)
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    out = machine.handle(Tick(now_s=10.0))
+    assert {i.event.opening.turn for i in out if isinstance(i, Open)} == {Turn(0, 1)}
+    assert Absorb(TURN) not in out
+    finish = machine.handle(Tick(now_s=20.0))[-1]
+    assert isinstance(finish, Finish)
+    assert "after 2 attempts" in finish.reason
+
+
+def test_a_quorum_closes_the_round() -> None:
+    machine = coordinator(quorum=0.5)
+    dealt = start(machine)
+    sizes = {name: len(clients) for name, clients in dealt.items()}
+    first = max(sizes, key=lambda name: sizes[name])
+    (commit,) = (i for i in machine.handle(summed(first, *dealt[first])) if isinstance(i, Commit))
+    assert commit.record.closed_by == "quorum"
+
+
+def test_a_refused_client_is_not_missing() -> None:
+    machine = coordinator()
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    bad, *good = dealt["e1"]
+    refused = (Refusal(bad, "not finite"),)
+    timed = tuple(Timed(c, 1, 1.0) for c in good)
+    out = machine.handle(Summed(executor="e1", turn=TURN, timed=timed, refused=refused))
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert commit.record.refused == refused
+    assert commit.record.missing == ()
+
+
+def test_executors_with_a_client_of_their_own_train_only_that() -> None:
+    names = ["e0", "e1", "e2"]
+    rules = RoundRules(rounds=1, needed=2)
+    machine = FederatedCoordinator(names, rules, SIZES, lambda r: np.array([0, 2]), Pace(3, window_rounds=5))
+    out: list[CoordinatorInstruction] = []
+    for client, name in enumerate(names):
+        out += machine.handle(Joined(executor=name, client=client))
+    assert clients_of(out) == {"e0": [0], "e2": [2]}
+    machine.handle(Lost(executor="e0", reason="killed"))
+    (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, Commit))
+    assert commit.record.missing == (0,)

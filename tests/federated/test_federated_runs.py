@@ -1,0 +1,238 @@
+"""Real processes: every scheme, kills, resumes, and the command line."""
+
+from __future__ import annotations
+
+import os
+import signal
+from pathlib import Path
+
+import pytest
+
+from isthmus.federated.history import History
+from tests.runtime.commands import Done, edited, isthmus, refused, start, wait_until
+
+JOB = """
+name = "small"
+run_dir = "{folder}"
+
+[model]
+name = "mlp"
+options = {{ features = 64, width = 8, layers = 1, classes = 10 }}
+
+[data]
+kind = "digits"
+options = {{ flat = true, holdout = 0.5 }}
+
+[partition]
+scheme = "dirichlet"
+clients = 12
+alpha = 0.3
+
+[federated]
+algorithm = "scaffold"
+rounds = 4
+evaluate_every = 2
+evaluate_clients = 3
+
+[local]
+epochs = 1
+batch_size = 16
+
+[participation]
+clients = 6
+
+[execution]
+executors = 2
+"""
+
+
+def write(folder: Path, *changes: tuple[str, str]) -> Path:
+    path = folder / "fed.toml"
+    path.write_text(JOB.format(folder=folder / "runs"))
+    return edited(path, *changes)
+
+
+def slowed(eta: int) -> tuple[str, str]:
+    """Rounds long enough to be caught in the middle."""
+    return "executors = 2", f"executors = 2\nslow_down = [{eta}, {eta}]"
+
+
+def model(run: Path) -> bytes:
+    """The last round's file without its name."""
+    return sorted((run / "rounds").glob("round-*"))[-1].read_bytes()
+
+
+def done(result: Done) -> None:
+    assert result.code == 0, result.err
+
+
+@pytest.fixture(scope="module")
+def reference(tmp_path_factory: pytest.TempPathFactory) -> bytes:
+    """The run in one process."""
+    folder = tmp_path_factory.mktemp("reference")
+    done(isthmus("train", write(folder), "--scheme", "sp", "--run", folder / "run"))
+    return model(folder / "run")
+
+
+@pytest.mark.parametrize("scheme", ["ours", "parrot", "fa", "sd", "rw"])
+def test_every_scheme_gives_the_same_bits(scheme: str, reference: bytes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    result = isthmus("train", write(tmp_path), "--scheme", scheme, "--run", run)
+    done(result)
+    assert model(run) == reference
+    lines = History(run / "rounds.jsonl").lines()
+    assert [line.record.round for line in lines] == [0, 1, 2, 3]
+    assert all(line.clients == 6 for line in lines)
+    assert lines[-1].evaluation is not None
+    assert (run / "accuracy.png").is_file()
+    assert (run / "round.png").is_file()
+    expected = {"ours": 2, "parrot": 2, "fa": 2, "sd": 6, "rw": 12}[scheme]
+    assert len(list((run / "logs").iterdir())) == expected
+
+
+def test_killed_in_mid_round_and_resumed_gives_the_same_bits(reference: bytes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start("train", write(tmp_path, slowed(40)), "--run", run)
+    wait_until(lambda: len(History(run / "rounds.jsonl").lines()) >= 1 and len(written(run)) > 6, process)
+    os.kill(process.pid, signal.SIGKILL)
+    process.wait()
+    done(isthmus("train", write(tmp_path), "--run", run, "--resume"))
+    assert model(run) == reference
+    assert [line.record.round for line in History(run / "rounds.jsonl").lines()] == [0, 1, 2, 3]
+
+
+def written(run: Path) -> list[Path]:
+    return list((run / "states").rglob("*.safetensors"))
+
+
+def test_a_killed_executor_costs_nothing_but_time(reference: bytes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(
+        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [40.0, 40.0]")), "--run", run
+    )
+    wait_until(lambda: written(run), process)
+    os.kill(children(process.pid)[1], signal.SIGKILL)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 0, err
+    assert "was lost: its process was killed by SIGKILL" in err
+    assert model(run) == reference
+
+
+def test_every_executor_killed_ends_the_run_with_one_line(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(
+        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [99.0, 99.0]")), "--run", run
+    )
+    wait_until(lambda: written(run), process)
+    for pid in children(process.pid):
+        os.kill(pid, signal.SIGKILL)
+    out, err = process.communicate(timeout=60)
+    refused(Done(process.returncode, out, err), 4, "was lost", "SIGKILL")
+
+
+def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    process = start(
+        "train", write(tmp_path, ("executors = 2", "executors = 2\nslow_down = [40.0, 40.0]")), "--run", run
+    )
+    wait_until(lambda: History(run / "rounds.jsonl").lines(), process)
+    os.killpg(process.pid, signal.SIGINT)
+    _, err = process.communicate(timeout=60)
+    assert process.returncode == 130, err
+    assert "go on with --resume" in err
+    done(isthmus("train", write(tmp_path), "--run", run, "--resume"))
+    assert model(run) == reference
+
+
+def children(pid: int) -> list[int]:
+    found: list[int] = []
+    for entry in Path("/proc").iterdir():
+        if entry.name.isdigit() and (stat := entry / "stat").exists():
+            try:
+                if int(stat.read_text().rpartition(")")[2].split()[1]) == pid:
+                    found.append(int(entry.name))
+            except OSError:
+                continue
+    return sorted(found)
+
+
+BAD = """
+from collections.abc import Mapping
+import torch
+from isthmus.federated import Algorithm, Combine, Update, Values
+
+class Undeclared(Algorithm, frozen=True):
+    "Returns what it does not declare."
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "mean"}
+    def client(self, local, told, state):
+        return Update(values={"delta": told["model"] * 0, "extra": told["model"]})
+    def server(self, server, combined, cohort):
+        return dict(server)
+
+class BadState(Undeclared, frozen=True):
+    def init_client(self, model):
+        return {"steps": model[:1]}
+    def client(self, local, told, state):
+        return Update(values={"delta": told["model"] * 0}, state={"steps": 3})
+
+class Unknown(Undeclared, frozen=True):
+    @property
+    def returns(self):
+        return {"delta": "median"}
+
+class Explodes(Undeclared, frozen=True):
+    def client(self, local, told, state):
+        bad = local.samples % 2 == 0
+        return Update(values={"delta": torch.full_like(told["model"], float("nan") if bad else 0.0)})
+"""
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([('"scaffold"', '"scafold"')], ["unknown algorithm 'scafold'", "did you mean 'scaffold'"]),
+        ([("clients = 6", "clients = 13")], ["participation.clients: got 13, expected at most the 12 clients"]),
+        ([("clients = 12", "clients = 5000")], ["partition.clients: got 5000"]),
+        ([('"scaffold"', '"bad_algorithms:Undeclared"')], ["returned value 'extra' has no declared operation"]),
+        ([('"scaffold"', '"bad_algorithms:BadState"')], ["state 'steps'", "got int, expected a tensor"]),
+        ([('"scaffold"', '"bad_algorithms:Unknown"')], ["combines 'delta' by 'median'"]),
+        ([("rounds = 4", "rounds = 4\noptions = { server_lr = 1 }")], ["server_lr", "did you mean"]),
+        ([("executors = 2", 'scheme = "our"')], ["unknown scheme 'our'", "did you mean 'ours'"]),
+        ([("executors = 2", "executors = 2\nslow_down = [1.0]")], ["execution.slow_down: got 1, expected 2"]),
+        ([("clients = 6", "clients = 6\nfraction = 0.5")], ["got both or none of clients and fraction"]),
+        ([("features = 64", "features = 63")], ["'features'"]),
+    ],
+)
+def test_bad_input_is_refused_in_one_line(
+    changes: list[tuple[str, str]], words: list[str], tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_algorithms.py").write_text(BAD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    refused(isthmus("train", write(tmp_path, *changes), "--run", tmp_path / "run"), 2, *words)
+
+
+def test_updates_that_are_not_finite_are_refused_and_the_round_goes_on(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "bad_algorithms.py").write_text(BAD)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    job = write(tmp_path, ('"scaffold"', '"bad_algorithms:Explodes"'))
+    done(isthmus("train", job, "--run", tmp_path / "run"))
+    lines = History(tmp_path / "run" / "rounds.jsonl").lines()
+    assert len(lines) == 4
+    assert sum(len(line.record.refused) for line in lines) > 0
+    assert all(len(line.record.refused) + line.clients == 6 for line in lines)
+    assert "got nan" in next(r.reason for line in lines for r in line.record.refused)
+
+
+def test_the_folder_of_another_job_is_refused(tmp_path: Path) -> None:
+    run = tmp_path / "run"
+    done(isthmus("train", write(tmp_path), "--run", run, "--scheme", "sp", "--rounds", "1"))
+    other = write(tmp_path, ("alpha = 0.3", "alpha = 0.4"))
+    refused(isthmus("train", other, "--run", run, "--resume"), 2, "is of another job", "data was")
+
+
+def test_options_of_the_other_kind_of_job_are_refused(tmp_path: Path) -> None:
+    refused(isthmus("train", write(tmp_path), "--fleet", "laptop"), 2, "--fleet", "federated job")

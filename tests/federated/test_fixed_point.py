@@ -1,0 +1,120 @@
+"""Exact sums: any order and grouping gives the same bits, close to the real mean."""
+
+from __future__ import annotations
+
+import math
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import PeerError, UserError
+from isthmus.federated import Update
+from isthmus.federated.fixed_point import FixedSum, scale_exponent
+from isthmus.federated.partial import Partial
+
+NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=3, max_size=3)
+
+
+@given(terms=st.lists(st.tuples(NUMBERS, st.integers(1, 500)), min_size=1, max_size=12), data=st.data())
+def test_any_grouping_gives_the_same_bits(terms: list[tuple[list[float], int]], data: st.DataObject) -> None:
+    exponent = scale_exponent(sum(w for _, w in terms))
+    whole = FixedSum(3, exponent)
+    for values, weight in terms:
+        whole.add(torch.tensor(values), weight)
+    order = data.draw(st.permutations(range(len(terms))))
+    cut = data.draw(st.integers(0, len(terms)))
+    parts = [FixedSum(3, exponent), FixedSum(3, exponent)]
+    for place, number in enumerate(order):
+        values, weight = terms[number]
+        parts[place < cut].add(torch.tensor(values), weight)
+    parts[0].merge(parts[1].total)
+    assert torch.equal(parts[0].total, whole.total)
+    mean = np.average(np.array([v for v, _ in terms]), axis=0, weights=[w for _, w in terms])
+    found = whole.over(sum(w for _, w in terms), torch.float64).numpy()
+    assert np.abs(found - mean).max() <= 2.0**-34 * len(terms)
+
+
+@pytest.mark.parametrize("bad", [math.nan, math.inf, -math.inf, 1e9])
+@pytest.mark.parametrize("at", [0, 40_000])
+def test_a_bad_number_is_refused_and_leaves_nothing(bad: float, at: int) -> None:
+    term = torch.linspace(-1, 1, 50_000)
+    total = FixedSum(50_000, 0)
+    total.add(term)
+    before = total.total.clone()
+    wrong = term.clone()
+    wrong[at] = bad
+    with pytest.raises(PeerError, match="expected numbers within"):
+        total.add(wrong)
+    assert torch.equal(total.total, before)
+
+
+def test_a_sum_without_room_is_refused() -> None:
+    total = FixedSum(1, 0)
+    with pytest.raises(PeerError, match="no room"):
+        for _ in range(10_000):
+            total.add(torch.tensor([3e4]))
+
+
+def test_a_refused_update_leaves_nothing_of_its_other_values() -> None:
+    partial = Partial({"a": "sum", "b": "mean"})
+    partial.begin(10, 2)
+    partial.fold(0, Update(values={"a": torch.ones(4), "b": torch.ones(4)}), 3)
+    before = {name: t.clone() for name, t in partial.tensors().items()}
+    with pytest.raises(PeerError, match="client 1: value 'b'"):
+        partial.fold(1, Update(values={"a": torch.ones(4), "b": torch.tensor([1, 2, math.nan, 4])}), 3)
+    assert all(torch.equal(t, before[name]) for name, t in partial.tensors().items())
+    assert partial.clients == 1
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (Update(values={"a": torch.ones(1), "c": torch.ones(1)}), "'c' has no declared operation, declared: a"),
+        (Update(values={}), "'a' is declared, but a client did not return it"),
+    ],
+)
+def test_names_that_do_not_match_the_declaration(update: Update, message: str) -> None:
+    with pytest.raises(UserError, match=message):
+        Partial({"a": "sum"}).fold(0, update, 1)
+
+
+@pytest.mark.parametrize("weight", [-1.0, math.nan, 11.0])
+def test_a_weight_out_of_range_is_refused(weight: float) -> None:
+    partial = Partial({"a": "weighted_mean"})
+    partial.begin(10, 2)
+    with pytest.raises(PeerError, match="expected 0 to 10"):
+        partial.fold(0, Update(values={"a": torch.ones(1)}, weight=weight), 5)
+
+
+def test_collected_values_come_in_the_order_of_clients() -> None:
+    ours, theirs = Partial({"a": "collect", "n": "sum"}), Partial({"a": "collect", "n": "sum"})
+    for partial in (ours, theirs):
+        partial.begin(14, 3)
+    for partial, client in ((ours, 7), (theirs, 2), (ours, 5)):
+        partial.fold(client, Update(values={"a": torch.full((2,), float(client)), "n": torch.ones(1)}), client)
+    weight, weights = theirs.weights()
+    ours.merge(theirs.tensors(), theirs.clients, weight, weights)
+    combined = ours.combined(torch.float32)
+    assert combined["a"].tolist() == [[2, 2], [5, 5], [7, 7]]
+    assert combined["n"].tolist() == [3]
+    assert ours.cohort(10).weights == (2, 5, 7)
+
+
+@pytest.mark.parametrize(
+    "tensors",
+    [
+        {"n": torch.ones(1)},
+        {"n": torch.ones(2, dtype=torch.int64)},
+        {"n": torch.ones(1, dtype=torch.int64), "3/a": torch.ones(2)},
+        {"n": torch.ones(1, dtype=torch.int64), "x": torch.ones(2)},
+        {},
+    ],
+)
+def test_sums_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor]) -> None:
+    partial = Partial({"a": "collect", "n": "sum"})
+    partial.fold(1, Update(values={"a": torch.ones(2), "n": torch.ones(1)}), 1)
+    with pytest.raises(PeerError):
+        partial.merge(tensors, 1, 1 << 20, {1: 1 << 20})
