@@ -11,7 +11,8 @@ whom changes no bit.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass
 from typing import Literal
 
 import msgspec
@@ -81,6 +82,21 @@ class CoordinatorStatistics(msgspec.Struct, frozen=True):
     stale: int
 
 
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """A schedule that was made before its round."""
+
+    round: int
+    alive: tuple[str, ...]
+    cohort: Integers
+    schedule: Schedule
+
+    def fits(self, round_: int, alive: Sequence[str], members: Integers) -> bool:
+        """A second pass may have fewer clients, and executors may have been lost meanwhile."""
+        same = self.round == round_ and self.alive == tuple(alive)
+        return same and np.array_equal(self.cohort, members)
+
+
 class FederatedCoordinator:
     """The machine. It keeps which round wrote each client's state: 4 bytes a client, part of what a commit saves."""
 
@@ -111,6 +127,7 @@ class FederatedCoordinator:
         self._round = rules.first_round
         self._cohort: Integers = np.empty(0, dtype=np.int64)
         self._open: OpenTurn | None = None
+        self._ahead: _Ahead | None = None
         self._now_s = 0.0
         self._stale = 0
 
@@ -136,6 +153,24 @@ class FederatedCoordinator:
                     self._stale += 1
                     return [Ignore(event.executor, event.turn)] if isinstance(event, Summed) else []
                 return self._in_turn(event, self._open)
+
+    def look_ahead(self) -> None:
+        """Plan the next round while this one trains: its cohort is known, and times that are a round older do.
+
+        For a driver that has nothing else to do; without it, a round is planned when it is opened.
+        """
+        following = self._round + 1
+        if self._phase != "running" or self._pinned or following >= self._rules.rounds:
+            return
+        alive = tuple(name for name in self.executors if name in self._alive)
+        members = self._cohort_of(following)
+        self._ahead = _Ahead(following, alive, members, self._schedule(following, members, alive))
+
+    def _schedule(self, round_: int, members: Integers, alive: Sequence[str]) -> Schedule:
+        early = round_ - self._rules.first_round < self._rules.warm_up_rounds
+        planner = "uniform" if early else self._rules.planner
+        sizes = self._sizes[members].astype(np.float64)
+        return self.pace.schedule(planner, sizes, (self._number[name] for name in alive))
 
     def _join(self, event: Joined) -> list[CoordinatorInstruction]:
         self._alive.add(event.executor)
@@ -192,10 +227,12 @@ class FederatedCoordinator:
             chosen = set(self._cohort.tolist())
             mine = {name: self._pinned[name] for name in alive if self._pinned.get(name) in chosen}
             return {name: (self._task(client),) for name, client in mine.items()}, None
-        early = self._round - self._rules.first_round < self._rules.warm_up_rounds
-        planner = "uniform" if early else self._rules.planner
-        sizes = self._sizes[self._cohort].astype(np.float64)
-        schedule = self.pace.schedule(planner, sizes, (self._number[name] for name in alive))
+        ahead = self._ahead
+        if ahead is not None and ahead.fits(self._round, alive, self._cohort):
+            schedule = ahead.schedule
+        else:
+            schedule = self._schedule(self._round, self._cohort, alive)
+        sizes = self._sizes[self._cohort]
         dealt: dict[str, tuple[Task, ...]] = {}
         for name, places in zip(alive, schedule.clients_of(), strict=True):
             order = places[np.argsort(-sizes[places], kind="stable")]

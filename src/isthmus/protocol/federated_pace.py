@@ -28,6 +28,8 @@ from isthmus.protocol.federated_events import Line, Timed
 STEP_S = 1e-4
 """What one exchange of the certified search takes, roughly."""
 FEWEST_STEPS, MOST_STEPS = 300, 4000
+LARGE = 10_000_000
+"""Clients x executors from where on even Parrot's schedule takes longer than to try whether another is better."""
 TINY_S = 1e-12
 FEWEST = 3
 """Clients that an executor must have trained before its own line is believed."""
@@ -105,7 +107,7 @@ class Pace:
         problem = CohortProblem(
             sizes=sizes, seconds_per_sample=lines.seconds_per_sample[chosen], fixed_s=lines.fixed_s[chosen]
         )
-        if planner != "certified":
+        if planner != "certified" or problem.clients * problem.executors > LARGE:
             return schedule_cohort(planner, problem)
         greedy = parrot(problem)
         if not self.known:

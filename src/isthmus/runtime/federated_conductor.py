@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import queue
 import signal
+import sys
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -44,7 +45,7 @@ from isthmus.runtime.federated_messages import (
     TurnMessage,
 )
 from isthmus.runtime.messages import AnyMessage, Failed, HaltMessage, Heartbeat, Join, ReadyMessage
-from isthmus.runtime.post import Post, headers_of
+from isthmus.runtime.post import SWITCH_S, Post, headers_of
 from isthmus.runtime.reception import Heard, Reception
 
 TICK_S = 0.25
@@ -103,12 +104,15 @@ class FederatedConductor:
         Ctrl-C drops the open round and ends. Raises UserError for what an executor refused as the user's.
         """
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        before_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
         try:
             with self._interruptible():
                 finish = self._loop(ended)
             for post in self._posts.values():
                 post.flush()
         finally:
+            sys.setswitchinterval(before_s)
             self._over.set()
             self._reception.close()
         if self._failure is not None:
@@ -158,7 +162,10 @@ class FederatedConductor:
                 elif gone := ended().keys() - self._posts.keys():
                     events += [self._lost(min(gone), "its process ended before it joined", ended)]
             for event in events:
-                finish = self._carry_out(self._machine.handle(event)) or finish
+                instructions = self._machine.handle(event)
+                finish = self._carry_out(instructions) or finish
+                if any(isinstance(i, Open) for i in instructions):
+                    self._machine.look_ahead()
             if self._failure is not None:
                 return self._carry_out([Halt()]) or Finish("lost", str(self._failure))
         return finish

@@ -8,6 +8,7 @@ The main thread trains. Another receives, and answers what must not wait for a c
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 from collections.abc import Callable, Mapping
 
@@ -38,7 +39,7 @@ from isthmus.runtime.federated_messages import (
     TurnMessage,
 )
 from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, ReadyMessage
-from isthmus.runtime.post import Post, headers_of
+from isthmus.runtime.post import SWITCH_S, Post, headers_of
 
 Told = Mapping[str, Tensor]
 Act = tuple[Begin, Told] | Train | SendSums | Forget | Stop | Exception
@@ -126,6 +127,7 @@ class Executor:
 
 def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float) -> None:
     """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
+    sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", patience_s)
     post = Post(channel, on_error=lambda _: channel.close())

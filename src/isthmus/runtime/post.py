@@ -12,6 +12,8 @@ from isthmus.runtime.channel import Channel
 from isthmus.runtime.messages import AnyMessage
 from isthmus.training.layout import TensorHeader, header_of, pack
 
+SWITCH_S = 0.0002
+"""How long one thread keeps others from running Python: the usual 5 ms are longer than a small round."""
 LARGE_BYTES = 1 << 20
 """From here on a message is sent in a thread of its own. A thread costs as much as a small message."""
 

@@ -1,0 +1,80 @@
+"""Federated rounds on the virtual clock."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from isthmus.errors import PeerError
+from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_events import Line
+from isthmus.protocol.federated_pace import Pace
+from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
+
+SIZES = np.random.default_rng(1).integers(10, 400, 300)
+SPEEDS = (1.0, 2.0, 4.0, 8.0)
+
+
+def run(costs: FederatedCosts, rounds: int = 8, **rules: object) -> tuple[SimulatedRound, ...]:
+    count = len(costs.lines)
+    names = [f"e{k}" for k in range(count)]
+    options = {"rounds": rounds, "needed": 100, "steals": False} | rules
+    machine = FederatedCoordinator(
+        names, RoundRules(**options), SIZES, lambda r: np.arange(r, 300, 3), Pace(count, window_rounds=5)
+    )
+    return simulate_federated(machine, costs)
+
+
+def lines(*speeds: float) -> tuple[Line, ...]:
+    return tuple(Line(s * 1e-3, 0.01) for s in speeds)
+
+
+def least_s(round_: SimulatedRound) -> float:
+    """No schedule ends sooner: the work shared in any pieces."""
+    timed = [t for each in round_.record.trained.values() for t in each]
+    rates = [1 / line.seconds(1000) for line in lines(*SPEEDS)]
+    return sum(t.samples for t in timed) / 1000 / sum(rates)
+
+
+def test_a_round_lasts_as_long_as_its_busiest_executor_and_its_messages() -> None:
+    costs = FederatedCosts(lines=lines(1, 1), latency_s=0.5, broadcast_s=0.25, sums_s=0.125)
+    for round_ in run(costs, rounds=3):
+        assert round_.seconds == pytest.approx(round_.busy_s.max() + 2 * 0.5 + 0.25 + 0.125)
+        assert sum(map(len, round_.record.trained.values())) == 100
+
+
+def test_lines_are_found_out_and_the_plan_comes_true() -> None:
+    last = run(FederatedCosts(lines=lines(*SPEEDS)))[-1]
+    assert last.record.predicted_s == pytest.approx(last.busy_s.max(), rel=1e-6)
+    assert last.seconds < 1.05 * least_s(last)
+
+
+@pytest.mark.parametrize("noise", [0.0, 0.3])
+def test_stealing_ends_rounds_sooner_where_times_are_not_known(noise: float) -> None:
+    costs = FederatedCosts(lines=lines(*SPEEDS), noise=noise, latency_s=0.001)
+    stolen, planned = run(costs, rounds=1, steals=True)[0], run(costs, rounds=1, steals=False)[0]
+    assert stolen.record.stolen > 0
+    assert stolen.seconds < 0.6 * planned.seconds
+
+
+def test_certified_with_stealing_stays_near_the_bound_under_noise() -> None:
+    rounds = run(FederatedCosts(lines=lines(*SPEEDS), noise=0.3, latency_s=0.001), rounds=10, steals=True)
+    over = [round_.seconds / least_s(round_) for round_ in rounds[3:]]
+    assert np.mean(over) < 1.1
+
+
+def test_the_clients_of_a_lost_executor_are_trained_by_others() -> None:
+    rounds = run(FederatedCosts(lines=lines(1, 1, 1), losses=((1, 0.5),)), rounds=3, steals=True)
+    assert [sum(map(len, r.record.trained.values())) for r in rounds] == [100] * 3
+    assert "e1" not in rounds[-1].record.trained
+
+
+def test_a_run_without_executors_says_so() -> None:
+    with pytest.raises(PeerError, match="lost in the simulation"):
+        run(FederatedCosts(lines=lines(1), losses=((0, 0.5),)))
+
+
+def test_the_same_seed_gives_the_same_run() -> None:
+    costs = FederatedCosts(lines=lines(*SPEEDS), noise=0.3, latency_s=0.001)
+    first, second = run(costs, steals=True), run(costs, steals=True)
+    assert [r.seconds for r in first] == [r.seconds for r in second]
