@@ -45,12 +45,12 @@ class ListedData:
         return self.clients[client]
 
 
-def population(clients: int = CLIENTS) -> ListedData:
-    """Sizes of 3 to 20 samples; labels that a client's own direction decides."""
+def population(clients: int = CLIENTS, per_size: int = 1) -> ListedData:
+    """Sizes of 3 to 20 samples, `per_size` clients of each; labels that a client's own direction decides."""
     draws = torch.Generator().manual_seed(1)
     found: list[dict[str, Tensor]] = []
     for client in range(clients):
-        n = 3 + client * 7 % 18
+        n = 3 + client // per_size * 7 % 18
         x = torch.randn(n, 6, generator=draws, dtype=torch.float64)
         found.append({"pixel_values": x, "labels": (x[:, client % 6] > 0).long() + client % 2})
     return ListedData(found)
@@ -77,9 +77,11 @@ class Run:
         executors: int = 1,
         rounds: int = 10,
         pick: Callable[[Sequence[str]], int] = lambda ready: 0,
+        together: int = 1,
+        clients_per_size: int = 1,
         **rules: object,
     ) -> None:
-        data = population()
+        data = population(per_size=clients_per_size)
         algorithm = load_algorithm(AlgorithmSpec(name=name, options=options))
         work = Work(algorithm=algorithm, local=LOCAL, seed=SEED)
         stateful = algorithm.init_client(torch.zeros(1)) is not None
@@ -96,7 +98,9 @@ class Run:
             Pace(executors, window_rounds=5),
             state_rounds=np.full(len(data.clients), -1, dtype=np.int32) if stateful else None,
         )
-        self.driver = InProcess(self.machine, self.server, self.sites, committed=self.records.append, pick=pick)
+        self.driver = InProcess(
+            self.machine, self.server, self.sites, committed=self.records.append, pick=pick, together=together
+        )
 
     def run(self) -> Finish:
         return self.driver.run()

@@ -7,7 +7,10 @@ from pathlib import Path
 
 import pytest
 import torch
+from torch import nn
 
+from isthmus.federated.resident import Resident
+from isthmus.federated.stacked import best_together
 from tests.federated.populations import Run, members, module, population
 from tests.federated.twins import TWINS
 
@@ -58,3 +61,29 @@ def test_the_same_bits_with_clients_stolen_in_any_order(seed: int, tmp_path: Pat
     assert many.run().outcome == "done"
     assert torch.equal(alone.model, many.model)
     assert all(sum(map(len, record.trained.values())) == 5 for record in many.records)
+
+
+@pytest.mark.parametrize("name", TWINS)
+def test_clients_trained_together_agree_with_one_by_one(name: str, tmp_path: Path) -> None:
+    _, algorithm, options = TWINS[name]
+    together = Run(algorithm, options, tmp_path / "together", rounds=3, together=4, clients_per_size=3)
+    alone = Run(algorithm, options, tmp_path / "alone", rounds=3, clients_per_size=3)
+    assert alone.run().outcome == together.run().outcome == "done"
+    assert any(len(timed) > 1 for r in together.records for timed in r.trained.values())
+    assert torch.allclose(together.model, alone.model, rtol=1e-5, atol=1e-9)
+
+
+def test_a_model_that_draws_is_trained_one_by_one() -> None:
+    columns = {name: column[:4] for name, column in population().load(0).items()}
+    assert best_together(Resident(Dropping().double()), columns) == 1
+
+
+class Dropping(nn.Module):
+    """A classifier with dropout."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
+        return nn.functional.cross_entropy(nn.functional.dropout(self.linear(pixel_values)), labels)

@@ -189,6 +189,41 @@ class Explodes(Undeclared, frozen=True):
 """
 
 
+COLLECTING = """
+from isthmus.federated import Algorithm, Update
+
+class Collecting(Algorithm, frozen=True):
+    "FedAvg's sums, and ten numbers of every client."
+    @property
+    def returns(self):
+        return {"delta": "weighted_mean", "norms": "collect"}
+    def client(self, local, told, state):
+        y = local.start(told["model"])
+        return Update(values={"delta": y.sub_(told["model"]), "norms": told["model"][:10]})
+    def server(self, server, combined, cohort):
+        assert combined["norms"].shape == (6, 10)
+        return dict(server)
+"""
+NUMBERS = 64 * 8 + 8 + 8 * 10 + 10
+"""In the model."""
+
+
+@pytest.mark.parametrize(("scheme", "trips"), [("fa", 6), ("sd", 6), ("parrot", 2), ("ours", 2)])
+def test_bytes_and_trips_are_those_of_the_complexity_table(
+    scheme: str, trips: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "collecting_algorithm.py").write_text(COLLECTING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    for name, collected in (("fedavg", 0), ("collecting_algorithm:Collecting", 40)):
+        run = tmp_path / f"run-{collected}"
+        done(isthmus("train", write(tmp_path, ('"scaffold"', f'"{name}"')), "--scheme", scheme, "--run", run))
+        for line in History(run / "rounds.jsonl").lines():
+            used = sum(1 for timed in line.record.trained.values() if timed)
+            assert used <= trips
+            assert line.trips == (used if scheme in ("ours", "parrot") else trips)
+            assert line.value_bytes == 8 * NUMBERS * line.trips + collected * 6
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -105,7 +106,7 @@ def _say(notes: Console, text: str) -> None:
     notes.print(Text(text), soft_wrap=True)
 
 
-def refuse_options(given: dict[str, object]) -> None:
+def refuse_options(given: Mapping[str, object]) -> None:
     """Options of a pipeline's job say nothing here. UserError for the first that was given."""
     for name, value in given.items():
         if value is not None:

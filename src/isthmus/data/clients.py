@@ -37,14 +37,15 @@ class ClientData(Protocol):
 class PartitionedData:
     """A data set shared out among clients."""
 
-    def __init__(self, dataset: Dataset, parts: Partition) -> None:
+    def __init__(self, dataset: Dataset, parts: Partition, without: str = "") -> None:
+        """`without` is the column that said whose a sample is."""
         self._dataset = dataset
         self._parts = parts
-        self._columns = tuple(dataset.columns)
+        self._columns = tuple(name for name in dataset.columns if name != without)
 
     @property
     def columns(self) -> Mapping[str, ColumnSpec]:
-        return self._dataset.columns
+        return {name: self._dataset.columns[name] for name in self._columns}
 
     @property
     def sizes(self) -> NDArray[np.int64]:
@@ -64,7 +65,4 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
     wanted = [n for n in (spec.label, spec.column) if n in dataset.columns]
     whole = dataset.batch(np.arange(len(dataset)), wanted)
     parts = partition(spec, len(dataset), {name: column.numpy() for name, column in whole.items()}, seed)
-    found = PartitionedData(dataset, parts)
-    if spec.scheme == "natural":
-        found._columns = tuple(c for c in dataset.columns if c != spec.column)
-    return found
+    return PartitionedData(dataset, parts, without=spec.column if spec.scheme == "natural" else "")

@@ -22,6 +22,10 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     sent_bytes: int = 0
     """By the coordinator, whole frames."""
     received_bytes: int = 0
+    trips: int = 0
+    """Messages from executors that brought values."""
+    value_bytes: int = 0
+    """Of those values: 8 bytes a summed number, and what is collected."""
     evaluation: Evaluation | None = None
 
     @property

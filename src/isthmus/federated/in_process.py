@@ -45,10 +45,10 @@ from isthmus.protocol.federated_executor import FederatedExecutor
 class _Seat:
     """An executor: its machine, its worksite, and what waits for it."""
 
-    def __init__(self, name: str, site: Worksite) -> None:
+    def __init__(self, name: str, site: Worksite, together: int) -> None:
         self.name = name
         self.site = site
-        self.machine = FederatedExecutor()
+        self.machine = FederatedExecutor(together)
         self.inbox: deque[ExecutorEvent] = deque()
         self.work: deque[Train] = deque()
 
@@ -64,10 +64,11 @@ class InProcess:
         *,
         committed: Callable[[Record], None] = lambda _: None,
         pick: Callable[[Sequence[str]], int] = lambda ready: 0,
+        together: int = 1,
     ) -> None:
         self.machine = machine
         self.server = server
-        self._seats = {name: _Seat(name, site) for name, site in sites.items()}
+        self._seats = {name: _Seat(name, site, together) for name, site in sites.items()}
         self._committed = committed
         self._pick = pick
 

@@ -66,6 +66,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Emulation: eta of each executor, which sleeps eta T after training for T."""
     unstable: bool = False
     """Emulation: speeds that change from round to round."""
+    together: NotNegative = 1
+    """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
     threads: Positive = 1
     patience: str = "60 s"
     """Silence after which an executor counts as lost."""

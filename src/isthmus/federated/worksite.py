@@ -11,10 +11,11 @@ from torch import Tensor, nn
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError
-from isthmus.federated.algorithms import Algorithm, Pass, Update, Values
+from isthmus.federated.algorithms import Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import BUFFERS, Partial
 from isthmus.federated.resident import Resident
+from isthmus.federated.stacked import Stacked, StackedLocal
 from isthmus.federated.states import NEVER, StateStore
 from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed, Turn
 from isthmus.streams import torch_seed
@@ -52,6 +53,7 @@ class Worksite:
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
         self._draws = False
+        self._stacked: Stacked | None = None
         self._told: Values = {}
         self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
@@ -84,12 +86,14 @@ class Worksite:
             self._replaced = [entry for entry in self._replaced if entry[2] > opening.durable_round]
             self._states.drop(gone)
 
-    def _returns(self, number: int):
+    def _returns(self, number: int) -> Mapping[str, Combine]:
         returns = self._passes[number].returns
         return {**returns, BUFFERS: "weighted_mean"} if len(self.resident.buffers()) else returns
 
     def train(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
         """Train clients one after another. An update that is not finite is refused, and nothing of it is left."""
+        if len(tasks) > 1:
+            return self._train_together(tasks)
         timed: list[Timed] = []
         refused: list[Refusal] = []
         for task in tasks:
@@ -124,6 +128,40 @@ class Worksite:
         if BUFFERS in self._told:
             values = {**update.values, BUFFERS: self.resident.buffers()}
             update = Update(values=values, state=update.state, weight=update.weight)
+        self._take_in(task, update)
+
+    def _train_together(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
+        """As one by one, but for the bits. Each gets an equal part of the time."""
+        assert self._turn is not None, "a turn is open"
+        start_s = time.perf_counter()
+        if self._stacked is None:
+            self._stacked = Stacked(self.resident)
+        local = StackedLocal(
+            self._stacked, self._work.local, [self._load(task) for task in tasks],
+            seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in tasks],
+        )  # fmt: skip
+        states = [state for task in tasks if (state := self._state(task)) is not None]
+        stacked = {name: torch.stack([s[name] for s in states]) for name in states[0]} if states else None
+        update = self._passes[self._turn.number].client(local, self._told, stacked)
+        taken: list[Task] = []
+        refused: list[Refusal] = []
+        for row, task in enumerate(tasks):
+            state = None if update.state is None else {name: value[row] for name, value in update.state.items()}
+            values = {name: value[row] for name, value in update.values.items()}
+            own = Update(values=values, state=state, weight=update.weight)
+            try:
+                self._take_in(task, own)
+            except PeerError as e:
+                refused.append(Refusal(task.client, str(e)))
+                continue
+            taken.append(task)
+        seconds = time.perf_counter() - start_s
+        lasts_s = self._slow_down(seconds, self._turn.round)
+        if lasts_s > seconds:
+            time.sleep(lasts_s - seconds)
+        return tuple(Timed(t.client, t.samples, lasts_s / len(tasks)) for t in taken), tuple(refused)
+
+    def _take_in(self, task: Task, update: Update) -> None:
         self._check(task.client, update)
         self.partial.fold(task.client, update, task.samples)
         if update.state is not None:

@@ -59,6 +59,10 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     sent_bytes: int
     received_bytes: int
+    trips: int = 0
+    """Messages that brought values: sums or collected ones."""
+    value_bytes: int = 0
+    """Of those values, without headers."""
 
 
 class FederatedConductor:
@@ -91,6 +95,7 @@ class FederatedConductor:
         self._told: Mapping[str, Tensor] = {}
         self._opened_s = 0.0
         self._counted = (0, 0)
+        self._trips = self._value_bytes = 0
         self._failure: IsthmusError | None = None
         self._over = threading.Event()
         self._reception = Reception(
@@ -198,6 +203,8 @@ class FederatedConductor:
                 return [Returned(executor=executor, turn=turn, tasks=tasks)]
             case SumsMessage(turn=turn):
                 self._sums[executor] = (message, tensors)
+                self._trips += bool(message.tensors)
+                self._value_bytes += sum(h.nbytes for h in message.tensors)
                 return [Summed(executor=executor, turn=turn, timed=message.timed, refused=message.refused)]
             case Failed(fault="user"):
                 self._failure = UserError(message.reason)
@@ -252,9 +259,12 @@ class FederatedConductor:
     def _measure(self) -> RoundMeasure:
         sent, received = self.bytes()
         before, self._counted = self._counted, (sent, received)
+        trips, value_bytes = self._trips, self._value_bytes
+        self._trips = self._value_bytes = 0
         return RoundMeasure(
-            seconds=time.monotonic() - self._opened_s, sent_bytes=sent - before[0], received_bytes=received - before[1]
-        )
+            seconds=time.monotonic() - self._opened_s, sent_bytes=sent - before[0],
+            received_bytes=received - before[1], trips=trips, value_bytes=value_bytes,
+        )  # fmt: skip
 
     def _merge(self, executor: str) -> None:
         """PeerError here is another party's fault, but its clients count as in already: the run must end."""

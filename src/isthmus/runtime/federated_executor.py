@@ -48,8 +48,10 @@ Act = tuple[Begin, Told] | Train | SendSums | Forget | Stop | Exception
 class Executor:
     """The machine's driver. Training happens in the thread that calls `run`."""
 
-    def __init__(self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float) -> None:
-        self.machine = FederatedExecutor()
+    def __init__(
+        self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float, together: int
+    ) -> None:
+        self.machine = FederatedExecutor(together)
         self._site = site
         self._channel = channel
         self._post = post
@@ -125,7 +127,7 @@ class Executor:
         self._site.clear()
 
 
-def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float) -> None:
+def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float, together: int) -> None:
     """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
     sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
@@ -137,7 +139,7 @@ def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], pa
     try:
         site = prepare()
         post.put(ReadyMessage(run=run))
-        Executor(site, channel, post, run, patience_s).run()
+        Executor(site, channel, post, run, patience_s, together).run()
     except Exception as e:
         fault = "user" if isinstance(e, UserError) else "other" if isinstance(e, PeerError) else "device"
         reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"

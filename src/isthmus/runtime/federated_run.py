@@ -25,6 +25,7 @@ from isthmus.federated.pacing import slow_down
 from isthmus.federated.partial import BUFFERS
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Commits, Server, uncommitted
+from isthmus.federated.stacked import best_together
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
@@ -32,7 +33,7 @@ from isthmus.protocol.federated_events import Finish, Record
 from isthmus.protocol.federated_pace import Pace
 from isthmus.runtime.federated_conductor import FederatedConductor, RoundMeasure
 from isthmus.runtime.federated_executor import serve
-from isthmus.runtime.forked import Forked
+from isthmus.runtime.forked import Forked, asked
 
 JOB = "job.json"
 
@@ -48,9 +49,9 @@ class FederatedRun:
     ) -> None:
         """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
         torch.set_num_threads(job.execution.threads)
-        self.job = job
         self.folder = folder
         self.data: ClientData = client_data(job)
+        self.job = job = _with_together(job, self.data, folder if resume else None)
         self._watch = watch
         self._algorithm = job.algorithm()
         self._module = build(job)
@@ -140,14 +141,15 @@ class FederatedRun:
 
         sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
         after.start()
-        return InProcess(self.machine, self.server, sites, committed=committed).run()
+        together = self.job.execution.together
+        return InProcess(self.machine, self.server, sites, committed=committed, together=together).run()
 
     def _in_processes(self, after: _Aftermath, note: Callable[[str], None]) -> Finish:
         run, names = secrets.token_hex(16), self.machine.executors
-        patience_s = self.job.patience_s
+        patience_s, together = self.job.patience_s, self.job.execution.together
 
         def execute(name: str, number: int) -> Callable[[str], None]:
-            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s)
+            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together)
 
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             conductor = FederatedConductor(
@@ -175,13 +177,34 @@ class FederatedRun:
             evaluation = self._evaluator.evaluate(done.values["model"], done.values.get(BUFFERS))
         line = RoundLine(
             record=done.record, seconds=done.measure.seconds, sent_bytes=done.measure.sent_bytes,
-            received_bytes=done.measure.received_bytes, evaluation=evaluation,
+            received_bytes=done.measure.received_bytes, trips=done.measure.trips, value_bytes=done.measure.value_bytes,
+            evaluation=evaluation,
         )  # fmt: skip
         self.history.add(line)
         if done.saves:
             self.commits.save(done.record.round, done.values, done.state_rounds)
             self.machine.durable_round = done.record.round
         self._watch(line)
+
+
+def _with_together(job: FederatedJob, data: ClientData, before: Path | None) -> FederatedJob:
+    """The job with the number of clients that are trained together: measured once, as other bits would follow from
+    another number; a resumed run takes the one that it began with."""
+    together = job.execution.together
+    if before is not None and (before / JOB).is_file():
+        together = msgspec.json.decode((before / JOB).read_bytes(), type=FederatedJob).execution.together
+    elif not together:
+        # In a copy of this process: with a GPU, backward starts threads, and then executors cannot be forked.
+        together = asked(lambda: _measured_together(job, data))
+    return msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, together=together))
+
+
+def _measured_together(job: FederatedJob, data: ClientData) -> int:
+    resident = Resident(build(job))
+    columns = data.load(int(np.argsort(data.sizes)[len(data.sizes) // 2]))
+    few = {name: column[: job.local.batch_size] for name, column in columns.items()}
+    cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
+    return best_together(resident, cast)
 
 
 class _Committed(msgspec.Struct, frozen=True, kw_only=True):
