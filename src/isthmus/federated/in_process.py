@@ -1,7 +1,7 @@
 """A federated run in one process: the coordinator and any number of executors, stepped in turn.
 
 The SP scheme, and what tests compare everything else with. `pick` decides which executor acts next, so that any
-interleaving of a distributed run can be played.
+interleaving of a distributed run can be played. No time passes here, so no deadline does.
 """
 
 from __future__ import annotations
@@ -25,7 +25,6 @@ from isthmus.protocol.federated_events import (
     Halt,
     Ignore,
     Joined,
-    Lost,
     Merge,
     Open,
     Record,
@@ -83,11 +82,6 @@ class InProcess:
                 raise InternalError("federated: nobody has anything to do, and the run is not over")
             finish = self._act(self._seats[ready[self._pick(ready)]])
         return finish
-
-    def lose(self, name: str, reason: str) -> Finish | None:
-        """An executor is gone, with what it held."""
-        del self._seats[name]
-        return self._decide(Lost(executor=name, reason=reason))
 
     def _act(self, seat: _Seat) -> Finish | None:
         """One thing: an event that waits, else one piece of work."""

@@ -21,6 +21,7 @@ from isthmus.units import format_duration, format_size
 COLUMNS = ("round", "clients", "loss", "accuracy", "worst\ndecile", "round\ntime", "makespan", "planned", "bound",
            "time\nerror", "stolen", "busy", "bytes", "closed\nby")  # fmt: skip
 SHOWN_ROUNDS = 12
+REFRESH_S = 0.25
 PLAIN_EVERY_S = 5.0
 PLAIN_SHARE = 0.1
 MOST_EXECUTORS = 8
@@ -35,7 +36,9 @@ class FederatedProgress:
         self._clock = clock
         self._recent: deque[RoundLine] = deque(maxlen=SHOWN_ROUNDS)
         on_terminal = console.is_terminal and console.is_interactive
-        self._live = Live(console=console, refresh_per_second=4, transient=True) if on_terminal else None
+        # Without a thread of its own and without taking over stderr: executors are forked while it is shown.
+        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
+        self._live = live if on_terminal else None
         self._said_s, self._said_round = float("-inf"), 0
 
     def __enter__(self) -> Self:
@@ -51,10 +54,12 @@ class FederatedProgress:
 
     def round(self, line: RoundLine) -> None:
         self._recent.append(line)
-        if self._live is not None:
-            self._live.update(_table(self._recent, self._rounds))
-            return
         done, now_s = line.record.round + 1, self._clock()
+        if self._live is not None:
+            if now_s - self._said_s >= REFRESH_S or done == self._rounds:
+                self._said_s = now_s
+                self._live.update(_table(self._recent, self._rounds), refresh=True)
+            return
         due = now_s - self._said_s >= PLAIN_EVERY_S or done - self._said_round >= PLAIN_SHARE * self._rounds
         if due or done == self._rounds:
             self._said_s, self._said_round = now_s, done

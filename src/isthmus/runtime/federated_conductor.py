@@ -153,7 +153,9 @@ class FederatedConductor:
 
     def _loop(self, ended: Callable[[], Mapping[str, str]]) -> Finish:
         finish: Finish | None = None
-        looked_s, join_by_s = 0.0, time.monotonic() + self._patience_s
+        looked_s = time.monotonic()
+        join_by_s = looked_s + self._patience_s
+        self._machine.handle(Tick(now_s=looked_s))  # before any turn: deadlines count from its opening
         while finish is None:
             events: list[CoordinatorEvent] = []
             with contextlib.suppress(queue.Empty):

@@ -43,6 +43,7 @@ class Forked:
                 _live(act, end, self._logs[name])
             os.close(end)
             self._pids[name], self._leashes[name] = pid, leash
+        gc.unfreeze()
 
     def begin(self, address: str) -> None:
         """Tell all of them."""

@@ -1,0 +1,74 @@
+"""What people see of a federated run."""
+
+from __future__ import annotations
+
+import io
+from pathlib import Path
+
+from rich.console import Console
+
+from isthmus.federated.evaluation import ClientAccuracies, Evaluation
+from isthmus.federated.history import RoundLine
+from isthmus.protocol.federated_events import Line, Record, Refusal, Timed
+from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
+from isthmus.report.federated_progress import FederatedProgress, rounds_table
+
+
+def line(round_: int, *, accuracy: float | None = 0.5) -> RoundLine:
+    record = Record(
+        round=round_, attempt=0, trained={"e0": (Timed(1, 10, 1.0), Timed(2, 20, 2.0)), "e1": (Timed(3, 30, 1.5),)},
+        refused=(Refusal(4, "got nan"),), lines={"e0": Line(0.1, 0.0), "e1": Line(0.1, 0.0)}, predicted_s=3.0, stolen=1,
+    )  # fmt: skip
+    clients = ClientAccuracies(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2)
+    evaluation = Evaluation(loss=1.25, accuracy=accuracy, clients=clients) if accuracy is not None else None
+    return RoundLine(record=record, seconds=4.0, sent_bytes=1000, received_bytes=2000, evaluation=evaluation)
+
+
+def shown(*lines: RoundLine, terminal: bool) -> str:
+    console = Console(file=io.StringIO(), width=180, force_terminal=terminal, force_interactive=terminal, no_color=True)
+    with FederatedProgress(console, rounds=20, clock=iter(range(1000)).__next__) as progress:
+        for one in lines:
+            progress.round(one)
+    assert isinstance(console.file, io.StringIO)
+    return console.file.getvalue()
+
+
+def test_figures_of_a_round() -> None:
+    one = line(0)
+    assert one.busy_s() == {"e0": 3.0, "e1": 1.5}
+    assert one.makespan_s == 3.0
+    error = one.time_error()
+    assert error is not None
+    assert abs(error - 1 / 3) < 1e-9  # predicted 1, 2 and 3 s, taken 1, 2 and 1.5 s
+
+
+def test_the_live_table_shows_what_was_asked_for() -> None:
+    text = shown(line(0), terminal=True)
+    for expected in ("round 1 of 20", "1.2500", "50.0%", "10.0%", "33%", "75% 38%", "2.93 KiB", "all"):
+        assert expected in text, text
+
+
+def test_plain_lines_come_now_and_then() -> None:
+    text = shown(*(line(r, accuracy=None) for r in range(20)), terminal=False)
+    lines = text.strip().splitlines()
+    assert "\x1b" not in text
+    assert 5 <= len(lines) <= 12
+    assert lines[0].startswith("round 1/20, 3 clients")
+    assert "1 refused" in lines[0]
+    assert lines[-1].startswith("round 20/20")
+
+
+def test_the_summary_leaves_the_first_round_out() -> None:
+    console = Console(file=io.StringIO(), width=140, no_color=True)
+    console.print(rounds_table([line(0), line(1)]))
+    assert isinstance(console.file, io.StringIO)
+    assert "2 rounds, the first left out" in console.file.getvalue()
+
+
+def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> None:
+    assert draw_rounds([line(0), line(1)], tmp_path / "a.png")
+    assert draw_paces([line(0)], tmp_path / "p.png")
+    draw_round_timeline(line(0), tmp_path / "r.png")
+    assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "p.png", "r.png"))
+    assert not draw_rounds([line(0, accuracy=None)], tmp_path / "none.png")
+    assert not (tmp_path / "none.png").exists()
