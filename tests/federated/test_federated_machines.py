@@ -273,6 +273,25 @@ def test_a_deadline_commits_who_is_in() -> None:
     assert machine.handle(summed("e1", *dealt["e1"])) == [Ignore("e1", TURN)]
 
 
+def test_a_late_executor_keeps_the_states_of_clients_that_are_in() -> None:
+    machine = coordinator(deadline_s=10.0)
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    (granted,) = machine.handle(Lost(executor="e1", reason="killed"))
+    assert isinstance(granted, Tell)
+    out = machine.handle(Tick(now_s=10.0))
+    assert Tell("e0", Dropped(turn=TURN, kept=tuple(dealt["e0"]))) in out
+
+
+def test_a_second_pass_that_fails_is_tried_again_alone() -> None:
+    machine = coordinator(passes=2, deadline_s=10.0, minimum=4)
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"]))
+    machine.handle(summed("e1", *dealt["e1"]))
+    out = machine.handle(Tick(now_s=10.0))
+    assert {i.event.opening.turn for i in out if isinstance(i, Open)} == {Turn(0, 1, 1)}
+
+
 def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
     machine = coordinator(deadline_s=10.0, minimum=4, attempts=2)
     dealt = start(machine)

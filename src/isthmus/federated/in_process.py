@@ -100,9 +100,9 @@ class InProcess:
                     seat.site.open(opening, self.server.broadcast())
                 case Train():
                     seat.work.append(instruction)
-                case Forget():
+                case Forget(kept=kept):
                     seat.work.clear()
-                    seat.site.forget()
+                    seat.site.forget(kept)
                 case TellDrained(turn=turn):
                     finish = self._decide(Drained(executor=seat.name, turn=turn)) or finish
                 case TellReturned(turn=turn, tasks=tasks):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
 import torch
@@ -204,11 +204,11 @@ class Worksite:
         """The sums are sent: more clients of the turn begin anew."""
         self.partial.begin(*self._scale)
 
-    def forget(self) -> None:
-        """The turn is dropped: its sums, and the states that it wrote."""
+    def forget(self, kept: Collection[int] = ()) -> None:
+        """The turn is dropped: its sums, and the states that it wrote of all clients but those `kept`."""
         if self._states is not None:
-            self._states.drop(self._written)
-            written = set(self._written)
-            self._replaced = [(c, old, new) for c, old, new in self._replaced if (c, new) not in written]
+            gone = {entry for entry in self._written if entry[0] not in kept}
+            self._states.drop(gone)
+            self._replaced = [(c, old, new) for c, old, new in self._replaced if (c, new) not in gone]
         self._written = []
         self._turn = None

@@ -329,15 +329,17 @@ class FederatedCoordinator:
         assert opened is not None
         turn = opened.turn
         out: list[CoordinatorInstruction] = []
-        late = [name for name, held in opened.held.items() if held and name in self._alive]
-        out += [Tell(name, Dropped(turn=turn)) for name in late]
+        there = [name for name in opened.held if name in self._alive]
         if opened.done < self._rules.minimum:
-            everyone = [name for name in opened.held if name in self._alive and name not in late]
-            out += [Tell(name, Dropped(turn=turn)) for name in everyone]
+            out += [Tell(name, Dropped(turn=turn)) for name in there]
             if turn.attempt + 1 >= self._rules.attempts:
                 what = f"round {turn.round}: {opened.done} clients were in after {turn.attempt + 1} attempts"
                 return [*out, *self._end("lost", "; ".join([what, *opened.reasons]))]
-            return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1))]
+            return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]
+        for name in there:
+            if opened.held[name]:  # what it may send yet comes too late
+                kept = tuple(t.client for t in opened.timed.get(name, ()))
+                out.append(Tell(name, Dropped(turn=turn, kept=kept)))
         out.append(Absorb(turn))
         for name, timed in opened.timed.items():
             self.pace.record(turn.round, self._number[name], timed)
@@ -402,7 +404,7 @@ class FederatedCoordinator:
     def _retry(self, opened: OpenTurn) -> list[CoordinatorInstruction]:
         self._open = None
         turn = opened.turn
-        return self._open_turn(Turn(turn.round, turn.attempt + 1))
+        return self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))
 
     def _end(self, outcome: Literal["done", "interrupted", "lost"], reason: str = "") -> list[CoordinatorInstruction]:
         self._phase, self._open = "done", None

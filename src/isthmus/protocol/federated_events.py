@@ -96,9 +96,10 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
 
 class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
-    """The turn is over without this executor, or for all of them: forget it."""
+    """The turn is over without this executor, or for all of them: forget it, but for clients whose updates are in."""
 
     turn: Turn
+    kept: tuple[int, ...] = ()
 
 
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
@@ -150,9 +151,10 @@ class SendSums(msgspec.Struct, frozen=True):
 
 
 class Forget(msgspec.Struct, frozen=True):
-    """Drop the sums and the states that the turn has written."""
+    """Drop the sums, and the states that the turn has written of all clients but these."""
 
     turn: Turn
+    kept: tuple[int, ...] = ()
 
 
 class Stop(msgspec.Struct, frozen=True):

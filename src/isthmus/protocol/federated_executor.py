@@ -89,10 +89,10 @@ class FederatedExecutor:
             case Closed():
                 self._holds = False
                 return self._next()
-            case Dropped():
-                turn, self._turn = event.turn, None
+            case Dropped(turn=turn, kept=kept):
+                self._turn = None
                 self._clear()
-                return [Forget(turn)]
+                return [Forget(turn, kept)]
             case Trained():
                 self._busy = False
                 self._trained += len(event.timed)

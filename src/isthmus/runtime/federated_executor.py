@@ -75,8 +75,8 @@ class Executor:
                     self._handle(Trained(turn=turn, timed=timed, refused=refused))
                 case SendSums():
                     self._send_sums(act)
-                case Forget():
-                    self._site.forget()
+                case Forget(kept=kept):
+                    self._site.forget(kept)
         self._post.flush()
 
     def _listen(self) -> None:
