@@ -1,9 +1,13 @@
-"""Placement on heterogeneous networks: our search against DT-FM's, Kernighan-Lin and chance, at equal time.
+"""Placement on heterogeneous networks, first under DT-FM's cost function, then end to end in the simulator.
 
-`python benchmarks/dtfm/run.py [--quick] [--json PATH]`
+`python benchmarks/dtfm/run.py [--quick] [--only placement|end-to-end] [--json PATH]`
 
-Totals are seconds under DT-FM's cost function (its Eq. 1), for its five public cases as its code holds them and for
-networks that it does not treat. Every search gets at least the time that ours took; the bound holds for any placement.
+Placement: our search against DT-FM's, Kernighan-Lin and chance. Totals are seconds under DT-FM's cost function (its
+Eq. 1), for its five public cases as its code holds them and for networks that it does not treat. Every search gets at
+least the time that ours took; the bound holds for any placement.
+
+End to end: GPT-3 on the networks of the paper, see `end_to_end.py`. With `--json` the figures go to PATH and, of the
+end-to-end runs, to a file beside it.
 """
 
 from __future__ import annotations
@@ -18,6 +22,8 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from against_paper import behind, closed_forms, gains, of_peak, steps
+from end_to_end import FLEETS, UTILISATION, WORKLOADS, Row, rows
 from networks import NETWORKS
 from rich.console import Console
 from rich.table import Table
@@ -121,24 +127,70 @@ def table(found: Report) -> Table:
     return drawn
 
 
-def main() -> int:
-    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="the five public cases only")
-    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
-    options = parser.parse_args()
+class EndToEnd(msgspec.Struct, frozen=True, kw_only=True):
+    when: str
+    host: str
+    utilisation: float
+    rows: tuple[Row, ...]
+
+
+def placement(path: Path, quick: bool, console: Console) -> bool:
     results: list[Result] = []
     for name, problem in NETWORKS.items():
-        if not options.quick or name in MOST_S:
+        if not quick or name in MOST_S:
             print(f"{name} ...", file=sys.stderr)
             results.append(measure(name, problem()))
-    found = Report(
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", results=tuple(results),
+    found = Report(when=_now(), host=_host(), results=tuple(results))
+    _write(path, found)
+    console.print(table(found))
+    return all(r.good for r in results)
+
+
+def end_to_end(path: Path, fleets: tuple[str, ...], quick: bool, utilisation: float, console: Console) -> bool:
+    """Files are written as rows come in. False where `auto` takes longer than another layout."""
+    found: list[Row] = []
+    for row in rows(fleets, WORKLOADS[:: len(WORKLOADS) - 1] if quick else WORKLOADS, utilisation):
+        print(f"{row.fleet}, {row.model} x {row.layers}, {row.batch}", file=sys.stderr)
+        found.append(row)
+        _write(path, EndToEnd(when=_now(), host=_host(), utilisation=utilisation, rows=tuple(found)))
+    for drawn in (steps(found), gains(found), of_peak(found), closed_forms(found)):
+        console.print(drawn)
+    for words in (slower := behind(found)):
+        console.print(words)
+    return not slower
+
+
+def _write(path: Path, found: Report | EndToEnd) -> None:
+    path.parent.mkdir(exist_ok=True)
+    path.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+
+
+def _now() -> str:
+    return datetime.now(UTC).isoformat(timespec="seconds")
+
+
+def _host() -> str:
+    return f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores"
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="five networks; two workloads on case 5 and FluidStack")
+    parser.add_argument("--only", choices=("placement", "end-to-end"), help="one of the two parts")
+    parser.add_argument("--fleets", nargs="*", choices=FLEETS, metavar="FLEET", help="of the end-to-end part; all")
+    parser.add_argument(
+        "--utilisation", type=float, default=UTILISATION, help="of the devices' peak while they compute"
     )  # fmt: skip
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
-    Console(width=140).print(table(found))
-    return 0 if all(r.good for r in results) else 1
+    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    options = parser.parse_args()
+    console, good = Console(width=160), True
+    if options.only != "end-to-end":
+        good &= placement(options.json, options.quick, console)
+    if options.only != "placement":
+        fleets = tuple(options.fleets or (FLEETS[-2:] if options.quick else FLEETS))
+        path = options.json.with_name(f"{options.json.stem}-end-to-end.json")
+        good &= end_to_end(path, fleets, options.quick, options.utilisation, console)
+    return 0 if good else 1
 
 
 if __name__ == "__main__":

@@ -82,13 +82,23 @@ def _layouts(problem: Problem, search: Search) -> Iterator[list[Layout]]:
         replicas = devices // stages
         if stages * replicas != devices or replicas > problem.micro_batches:
             continue
-        cut = equal_cut(blocks, stages)
-        found = search(from_fleet(problem.fleet, _task(blocks, cut, replicas)), SEED)
-        shares = [len(part) for part in np.array_split(np.arange(problem.micro_batches), replicas)]
-        names = np.array(problem.fleet.names)[found.devices]
-        yield [
-            Layout(tuple(map(str, names[:, r])), tuple(blocks.boundaries(cut)), share) for r, share in enumerate(shares)
-        ]
+        yield equal_layouts(blocks, stages, search, SEED)
+
+
+def equal_layouts(blocks: Blocks, stages: int, search: Search, seed: int) -> list[Layout]:
+    """Equal stages and replicas on all devices of the problem, where `search` puts them.
+
+    Raises UserError where the devices do not make whole replicas of so many stages.
+    """
+    problem = blocks.problem
+    replicas = len(problem.fleet.names) // stages
+    cut = equal_cut(blocks, stages)
+    found = search(from_fleet(problem.fleet, _task(blocks, cut, replicas)), seed)
+    shares = [len(part) for part in np.array_split(np.arange(problem.micro_batches), replicas)]
+    names = np.array(problem.fleet.names)[found.devices]
+    return [
+        Layout(tuple(map(str, names[:, r])), tuple(blocks.boundaries(cut)), share) for r, share in enumerate(shares)
+    ]
 
 
 def equal_cut(blocks: Blocks, stages: int) -> list[int]:
