@@ -4,10 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Sequence
 
-from end_to_end import Row
+from end_to_end import STRATEGIES, Row
 from rich.table import Table
 
-STRATEGIES = ("random", "dtfm-genetic", "islands", "auto")
 PEERS = ("Megatron", "Megatron, in order", "ZeRO-3", "ZeRO-3, in order")
 FLUIDSTACK_OF_PEAK = {("GPT3-1.3B", 40, 4096): 0.274, ("GPT3-6.7B", 32, 1024): 0.264, ("GPT3-13B", 40, 1024): 0.297}
 """DT-FM, section 10.5, with its scheduler."""

@@ -34,6 +34,7 @@ UTILISATION = 0.5
 """Of the devices' peak while they compute: what the paper's introduction assumes. It gives no measurement."""
 SEEDS = (2022, 2023, 2024)
 """Of the paper's random layouts, whose mean it reports."""
+STRATEGIES = ("random", "dtfm-genetic", "islands", "auto")
 STAGES = 8
 BATCHES, LAYERS = (1024, 2048, 4096), (24, 32, 40)
 
@@ -88,17 +89,26 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
         return None if mine is None or theirs is None else theirs / mine
 
 
-def rows(fleets: tuple[str, ...], workloads: tuple[Workload, ...], utilisation: float) -> Iterator[Row]:
-    for name in fleets:
+class Question(msgspec.Struct, frozen=True, kw_only=True):
+    """Which rows are wanted."""
+
+    fleets: tuple[str, ...] = FLEETS
+    workloads: tuple[Workload, ...] = WORKLOADS
+    strategies: tuple[str, ...] = STRATEGIES
+    utilisation: float = UTILISATION
+
+
+def rows(question: Question) -> Iterator[Row]:
+    for name in question.fleets:
         peak = topology(name)
-        fleet = slowed(peak, utilisation)
-        for workload in workloads:
+        fleet = slowed(peak, question.utilisation)
+        for workload in question.workloads:
             shape = workload.shape
             yield Row(
                 fleet=name, model=shape.name, layers=shape.layers, batch=workload.batch,
                 model_flops=workload.batch * model_flops(shape),
                 peak_flops_per_s=sum(device.flops_per_s for device in peak.devices),
-                figures={**ours(fleet, workload), **peers(fleet, workload)},
+                figures={**ours(fleet, workload, question.strategies), **peers(fleet, workload)},
             )  # fmt: skip
 
 
@@ -107,7 +117,7 @@ def slowed(fleet: Fleet, utilisation: float) -> Fleet:
     return msgspec.structs.replace(fleet, devices=tuple(devices))
 
 
-def ours(fleet: Fleet, workload: Workload) -> dict[str, Figure]:
+def ours(fleet: Fleet, workload: Workload, wanted: tuple[str, ...]) -> dict[str, Figure]:
     problem = Problem(
         flow=_flow(workload.shape), fleet=fleet, micro_batch_size=1, micro_batches=workload.batch,
         state=parameter_state("adam", precision="bfloat16"),
@@ -118,7 +128,7 @@ def ours(fleet: Fleet, workload: Workload) -> dict[str, Figure]:
         "islands": (lambda: placed(problem, PLACEMENTS["islands"], 0),),
         "auto": (lambda: auto(problem, lambda plan: simulated_s(plan, fleet)),),
     }
-    return {name: figure(fleet, planners) for name, planners in strategies.items()}
+    return {name: figure(fleet, planners) for name, planners in strategies.items() if name in wanted}
 
 
 @cache

@@ -23,7 +23,7 @@ from pathlib import Path
 
 import msgspec
 from against_paper import behind, closed_forms, gains, of_peak, steps
-from end_to_end import FLEETS, UTILISATION, WORKLOADS, Row, rows
+from end_to_end import FLEETS, STRATEGIES, UTILISATION, WORKLOADS, Question, Row, rows
 from networks import NETWORKS
 from rich.console import Console
 from rich.table import Table
@@ -146,13 +146,13 @@ def placement(path: Path, quick: bool, console: Console) -> bool:
     return all(r.good for r in results)
 
 
-def end_to_end(path: Path, fleets: tuple[str, ...], quick: bool, utilisation: float, console: Console) -> bool:
-    """Files are written as rows come in. False where `auto` takes longer than another layout."""
+def end_to_end(path: Path, question: Question, console: Console) -> bool:
+    """The file is written as rows come in. False where `auto` takes longer than another layout."""
     found: list[Row] = []
-    for row in rows(fleets, WORKLOADS[:: len(WORKLOADS) - 1] if quick else WORKLOADS, utilisation):
+    for row in rows(question):
         print(f"{row.fleet}, {row.model} x {row.layers}, {row.batch}", file=sys.stderr)
         found.append(row)
-        _write(path, EndToEnd(when=_now(), host=_host(), utilisation=utilisation, rows=tuple(found)))
+        _write(path, EndToEnd(when=_now(), host=_host(), utilisation=question.utilisation, rows=tuple(found)))
     for drawn in (steps(found), gains(found), of_peak(found), closed_forms(found)):
         console.print(drawn)
     for words in (slower := behind(found)):
@@ -179,6 +179,9 @@ def main() -> int:
     parser.add_argument("--only", choices=("placement", "end-to-end"), help="one of the two parts")
     parser.add_argument("--fleets", nargs="*", choices=FLEETS, metavar="FLEET", help="of the end-to-end part; all")
     parser.add_argument(
+        "--strategies", nargs="*", choices=STRATEGIES, default=STRATEGIES, metavar="NAME", help="of it as well; all"
+    )  # fmt: skip
+    parser.add_argument(
         "--utilisation", type=float, default=UTILISATION, help="of the devices' peak while they compute"
     )  # fmt: skip
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
@@ -187,9 +190,12 @@ def main() -> int:
     if options.only != "end-to-end":
         good &= placement(options.json, options.quick, console)
     if options.only != "placement":
-        fleets = tuple(options.fleets or (FLEETS[-2:] if options.quick else FLEETS))
-        path = options.json.with_name(f"{options.json.stem}-end-to-end.json")
-        good &= end_to_end(path, fleets, options.quick, options.utilisation, console)
+        question = Question(
+            fleets=tuple(options.fleets or (FLEETS[-2:] if options.quick else FLEETS)),
+            workloads=WORKLOADS[:: len(WORKLOADS) - 1] if options.quick else WORKLOADS,
+            strategies=tuple(options.strategies), utilisation=options.utilisation,
+        )  # fmt: skip
+        good &= end_to_end(options.json.with_name(f"{options.json.stem}-end-to-end.json"), question, console)
     return 0 if good else 1
 
 

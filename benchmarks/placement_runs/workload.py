@@ -1,0 +1,67 @@
+"""The job and the fleet of the runs, and the plain loop that they must equal."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.fleet import Fleet, topology
+from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
+from isthmus.models import ModelSpec
+from isthmus.training.optim import OptimizerConfig, Optimizers
+from isthmus.training.plain import plain_step, plain_update
+
+GPT: dict[str, object] = {"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 6, "heads": 4}
+TEXT: dict[str, object] = {"files": "stdlib", "sequence_length": 64, "max_bytes": 1_000_000}
+DEVICES = 6
+"""One in each of six regions of the world."""
+SLOWER = 250_000
+"""0.5 GFLOP/s in place of a V100's 125 TFLOP/s: six of them are to fit on two cores."""
+MEMORY_BYTES = 8_000_000
+"""Too little for the whole model with what it keeps, so that there is something to place."""
+
+
+def fleet() -> Fleet:
+    thinned = topology("dtfm-case5").thin(DEVICES)
+    devices = (
+        msgspec.structs.replace(d, flops_per_s=d.flops_per_s / SLOWER, memory_bytes=MEMORY_BYTES)
+        for d in thinned.devices
+    )
+    return msgspec.structs.replace(thinned, devices=tuple(devices))
+
+
+def job(steps: int) -> Job:
+    return Job(
+        name="placement", model=ModelSpec(name="gpt", options=GPT), data=DataSpec(kind="text", options=TEXT),
+        training=TrainingConfig(steps=steps, batch_size=48, micro_batches=12),
+        optimizer=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),), runtime=RuntimeConfig(patience="120 s"),
+    )  # fmt: skip
+
+
+class Plain(NamedTuple):
+    losses: list[float]
+    """Of each step."""
+    weights: dict[str, Tensor]
+    """After the last."""
+
+
+def plain(prepared: Prepared) -> Plain:
+    """The job in one process, the whole batch through one module."""
+    wanted, training = prepared.job, prepared.job.training
+    torch.manual_seed(training.seed)
+    module = prepared.build()
+    config, weights = wanted.engine(), dict(module.named_parameters())
+    optimizers = Optimizers(config.optimizers, weights)
+    data = load_dataset(wanted.data, "train")
+    order = SampleOrder(len(data), training.seed, training.shuffle)
+    losses: list[float] = []
+    for step in range(training.steps):
+        starts = (step * training.batch_size + m * wanted.micro_batch_size for m in range(training.micro_batches))
+        batches = [data.batch(order.indices(start, wanted.micro_batch_size), list(data.columns)) for start in starts]
+        losses.append(plain_step(module, batches, config)[0])
+        plain_update(module, optimizers, step, config)
+    return Plain(losses, {name: weight.detach() for name, weight in weights.items()})
