@@ -21,23 +21,20 @@ DEVICES = 6
 """One in each of six regions of the world."""
 SLOWER = 250_000
 """0.5 GFLOP/s in place of a V100's 125 TFLOP/s: six of them are to fit on two cores."""
-MEMORY_BYTES = 8_000_000
-"""Too little for the whole model with what it keeps, so that there is something to place."""
+BATCH, MICRO_BATCHES = 32, 4
+"""Fewer micro-batches than devices: a replica needs one at least, so there are pipelines to place."""
 
 
 def fleet() -> Fleet:
     thinned = topology("dtfm-case5").thin(DEVICES)
-    devices = (
-        msgspec.structs.replace(d, flops_per_s=d.flops_per_s / SLOWER, memory_bytes=MEMORY_BYTES)
-        for d in thinned.devices
-    )
+    devices = (msgspec.structs.replace(d, flops_per_s=d.flops_per_s / SLOWER) for d in thinned.devices)
     return msgspec.structs.replace(thinned, devices=tuple(devices))
 
 
 def job(steps: int) -> Job:
     return Job(
         name="placement", model=ModelSpec(name="gpt", options=GPT), data=DataSpec(kind="text", options=TEXT),
-        training=TrainingConfig(steps=steps, batch_size=48, micro_batches=12),
+        training=TrainingConfig(steps=steps, batch_size=BATCH, micro_batches=MICRO_BATCHES),
         optimizer=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),), runtime=RuntimeConfig(patience="120 s"),
     )  # fmt: skip
 

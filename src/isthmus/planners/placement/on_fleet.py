@@ -112,11 +112,15 @@ def equal_cut(blocks: Blocks, stages: int) -> list[int]:
 
 
 def _task(blocks: Blocks, cut: list[int], replicas: int) -> Task:
-    """The largest message and the largest stage stand for all, as the paper's c_pp and c_dp."""
-    ends = [0, *cut, blocks.count]
+    """The largest message and the largest stage stand for all, as the paper's c_pp and c_dp.
+
+    The paper's micro-batch is a replica's whole share of the batch (sec. 2: there are D_dp of them). Ours are parts of
+    it, and all of them cross an edge in a step.
+    """
+    ends, share = [0, *cut, blocks.count], blocks.problem.micro_batches / replicas
     return Task(
         stages=len(cut) + 1, replicas=replicas,
-        activation_bytes=max((blocks.live_bytes(boundary) / 2 for boundary in cut), default=0.0),
+        activation_bytes=share * max((blocks.live_bytes(boundary) / 2 for boundary in cut), default=0.0),
         parameter_bytes=float(max(_gradient_bytes(blocks, a, b) for a, b in pairwise(ends))),
     )  # fmt: skip
 
