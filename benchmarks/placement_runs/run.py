@@ -117,6 +117,13 @@ def table(results: Sequence[Result]) -> Table:
     return drawn
 
 
+def report(steps: int, results: Sequence[Result]) -> Report:
+    return Report(
+        when=datetime.now(UTC).isoformat(timespec="seconds"),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", steps=steps, results=tuple(results),
+    )  # fmt: skip
+
+
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help=f"{QUICK_STEPS} steps in place of {STEPS}")
@@ -130,12 +137,8 @@ def main() -> int:
         print(f"{planner} ...", file=sys.stderr)
         with tempfile.TemporaryDirectory() as folder:
             results.append(measure(planner, prepared, devices, expected, Path(folder)))
-    found = Report(
-        when=datetime.now(UTC).isoformat(timespec="seconds"),
-        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", steps=steps, results=tuple(results),
-    )  # fmt: skip
-    options.json.parent.mkdir(exist_ok=True)
-    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
+        options.json.parent.mkdir(exist_ok=True)
+        options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report(steps, results)), indent=1))
     Console(width=120).print(table(results))
     return 0 if all(r.good for r in results) else 1
 
