@@ -109,7 +109,7 @@ def table(results: list[Result]) -> Table:
         drawn.add_row(
             r.case.kind, f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s", _ms(r.compute_s), _ms(wire_s),
             *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s), f"{r.step_s('dream') / r.bound_s:.2f}",
-            _ms(r.told.plan.certificate.lower_bound_s / PERIOD), f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}",
+            _ms(r.told.plan.certificate.lower_bound / PERIOD), f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}",
             f"{r.step_s('local') / r.step_s('dream'):.2f}", f"{statistics.median(errors(r)):.1%}",
         )  # fmt: skip
     drawn.caption = (

@@ -67,6 +67,12 @@ def test_chain_is_the_best_of_all_that_respect_the_terms(
             assert found.certificate.lower_bound <= best_s * (1 + 1e-9)
 
 
+def test_a_device_at_both_ends_of_one_replica_is_in_no_other() -> None:
+    """Moves of single devices would take one of its ends away."""
+    problem = asked(982, 2, priced_fleet(982, 4), holders=["d2", "d0"], labels_stay=True)
+    check(plan("auto", problem), problem)
+
+
 def test_a_slow_holder_keeps_its_ends_and_gives_away_the_middle() -> None:
     devices = tuple(
         Device(name=f"d{i}", region="here", flops_per_s=s, memory_bytes=1 << 40) for i, s in enumerate([1e8, 1e9, 1e9])

@@ -48,8 +48,9 @@ def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) 
 
 
 def _trial(problem: Problem, layouts: Layouts) -> Trial:
-    if any(_ill_placed(problem, layout) for layout in layouts):
-        return Trial(layouts, None)
+    homes = [name for layout in layouts for name in set(layout.order)]
+    if len(set(homes)) < len(homes) or any(_ill_placed(problem, layout) for layout in layouts):
+        return Trial(layouts, None)  # what is at both ends of a pipeline may have been moved from one of them only
     try:
         return Trial(layouts, build_replicas(problem, layouts, planner="auto"))
     except FleetTooSmall:
