@@ -35,7 +35,7 @@ class Block(nn.Module):
 
 
 class ResNet(nn.Module):
-    """ResNet-18's eight blocks on 8 x 8 digits, an eighth as wide."""
+    """ResNet-18's eight blocks on 8 x 8 digits, a quarter as wide."""
 
     def __init__(self, width: int = 16) -> None:
         super().__init__()
