@@ -53,12 +53,13 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
 
 METHODS = (
     Method(name="gradients, bf16", period=1, codec=Bf16()),
-    Method(name="deltas, bf16", period=8, codec=Bf16()),
-    Method(name="deltas, sparse2bit 8", period=8, codec=Sparse2Bit(8.0)),
-    Method(name="deltas, sparse2bit 32", period=8, codec=Sparse2Bit(32.0)),
-    Method(name="deltas, sparse2bit 32, decay 0.95", period=8, codec=Sparse2Bit(32.0), decay=0.95),
+    Method(name="deltas every 8, bf16", period=8, codec=Bf16()),
+    Method(name="deltas every 8, sparse2bit 8", period=8, codec=Sparse2Bit(8.0)),
+    Method(name="deltas every 2, bf16", period=2, codec=Bf16()),
+    Method(name="deltas every 2, sparse2bit 32", period=2, codec=Sparse2Bit(32.0)),
+    Method(name="deltas every 2, sparse2bit 32, decay 0.95", period=2, codec=Sparse2Bit(32.0), decay=0.95),
 )
-JUDGED = "deltas, sparse2bit 8"
+JUDGED = "deltas every 2, sparse2bit 32"
 
 
 class Result(msgspec.Struct, frozen=True, kw_only=True):
