@@ -159,5 +159,9 @@ class Problem:
         return tuple(itertools.accumulate((sum(self.flops(op)) for op in self.flow.operators), initial=0))
 
     @cached_property
+    def cumulative_forward_flops(self) -> tuple[int, ...]:
+        return tuple(itertools.accumulate((self.flops(op)[0] for op in self.flow.operators), initial=0))
+
+    @cached_property
     def cumulative_saved_bytes(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate((self.saved_bytes(op) for op in self.flow.operators), initial=0))

@@ -200,7 +200,8 @@ def prediction(times: Pipeline, in_flight: Sequence[int], micro_batches: int) ->
     period = times.throttled_period_s(in_flight, micro_batches)
     slowest, bottleneck = times.bottleneck
     if period > slowest:
-        held_up = max(range(len(in_flight)), key=lambda s: times.round_trips_s[s] / in_flight[s])
+        short = [s for s, held in enumerate(in_flight) if held < micro_batches]
+        held_up = max(short, key=lambda s: times.round_trips_s[s] / in_flight[s])
         bottleneck = f"memory of device {times.devices[held_up]} ({in_flight[held_up]} micro-batches in flight)"
     return Prediction(
         step_s=times.step_s(micro_batches, period),

@@ -1,51 +1,46 @@
 """How many replicas, which devices in which, where each is cut, and who takes how much of the batch.
 
-Groupings that score well (`groups`) are cut exactly, replica by replica, by `chain`; then cuts are moved together,
-because replicas that are cut alike average with fewer partners. What is found is judged by the closed form of `cost`,
-and the best few by the scorer that the caller injects, if any.
+Small problems are settled: every plan is tried (`joint.every_plan`). On larger ones, groupings that score well
+(`replica_search`), the single pipeline of `chain` and the plans of the other planners are starts for a descent over
+whole plans (`joint.descent`). Where money counts, data have holders, or replicas average seldom, groupings are cut and
+their cuts moved by that objective. What is found is judged by the closed form of `cost`, and the best few by the scorer
+that the caller injects, if any.
 """
 
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Iterator
-from itertools import combinations
+from collections.abc import Callable, Iterator, Sequence
+from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost import Layout, Problem, build_replicas, is_priced, preference
+from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.blocks import Blocks, coarse
-from isthmus.planners.bounds import step_certificate
+from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.chain import chain
 from isthmus.planners.cheapest import unpriced
-from isthmus.planners.fastest import fastest
-from isthmus.planners.groups import Grouping, GroupScorer, every_grouping, groupings
-from isthmus.planners.layout_search import shifted
-from isthmus.planners.network import network_of
+from isthmus.planners.even import even
+from isthmus.planners.joint import EVERY_PLAN_SCOPE, Descent, every_plan
+from isthmus.planners.narrowing import narrowed
+from isthmus.planners.network import Network, network_of
 from isthmus.planners.op_fence import op_fence
-from isthmus.planners.orders import scorer_of
-from isthmus.planners.pins import pins_of
 from isthmus.planners.placement.on_fleet import islands, random
-from isthmus.planners.price_bound import cheapest_replicas_bound, price_certificate
+from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
 from isthmus.planners.replica_bound import replicas_bound_s
+from isthmus.planners.replica_search import PROMISING, ReplicaSearch
 
-COUNTS_TRIED = 10
-"""Numbers of replicas that are looked at: all small ones, then powers of two and the largest."""
-MOST_EXHAUSTIVE = 5
-"""Devices up to which every grouping is cut exactly."""
-MOST_CUT = 6
-"""Groupings that are cut exactly on larger fleets."""
-MOST_SHIFTED = 4
-"""Of these, how many have their cuts and shares moved together."""
+MOST_STARTS = 4
+"""Plans from which the descent starts."""
+MOST_NEIGHBOURS = 60_000
+"""Of plans, that the descents look at altogether: bounds the time, the same on every machine."""
 MOST_SCORED = 3
 """Plans that the scorer judges."""
-PROMISING = 1.5
-"""Times the best single pipeline: what scores or takes longer is not looked at any further."""
-ROUGH_BLOCKS = 64
-OTHERS = (equal_compute, sky_heuristic, certified, op_fence, random)
+DESCENT_BLOCKS = 100
+OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
 MOST_PLACED = 16
 """Devices up to which `islands`, which takes a second for each number of stages, is asked too."""
 SCOPE = (
@@ -61,21 +56,55 @@ Score = Callable[[Plan], float]
 """Seconds per step of a plan, from whoever knows better than the closed form: the simulator."""
 
 
+class _Bound(NamedTuple):
+    least: float
+    """Seconds or money, by the problem's objective."""
+    scope: str
+
+
 def auto(problem: Problem, score: Score | None = None) -> Plan:
     """The fastest plan found over any number of replicas, or the cheapest, with a lower bound on all plans.
 
-    Raises FleetTooSmall with the device that is short, and by how much: a model that no single pipeline holds, no
-    replicas hold either.
+    Raises FleetTooSmall with the device that is short, and by how much.
     """
     if problem.terms.objective == "cost" and not is_priced(problem.fleet):
         return unpriced(problem, auto(problem.timed(), score))
-    search, single = _Search(problem), chain(problem)
-    found = [single, *search.replicated(single), *_others(problem)]
-    plans = sorted(found, key=lambda plan: preference(problem, plan))
+    network, blocks = network_of(problem), Blocks(problem)
+    near = narrowed(problem, network, blocks)
+    if near is not problem:
+        plan = build_replicas(problem, layouts_of(auto(near, score)), planner="auto")
+        return _certified(problem, plan, _bound(problem, network, blocks, None), near.fleet.names)
+    refused: FleetTooSmall | None = None
+    plans: list[Plan] = []
+    try:
+        plans.append(chain(problem))
+    except FleetTooSmall as error:
+        refused = error
+    search = ReplicaSearch(problem, network, blocks)
+    bound = _bound(problem, network, blocks, plans[0] if plans else None)
+    if not _is_plain(problem):
+        plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
+    elif (settled := every_plan(problem, network, blocks, _best_s(plans))) is not None:
+        bound = _Bound(settled.step_s, EVERY_PLAN_SCOPE)
+        plans += [settled.plan] if settled.plan else []
+        plans += _others(problem) if score is not None else ()
+    else:
+        plans += _others(problem)
+        plans += search.cut(_best_s(plans))
+        plans += _descended(problem, network, plans)
+    if not plans:
+        assert refused is not None, "a plan of chain is a plan"
+        raise refused
+    plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         plans = sorted(plans[:MOST_SCORED], key=score)
-    proven = single.certificate.lower_bound if single.certificate else 0.0
-    return _certified(problem, plans[0], min(proven, search.replicas_bound()))
+    return _certified(problem, plans[0], bound, problem.fleet.names)
+
+
+def _is_plain(problem: Problem) -> bool:
+    """Time alone counts, the data are everywhere, and gradients are summed in every step."""
+    terms = problem.terms
+    return terms.objective == "time" and not terms.data_holders and problem.sync.mode == "every-step"
 
 
 def _others(problem: Problem) -> Iterator[Plan]:
@@ -92,101 +121,53 @@ def _step_s(plan: Plan) -> float:
     return plan.predicted.step_s
 
 
-class _Search:
-    def __init__(self, problem: Problem) -> None:
-        self.problem = problem
-        self.network = network_of(problem)
-        self.blocks = Blocks(problem)
-        self.pins = pins_of(problem, self.network)
-        self._regions = [problem.fleet.regions.index(device.region) for device in problem.fleet.devices]
-        self._pipelines: dict[tuple[frozenset[int], int], Layout | None] = {}
-        self._gradient_bytes = float(sum(variable.gradient_bytes for variable in self.blocks.variables))
-
-    @property
-    def most_replicas(self) -> int:
-        """Each has a micro-batch at least, and a device that has the data."""
-        return min(len(self.pins.holders), self.problem.micro_batches)
-
-    def replicas_bound(self) -> float:
-        """Seconds or money, by the problem's objective."""
-        if self.most_replicas < 2:
-            return float("inf")
-        if self.problem.terms.objective == "cost":
-            return cheapest_replicas_bound(self.problem, self.network, self.blocks, self._gradient_bytes)
-        return replicas_bound_s(
-            self.network, self.blocks, self.problem.micro_batches, self._gradient_bytes, self.problem.sync.period
-        )
-
-    def replicated(self, single: Plan) -> Iterator[Plan]:
-        """Plans of two replicas and more, each the best of its grouping; `single` is the best pipeline."""
-        if self.most_replicas < 2:
-            return
-        if self.problem.terms.objective == "cost":
-            single_s, worth = _step_s(fastest(self.problem)), PROMISING * preference(self.problem, single)[0]
-        else:
-            single_s, worth = _step_s(single), PROMISING * _step_s(single)
-        cut = [layouts for grouping in self._groupings(single_s) if (layouts := self._cut(grouping)) is not None]
-        plans = [(self._judged(x), n) for n, x in enumerate(cut)]
-        for judged, number in sorted(plans)[:MOST_SHIFTED]:
-            if judged <= worth:
-                yield shifted(self.problem, cut[number], self.blocks.places)
-
-    def _judged(self, layouts: list[Layout]) -> float:
-        return preference(self.problem, build_replicas(self.problem, layouts, planner="auto"))[0]
-
-    def _groupings(self, single_s: float) -> list[Grouping]:
-        rough = coarse(self.blocks, ROUGH_BLOCKS)
-        gradient_bytes = self._gradient_bytes / self.problem.sync.period
-        scorer = GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
-        devices, most = len(self.network.names), self.most_replicas
-        if devices <= MOST_EXHAUSTIVE:
-            # Time leaves devices out where a group is cut; for money it matters already which are in a group.
-            least = 2 if self.problem.terms.objective == "cost" else devices
-            sets = [chosen for size in range(least, devices + 1) for chosen in combinations(range(devices), size)]
-            every = ((chosen, g) for chosen in sets for g in every_grouping(len(chosen)) if 1 < len(g) <= most)
-            return [scorer.grouping([tuple(chosen[k] for k in order) for order in g]) for chosen, g in every]
-        worth_s = PROMISING * single_s
-        found = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
-        found = [scorer.grouping(self.pins.dealt(g.orders)) for g in found]
-        return sorted((g for g in found if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
-
-    def _cut(self, grouping: Grouping) -> list[Layout] | None:
-        """Each replica cut for itself; None where one does not fit."""
-        layouts = [self._pipeline(frozenset(o), m) for o, m in zip(grouping.orders, grouping.shares, strict=True)]
-        return [layout for layout in layouts if layout is not None] if None not in layouts else None
-
-    def _pipeline(self, devices: frozenset[int], share: int) -> Layout | None:
-        if (devices, share) not in self._pipelines:
-            layout = None
-            if devices & set(self.pins.holders):
-                fleet = self.problem.fleet.subset(self.network.names[d] for d in devices)
-                with contextlib.suppress(FleetTooSmall):
-                    plan = fastest(self.problem.on(fleet, share))
-                    layout = Layout(tuple(stage.device for stage in plan.stages), tuple(plan.boundaries()), share)
-            self._pipelines[devices, share] = layout
-        return self._pipelines[devices, share]
+def _best_s(plans: Sequence[Plan]) -> float:
+    return min(map(_step_s, plans), default=float("inf"))
 
 
-def replica_counts(most: int) -> list[int]:
-    """Numbers of replicas from 2 to `most`: few enough to try, the extremes among them."""
-    counts = {*range(2, min(most, COUNTS_TRIED // 2) + 1), most}
-    power = 8
-    while power < most and len(counts) < COUNTS_TRIED:
-        counts.add(power)
-        power *= 2
-    return sorted(c for c in counts if 2 <= c <= most)
+def _bound(problem: Problem, network: Network, blocks: Blocks, single: Plan | None) -> _Bound:
+    """The lesser of a bound on one pipeline, which `chain` may have proven better, and of one on several replicas."""
+    proven = single.certificate.lower_bound if single is not None and single.certificate else 0.0
+    gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
+    holders = len(problem.terms.data_holders or network.names)
+    several = min(holders, problem.micro_batches) > 1
+    if problem.terms.objective == "cost":
+        alone = max(proven, cheapest_pipeline_bound(problem, network, blocks))
+        replicated = cheapest_replicas_bound(problem, network, blocks, gradient_bytes) if several else alone
+        return _Bound(min(alone, replicated), PRICED_SCOPE)
+    count, period = problem.micro_batches, problem.sync.period
+    alone = max(proven, pooled_bound_s(network, blocks, count))
+    replicated = replicas_bound_s(network, blocks, count, gradient_bytes, period) if several else alone
+    return _Bound(min(alone, replicated), SCOPE)
 
 
-def _certified(problem: Problem, plan: Plan, bound: float) -> Plan:
-    """The plan under this planner's name and with its certificate."""
-    used, priced = set(plan.devices), problem.terms.objective == "cost"
-    found = preference(problem, plan)[0]
-    better = "cheaper" if priced else "faster"
+def _descended(problem: Problem, network: Network, plans: Sequence[Plan]) -> Iterator[Plan]:
+    """What the descent makes of the best plans of one replica and of several."""
+    best, rough = sorted(plans, key=_step_s), coarse(Blocks(problem), DESCENT_BLOCKS)
+    starts = [*best[:MOST_STARTS], *[p for p in best[MOST_STARTS:] if len(p.replicas) > 1][:1]]
+    for start in {tuple(layouts_of(plan)): plan for plan in starts}.values():
+        if _step_s(start) > PROMISING * _step_s(best[0]):
+            continue
+        used = {stage.first for replica in start.replicas for stage in replica.stages}
+        places = {*rough.places[1:-1], *used} - {0}
+        descent = Descent(problem, network, Blocks(problem, sorted(places)), MOST_NEIGHBOURS // len(starts))
+        better = descent.run(layouts_of(start), _step_s(start))
+        if better is not None:
+            yield build_replicas(problem, better, planner="auto")
+
+
+def _certified(problem: Problem, plan: Plan, bound: _Bound, looked_at: Sequence[str]) -> Plan:
+    """The plan under this planner's name and with its certificate, and why each device that it leaves out is."""
+    used, known, priced = set(plan.devices), set(looked_at), problem.terms.objective == "cost"
+    certify = price_certificate if priced else step_certificate
+    certificate = certify(bound.least, preference(problem, plan)[0], bound.scope)
+    found = "" if certificate is not None and not certificate.gap else " that was found"
+    near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it"
+    far = f"it is not among the {len(known)} that are fastest, or nearest to those, and was not looked at"
     return msgspec.structs.replace(
-        plan, planner="auto",
-        certificate=price_certificate(bound, found, PRICED_SCOPE) if priced else step_certificate(bound, found, SCOPE),
+        plan, planner="auto", certificate=certificate,
         notes=tuple(
-            note if name in used else f"{name} is left out: no plan that was found is {better} with it"
+            note if name in used else f"{name} is left out: {near if name in known else far}"
             for name, note in zip(problem.fleet.names, plan.notes, strict=True)
         ),
     )  # fmt: skip

@@ -1,19 +1,19 @@
 """A lower bound on the step time of any pipeline on a fleet, whatever the order, the subset and the cuts.
 
 For S stages: the S fastest devices pool their speed; stages that receive anything are joined by a forest, whose
-latencies are no less than those of the cheapest one (Kruskal's first edges); and every stage but the first receives
-at least what its first operators take, over the widest link. A parameter used far apart is either sent, or
-keeps all operators between its uses on one device. S is no less than memory asks for.
+latencies are no less than `spanning` says; and every stage but the first receives at least what its first operators
+take, over a link of such a forest, one of which is the slowest and sets the period. A parameter used far apart is
+either sent, or keeps all operators between its uses on one device. S is no less than memory asks for.
 """
 
 from __future__ import annotations
 
 import numpy as np
-from scipy.sparse.csgraph import minimum_spanning_tree
 
 from isthmus.plan import Certificate
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Floats, Network
+from isthmus.planners.spanning import Spanning
 from isthmus.planners.threshold_search import TOLERANCE
 
 
@@ -23,12 +23,14 @@ def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> floa
     most = min(len(network.speed), blocks.count)
     sizes = np.arange(1, most + 1)
     balanced = work / np.cumsum(np.sort(network.speed)[::-1])[:most]
+    links = LinkBounds(network, blocks)
     period = np.maximum(balanced, float(np.diff(blocks.work).max(initial=0.0)) / fastest)
+    period = np.maximum(period, links.busiest())
     # With a period above the balanced one the fastest devices do more: only total work / speed bounds the fill.
     fill = np.where(period > balanced, work / fastest, sizes * balanced)
-    step = fill + (micro_batches - 1) * period + _links(network, blocks, most)
+    step = fill + (micro_batches - 1) * period + links.sums()
     step[1:] = np.minimum(step[1:] + _sent_s(network, blocks), _kept_together_s(network, blocks, micro_batches))
-    step[: _fewest_stages(network, blocks) - 1] = np.inf
+    step[: fewest_stages(network, blocks) - 1] = np.inf
     return float(step.min(initial=np.inf)) if np.isfinite(step).any() else 0.0
 
 
@@ -41,7 +43,7 @@ def step_certificate(bound_s: float, step_s: float, scope: str) -> Certificate |
     return Certificate(lower_bound=bound_s, gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope)
 
 
-def _fewest_stages(network: Network, blocks: Blocks) -> int:
+def fewest_stages(network: Network, blocks: Blocks) -> int:
     """So many of the largest devices hold the model's state and one micro-batch."""
     need = sum(v.owned_bytes for v in blocks.variables) + float(blocks.saved[-1])
     return 1 + int(np.searchsorted(np.cumsum(np.sort(network.memory)[::-1]), need))
@@ -51,8 +53,8 @@ def _sent_s(network: Network, blocks: Blocks) -> float:
     """Every shared parameter there and back once, over the best link."""
     if len(network.names) == 1:
         return 0.0
-    other = ~np.eye(len(network.names), dtype=bool)
-    latency, byte_s = (network.latency + network.latency.T)[other], (network.byte_s + network.byte_s.T)[other]
+    latency = network.kind_latency + network.kind_latency.T
+    byte_s = network.kind_byte_s + network.kind_byte_s.T
     return sum(float((latency + i.forward_bytes * byte_s).min()) for i in blocks.items if i.per_step)
 
 
@@ -62,19 +64,38 @@ def _kept_together_s(network: Network, blocks: Blocks, micro_batches: int) -> fl
     return micro_batches * float(min(spans, default=np.inf)) / float(network.speed.max())
 
 
-def _links(network: Network, blocks: Blocks, most: int) -> Floats:
-    """For 1..most stages: the least seconds that one micro-batch spends on links."""
-    if most == 1:
-        return np.zeros(1)
-    taken = np.array([_taken(blocks, boundary) for boundary in range(1, blocks.count)], dtype=np.float64)
-    byte_s = float(network.byte_s[~np.eye(len(network.names), dtype=bool)].min())
-    forest = _forest(np.minimum(network.latency, network.latency.T))
-    links = np.zeros(most)
-    for sizes in np.sort(taken, axis=0).T:  # forward, backward: the fewest bytes first
-        silent = int((sizes == 0).sum())  # stages that may receive nothing
-        links[1:] += np.cumsum(sizes[: most - 1]) * byte_s
-        links[1 + silent :] += np.cumsum(forest)[: max(0, most - 1 - silent)]
-    return links
+class LinkBounds:
+    """What one micro-batch spends on links at least, by the number of stages."""
+
+    def __init__(self, network: Network, blocks: Blocks) -> None:
+        self._most = min(len(network.names), blocks.count)
+        if self._most == 1:
+            return
+        self._taken = np.sort(
+            np.array([_taken(blocks, boundary) for boundary in range(1, blocks.count)], dtype=np.float64), axis=0
+        ).T
+        self._latency = Spanning(network, network.kind_latency)
+        self._byte_s = Spanning(network, network.kind_byte_s)
+        self._best_byte_s = float(network.kind_byte_s.min())
+
+    def sums(self) -> Floats:
+        """[stages - 1] seconds, both ways."""
+        links = np.zeros(self._most)
+        if self._most == 1:
+            return links
+        for sizes in self._taken:  # forward, backward: the fewest bytes first
+            silent = int((sizes == 0).sum())  # stages that may receive nothing
+            least = np.concatenate([[0.0], np.cumsum(sizes[: self._most - 1])]) * self._best_byte_s
+            heard = float(sizes[min(silent, len(sizes) - 1)])
+            links += self._latency.sums(1 + silent)[: self._most]
+            links += np.maximum(least, heard * self._byte_s.sums(1 + silent)[: self._most])
+        return links
+
+    def busiest(self) -> Floats:
+        """[stages - 1] seconds per micro-batch on the link that is longest occupied."""
+        if self._most == 1:
+            return np.zeros(1)
+        return float(self._taken[:, 0].max()) * self._byte_s.largest()[: self._most]
 
 
 def _taken(blocks: Blocks, boundary: int) -> tuple[int, int]:
@@ -82,9 +103,3 @@ def _taken(blocks: Blocks, boundary: int) -> tuple[int, int]:
     items = [blocks.items[number] for number, use in blocks.live[boundary] if use == boundary]
     values = [item for item in items if not item.per_step]
     return sum(i.forward_bytes for i in values), sum(i.backward_bytes for i in values)
-
-
-def _forest(weight: Floats) -> Floats:
-    """Edge weights of a minimum spanning tree, ascending."""
-    # Shifted by one second, because scipy takes a weight of zero for a missing edge.
-    return np.maximum(np.sort(minimum_spanning_tree(np.triu(weight + 1.0, 1)).data) - 1.0, 0.0)

@@ -9,6 +9,7 @@ leaves open shows in the lower bound.
 from __future__ import annotations
 
 import heapq
+import itertools
 from collections.abc import Iterator
 from dataclasses import dataclass
 from itertools import pairwise
@@ -26,6 +27,8 @@ from isthmus.planners.threshold_search import TOLERANCE
 
 MOST_CANDIDATES = 150_000
 """Orders times cuts. With more, the fleet or the model is not small."""
+MOST_STAGES = 60_000
+"""Looked at on the way to the candidates."""
 MOST_PLANS = 3_000
 
 Candidate = tuple[float, tuple[int, ...], tuple[int, ...]]
@@ -44,10 +47,13 @@ def every_pipeline(problem: Problem, network: Network, blocks: Blocks, known: fl
     """The best pipeline, or none that beats `known`; None where there are too many to try."""
     found: list[Candidate] = []
     tariff = _Tariff(problem, network)
-    for candidate in _candidates(problem, blocks, tariff, known):
-        found.append(candidate)
-        if len(found) > MOST_CANDIDATES:
-            return None
+    try:
+        for candidate in _candidates(problem, blocks, tariff, known):
+            found.append(candidate)
+            if len(found) > MOST_CANDIDATES:
+                return None
+    except _TooMany:
+        return None
     heapq.heapify(found)
     best, least = None, known
     for _ in range(MOST_PLANS):
@@ -61,6 +67,10 @@ def every_pipeline(problem: Problem, network: Network, blocks: Blocks, known: fl
         if preference(problem, plan)[0] < least:
             best, least = plan, preference(problem, plan)[0]
     return Proven(best, min([least, *(bound for bound, _, _ in found[:1])]))
+
+
+class _TooMany(Exception):
+    """Stages looked at."""
 
 
 class _Tariff:
@@ -98,18 +108,20 @@ def _candidates(problem: Problem, blocks: Blocks, tariff: _Tariff, known: float)
     """Pipelines whose stages fit with one micro-batch each and whose compute alone is below `known`."""
     network = tariff.network
     pins = pins_of(problem, network)
+    looked_at = itertools.count(1)
     for count in range(1, min(len(network.names) + pins.labels_stay, blocks.count) + 1):
         for devices in pins.pipelines(range(len(network.names)), count):
             second = tariff.second(devices)
             known_s = known / second if second else float("inf")
-            for cut in _cuts(problem, network, blocks, devices, known_s):
+            for cut in _cuts(problem, network, blocks, devices, known_s, looked_at):
                 bound = second * _bound_s(problem, network, blocks, devices, cut)
                 yield bound + tariff.messages(blocks, devices, cut), devices, cut
 
 
 def _cuts(
-    problem: Problem, network: Network, blocks: Blocks, devices: tuple[int, ...], known_s: float
-) -> Iterator[tuple[int, ...]]:
+    problem: Problem, network: Network, blocks: Blocks, devices: tuple[int, ...], known_s: float,
+    looked_at: Iterator[int],
+) -> Iterator[tuple[int, ...]]:  # fmt: skip
     gain = problem.micro_batches - 1
     latest = blocks.last_start
 
@@ -120,6 +132,8 @@ def _cuts(
         if last and start > latest:
             return
         for end in ends:
+            if next(looked_at) > MOST_STAGES:
+                raise _TooMany
             compute_s = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
             longest_s = max(slowest_s, compute_s)
             too_large = stage_bytes(blocks, start, end, 1) > network.memory[device]

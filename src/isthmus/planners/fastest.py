@@ -18,6 +18,7 @@ from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.even import even
 from isthmus.planners.every_pipeline import every_pipeline
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
+from isthmus.planners.narrowing import narrowed
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.order_search import Found, OrderSearch
 from isthmus.planners.threshold_search import TOLERANCE
@@ -35,13 +36,19 @@ POOLED_SCOPE = (
 )
 
 
-def fastest(problem: Problem) -> Plan:
+def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     """The fastest pipeline, whatever the problem's objective, with its certificate.
 
-    Raises FleetTooSmall with the device that is short, and by how much.
+    Without `settle` it does not try every pipeline where memory throttles them, and proves less. Raises FleetTooSmall
+    with the device that is short, and by how much.
     """
     problem = problem.timed()
     network, blocks = network_of(problem), Blocks(problem)
+    near = narrowed(problem, network, blocks)
+    if near is not problem:
+        plan = fastest(near, settle=False)
+        moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
+        return _certified(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = _plans(problem, [best])
@@ -54,7 +61,7 @@ def fastest(problem: Problem) -> Plan:
         plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
     plans += _baseline(problem)
     tight = throttled or _memory_binds(problem, network, blocks)
-    if classic.exhaustive and (tight or problem.terms.labels_stay):
+    if classic.exhaustive and (tight and settle or problem.terms.labels_stay):
         known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
         proven = every_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):

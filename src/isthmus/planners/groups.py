@@ -10,20 +10,18 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Iterator, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import NamedTuple
 
 import numpy as np
-from numpy.typing import NDArray
 
 from isthmus.planners.local_search import first_improvement, nearest_tour
 from isthmus.planners.network import Floats, Network
 from isthmus.planners.orders import ROUNDING, Order, Scorer, improve, nearest_neighbour
 
-MOST_MOVES = 1_500
+MOST_MOVES = 600
 """Scores per improvement of one grouping: bounds the time, the same on every machine."""
-SCORES_PER_ORDER = 400
-SHARE_STEPS = 40
+SCORES_PER_ORDER = 200
 
 
 class Grouping(NamedTuple):
@@ -41,12 +39,21 @@ class GroupScorer:
     pipeline: Scorer
     network: Network
     gradient_bytes: float
+    _times: dict[Order, tuple[float, float]] = field(default_factory=dict[Order, tuple[float, float]])
 
-    def grouping(self, orders: Sequence[Order]) -> Grouping:
-        times = [self.pipeline.fill_and_period(order) for order in orders]
+    def grouping(self, orders: Sequence[Order], worth_s: float = float("inf")) -> Grouping:
+        """Averaging is left out where the pipelines alone take `worth_s`."""
+        times = [self._fill_and_period(order) for order in orders]
         shares = share_out(times, self.pipeline.micro_batches)
         slowest_s = max(fill + (m - 1) * period for (fill, period), m in zip(times, shares, strict=True))
-        return Grouping(tuple(orders), shares, slowest_s + self.averaging_s(orders))
+        sync_s = self.averaging_s(orders) if slowest_s < worth_s else 0.0
+        return Grouping(tuple(orders), shares, slowest_s + sync_s)
+
+    def _fill_and_period(self, order: Order) -> tuple[float, float]:
+        """Kept: a move changes one order or two, and the others come again."""
+        if order not in self._times:
+            self._times[order] = self.pipeline.fill_and_period(order)
+        return self._times[order]
 
     def averaging_s(self, orders: Sequence[Order]) -> float:
         """A sharded parameter server per part of the model that the same devices hold."""
@@ -75,15 +82,13 @@ def share_out(times: Sequence[tuple[float, float]], micro_batches: int) -> tuple
     assert micro_batches >= len(times), "every replica needs a micro-batch"
     fills = np.array([fill for fill, _ in times], dtype=np.float64)
     periods = np.maximum([period for _, period in times], 1e-300)
-
-    def done(time_s: float) -> NDArray[np.int64]:
-        return 1 + np.clip((time_s - fills) / periods, 0, micro_batches).astype(np.int64)
-
-    low, high = float(fills.min()), float((fills + micro_batches * periods).min())
-    for _ in range(SHARE_STEPS):
-        middle = (low + high) / 2
-        low, high = (middle, high) if done(middle).sum() < micro_batches else (low, middle)
-    shares = done(low) if done(low).sum() <= micro_batches else np.ones(len(times), dtype=np.int64)
+    # When all would be done if micro-batches could be split, by the replicas that fill first: the least over how many
+    # these are. Nobody ends earlier, and rounding down leaves few over.
+    first = np.argsort(fills)
+    rate, filled = np.cumsum(1.0 / periods[first]), np.cumsum(fills[first] / periods[first])
+    time_s = float(((micro_batches - len(times) + filled) / rate).min())
+    done = 1 + np.clip((time_s - fills) / periods, 0, micro_batches).astype(np.int64)
+    shares = done if done.sum() <= micro_batches else np.ones(len(times), dtype=np.int64)
     while shares.sum() < micro_batches:
         shares[int((fills + shares * periods).argmin())] += 1
     return tuple(int(share) for share in shares)
@@ -160,7 +165,8 @@ def _order(scorer: GroupScorer, group: Sequence[int]) -> Order:
 def improved(scorer: GroupScorer, grouping: Grouping) -> Grouping:
     """First improvement over swaps and moves of devices between replicas, or out of all, until none helps."""
     return first_improvement(
-        grouping, lambda now: map(scorer.grouping, _neighbours(now.orders)), lambda now: now.step_s,
+        grouping, lambda now: (scorer.grouping(other, now.step_s) for other in _neighbours(now.orders)),
+        lambda now: now.step_s,
         most=MOST_MOVES, tolerance=ROUNDING,
     )  # fmt: skip
 

@@ -3,28 +3,52 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import cached_property
 
 import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.cost import Problem
+from isthmus.fleet import Fleet
 
 Floats = NDArray[np.float64]
+Ints = NDArray[np.int64]
 
 
 @dataclass(frozen=True)
 class Network:
-    """Devices by number, in fleet order. The diagonals of the link matrices are zero."""
+    """Devices by number, in fleet order.
+
+    Links are kept between kinds of devices: a region is one, and a device that the fleet's links name is one of its
+    own. So ten thousand devices in 64 regions are two small matrices, and two large ones only for who asks for them.
+    """
 
     names: tuple[str, ...]
     speed: Floats
     """FLOP/s, scaled by lambda."""
     memory: Floats
     """Bytes."""
-    latency: Floats
-    """[source, target] seconds."""
-    byte_s: Floats
+    kind: Ints
+    """[devices]: row in the two matrices below."""
+    kind_latency: Floats
+    """[source, target] seconds; the diagonal joins two devices of one kind, and is infinite where there is only one."""
+    kind_byte_s: Floats
     """[source, target] seconds per byte: 1 / bandwidth."""
+
+    @cached_property
+    def latency(self) -> Floats:
+        """[source, target] seconds between devices; zero on the diagonal."""
+        return self._between_devices(self.kind_latency)
+
+    @cached_property
+    def byte_s(self) -> Floats:
+        """[source, target] seconds per byte between devices; zero on the diagonal."""
+        return self._between_devices(self.kind_byte_s)
+
+    def _between_devices(self, matrix: Floats) -> Floats:
+        found = matrix[np.ix_(self.kind, self.kind)]
+        np.fill_diagonal(found, 0.0)
+        return found
 
     def message_s(self, source: int, target: int, size_bytes: float) -> float:
         return float(self.latency[source, target] + size_bytes * self.byte_s[source, target]) if size_bytes else 0.0
@@ -40,17 +64,26 @@ class Network:
 
 def network_of(problem: Problem) -> Network:
     fleet = problem.fleet
-    count = len(fleet.devices)
-    latency, byte_s = np.zeros((count, count)), np.zeros((count, count))
-    for i, source in enumerate(fleet.names):
-        for j, target in enumerate(fleet.names):
-            if i != j:
-                link = fleet.link(source, target)
-                latency[i, j], byte_s[i, j] = link.latency_s, 1.0 / link.bandwidth_bytes_per_s
+    kind, latency, byte_s = _kinds(fleet)
     return Network(
         names=fleet.names,
         speed=np.array([problem.speed(d) for d in fleet.devices]),
         memory=np.array([float(d.memory_bytes) for d in fleet.devices]),
-        latency=latency,
-        byte_s=byte_s,
-    )
+        kind=kind, kind_latency=latency, kind_byte_s=byte_s,
+    )  # fmt: skip
+
+
+def _kinds(fleet: Fleet) -> tuple[Ints, Floats, Floats]:
+    """Kind of each device, latency and seconds per byte between kinds."""
+    named = {name for route in fleet.links.devices for name in (route.source, route.target)}
+    members: dict[str, list[str]] = {}
+    for device in fleet.devices:
+        members.setdefault(device.name if device.name in named else device.region, []).append(device.name)
+    row = {name: k for k, names in enumerate(members.values()) for name in names}
+    latency, byte_s = (np.full((len(members), len(members)), np.inf) for _ in range(2))
+    for a, sources in enumerate(members.values()):
+        for b, targets in enumerate(members.values()):
+            if a != b or len(sources) > 1:
+                link = fleet.link(sources[0], targets[-1])
+                latency[a, b], byte_s[a, b] = link.latency_s, 1.0 / link.bandwidth_bytes_per_s
+    return np.array([row[name] for name in fleet.names], dtype=np.int64), latency, byte_s

@@ -1,0 +1,112 @@
+"""Plans of several replicas from groupings that score well: each replica is cut for itself, then cuts move together."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Iterator
+from itertools import combinations
+
+from isthmus.cost import Layout, Problem, build_replicas, preference
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Plan
+from isthmus.planners.blocks import Blocks, coarse
+from isthmus.planners.fastest import fastest
+from isthmus.planners.groups import Grouping, GroupScorer, every_grouping, groupings
+from isthmus.planners.layout_search import shifted
+from isthmus.planners.network import Network
+from isthmus.planners.orders import scorer_of
+from isthmus.planners.pins import pins_of
+
+COUNTS_TRIED = 10
+"""Numbers of replicas that are looked at: all small ones, then powers of two and the largest."""
+MOST_EXHAUSTIVE = 5
+"""Devices up to which every grouping is cut."""
+MOST_CUT = 6
+"""Groupings that are cut on larger fleets."""
+MOST_SHIFTED = 4
+"""Of these, how many have their cuts and shares moved together."""
+PROMISING = 1.5
+"""Times the best plan known: what scores or takes longer is not looked at any further."""
+ROUGH_BLOCKS = 64
+
+
+class ReplicaSearch:
+    """One problem, by groupings: any objective, any terms."""
+
+    def __init__(self, problem: Problem, network: Network, blocks: Blocks) -> None:
+        self.problem, self.network, self.blocks = problem, network, blocks
+        self.pins = pins_of(problem, network)
+        self._regions = [problem.fleet.regions.index(device.region) for device in problem.fleet.devices]
+        self._pipelines: dict[tuple[frozenset[int], int], Layout | None] = {}
+        self._gradient_bytes = float(sum(variable.gradient_bytes for variable in self.blocks.variables))
+
+    @property
+    def most_replicas(self) -> int:
+        """Each has a micro-batch at least, and a device that has the data."""
+        return min(len(self.pins.holders), self.problem.micro_batches)
+
+    def replicated(self, single: Plan) -> Iterator[Plan]:
+        """Plans of two replicas and more, each the best of its grouping; `single` is the best pipeline."""
+        if self.most_replicas < 2:
+            return
+        if self.problem.terms.objective == "cost":
+            single_s = fastest(self.problem).predicted.step_s
+            worth = PROMISING * preference(self.problem, single)[0]
+        else:
+            single_s, worth = single.predicted.step_s, PROMISING * single.predicted.step_s
+        cut = [layouts for grouping in self._groupings(single_s) if (layouts := self._cut(grouping)) is not None]
+        plans = [(self._judged(x), n) for n, x in enumerate(cut)]
+        for judged, number in sorted(plans)[:MOST_SHIFTED]:
+            if judged <= worth:
+                yield shifted(self.problem, cut[number], self.blocks.places)
+
+    def cut(self, known_s: float) -> Iterator[Plan]:
+        """The plans of the best groupings as they are cut, where some plan takes `known_s`."""
+        for grouping in self._groupings(known_s)[:MOST_CUT] if self.most_replicas > 1 else ():
+            if (layouts := self._cut(grouping)) is not None:
+                yield build_replicas(self.problem, layouts, planner="auto")
+
+    def _judged(self, layouts: list[Layout]) -> float:
+        return preference(self.problem, build_replicas(self.problem, layouts, planner="auto"))[0]
+
+    def _groupings(self, single_s: float) -> list[Grouping]:
+        rough = coarse(self.blocks, ROUGH_BLOCKS)
+        gradient_bytes = self._gradient_bytes / self.problem.sync.period
+        scorer = GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
+        devices, most = len(self.network.names), self.most_replicas
+        if devices <= MOST_EXHAUSTIVE:
+            # Time leaves devices out where a group is cut; for money it matters already which are in a group.
+            least = 2 if self.problem.terms.objective == "cost" else devices
+            sets = [chosen for size in range(least, devices + 1) for chosen in combinations(range(devices), size)]
+            every = ((chosen, g) for chosen in sets for g in every_grouping(len(chosen)) if 1 < len(g) <= most)
+            return [scorer.grouping([tuple(chosen[k] for k in order) for order in g]) for chosen, g in every]
+        worth_s = PROMISING * single_s
+        found = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
+        found = [scorer.grouping(self.pins.dealt(g.orders)) for g in found]
+        return sorted((g for g in found if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
+
+    def _cut(self, grouping: Grouping) -> list[Layout] | None:
+        """Each replica cut for itself; None where one does not fit."""
+        layouts = [self._pipeline(frozenset(o), m) for o, m in zip(grouping.orders, grouping.shares, strict=True)]
+        return [layout for layout in layouts if layout is not None] if None not in layouts else None
+
+    def _pipeline(self, devices: frozenset[int], share: int) -> Layout | None:
+        if (devices, share) not in self._pipelines:
+            layout = None
+            if devices & set(self.pins.holders):
+                fleet = self.problem.fleet.subset(self.network.names[d] for d in devices)
+                with contextlib.suppress(FleetTooSmall):
+                    plan = fastest(self.problem.on(fleet, share), settle=False)
+                    layout = Layout(tuple(stage.device for stage in plan.stages), tuple(plan.boundaries()), share)
+            self._pipelines[devices, share] = layout
+        return self._pipelines[devices, share]
+
+
+def replica_counts(most: int) -> list[int]:
+    """Numbers of replicas from 2 to `most`: few enough to try, the extremes among them."""
+    counts = {*range(2, min(most, COUNTS_TRIED // 2) + 1), most}
+    power = 8
+    while power < most and len(counts) < COUNTS_TRIED:
+        counts.add(power)
+        power *= 2
+    return sorted(c for c in counts if 2 <= c <= most)
