@@ -17,9 +17,9 @@ from isthmus.graph import Flow, cuts
 from isthmus.plan import Plan
 from isthmus.planners import plan, planner_names
 from isthmus.planners.auto import auto
-from isthmus.planners.replica_search import replica_counts
 from isthmus.planners.chain import chain
 from isthmus.planners.groups import share_out
+from isthmus.planners.replica_search import replica_counts
 
 
 def partitions(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:

@@ -61,7 +61,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
     plans += _baseline(problem)
     tight = throttled or _memory_binds(problem, network, blocks)
-    if classic.exhaustive and (tight and settle or problem.terms.labels_stay):
+    if classic.exhaustive and ((tight and settle) or problem.terms.labels_stay):
         known_s = min((p.predicted.step_s for p in plans), default=float("inf"))
         proven = every_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):

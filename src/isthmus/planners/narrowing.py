@@ -8,7 +8,8 @@ cut. Kept are, in equal parts,
     the time to compute it there
     the same around the fastest device of the regions whose few fastest are fastest together
 
-the devices that have the data, where not all do; and, if these do not hold the model twice, the devices with most memory. What is left out stays in the lower bound.
+the devices that have the data, where not all do; and, if these do not hold the model twice, those with most memory.
+What is left out stays in the lower bound.
 """
 
 from __future__ import annotations
