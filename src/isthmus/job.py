@@ -110,7 +110,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     """A built-in topology or a path to a fleet TOML."""
     devices: Positive | None = None
     """Thin the fleet to so many devices."""
-    planner: str = "chain"
+    planner: str = "auto"
     schedule: str = "1f1b"
     plan: PlanConfig = PlanConfig()
     compression: CompressionConfig | None = None

@@ -22,6 +22,8 @@ from isthmus.trace import Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
 
 SIMULATED_STEPS = 8
+SCORED_STEPS = 3
+"""Of a candidate: the first step, which fills the pipeline, and two alike."""
 HEADER_BYTES = 400
 """A frame's prefix and header, about: it matters on slow links with small tensors only."""
 
@@ -38,7 +40,14 @@ def fleet_for(job: Job) -> Fleet:
 
 def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
     """The plan of the job's planner, or of another, with the compression that the job asks for."""
-    plan = make_plan(planner or job.planner, problem)
+
+    def simulated_s(candidate: Plan) -> float:
+        spec = msgspec.structs.replace(plan_spec(job), steps=SCORED_STEPS)
+        counts = problem.flow.graph.count is not None
+        options = SimulationOptions(clips=job.training.clip_norm > 0, counts=counts, header_bytes=HEADER_BYTES)
+        return steady_step_s(simulate(candidate, problem.fleet, spec, options))
+
+    plan = make_plan(planner or job.planner, problem, simulated_s)
     if job.compression is None:
         return plan
     return plan_compression(job.compression.method, problem, plan, job.compression.ratio)

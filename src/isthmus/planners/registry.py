@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import cast
 
 import msgspec
@@ -16,7 +17,7 @@ from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import load_third_party, third_party
 from isthmus.plan import Plan, Terms
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
-from isthmus.planners.auto import auto
+from isthmus.planners.auto import Score, auto
 from isthmus.planners.bounds import step_certificate
 from isthmus.planners.chain import chain
 from isthmus.planners.even import even
@@ -82,12 +83,13 @@ def describe(name: str) -> str:
     return (inspect.getdoc(_planner(name)) or "").partition("\n")[0]
 
 
-def plan(name: str, problem: Problem) -> Plan:
-    """The plan that the planner makes.
+def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
+    """The plan that the planner makes. `score` tells `auto` the seconds per step of its last few candidates, better
+    than the closed form does; no other planner asks.
 
     Raises UserError for an unknown planner or terms that it does not respect, FleetTooSmall where nothing fits.
     """
-    planner = _planner(name)
+    planner = partial(auto, score=score) if name == "auto" else _planner(name)
     check_honoured(name, problem.terms)
     try:
         made = cast(object, planner(problem))

@@ -48,7 +48,7 @@ class Spanning:
         edges = coo_array((np.ones(int(lighter.sum())), (row[lighter], col[lighter])), shape=(self.count, self.count))
         _, label = connected_components(edges, directed=False)
         together = np.cumsum(np.sort(np.bincount(label))[::-1])
-        return np.searchsorted(together, np.arange(self.count + 1)) + 1.0
+        return (np.searchsorted(together, np.arange(self.count + 1)) + 1).astype(np.float64)
 
     def sums(self, trees: int) -> Floats:
         """[k - 1]: the least total weight of k devices in at most `trees` trees, for k = 1 .. all."""
