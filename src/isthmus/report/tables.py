@@ -23,6 +23,9 @@ from isthmus.report.summary import (
 from isthmus.trace import Trace
 from isthmus.units import format_bandwidth, format_duration, format_size
 
+MOST_LEFT_OUT = 8
+"""Devices of which it is said why: the document says it of all."""
+
 # Names come from files and from other parties. As `Text`, "[bold]" in one of them is what it says, not a style.
 
 
@@ -123,7 +126,15 @@ def _plan_caption(plan: PlanSummary) -> str:
             f"certificate of the {plan.certificate.objective}: at most {plan.certificate.gap:.2%} above the best of "
             f"{plan.certificate.scope} (lower bound {_bound(plan.certificate)})"
         )
-    return "\n".join([*lines, *plan.notes])
+    return "\n".join([*lines, *_notes(plan)])
+
+
+def _notes(plan: PlanSummary) -> list[str]:
+    """Those of devices in use, and of the others the first few."""
+    used = [note for note in plan.notes if " is left out" not in note]
+    left_out = [note for note in plan.notes if " is left out" in note]
+    more = len(left_out) - MOST_LEFT_OUT
+    return [*used, *left_out[:MOST_LEFT_OUT], *([f"... and {more} more are left out"] if more > 0 else [])]
 
 
 def _bound(certificate: Certificate) -> str:
