@@ -39,6 +39,7 @@ PUBLIC = {
     "draw_timeline explain explanation_text fleet_table improvements least_headroom plan_summary plan_table "
     "planners_table prediction_error ranked topologies_table verdict_table",
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
+    "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
     "plain_loss plain_step plain_update read_tensors",
     "runtime": "",

@@ -77,7 +77,8 @@ def test_counting_sees_that_two_clients_meet() -> None:
 @given(cohorts(most_clients=8, most_executors=5))
 def test_the_fractional_optimum_equals_the_linear_programmes(problem: CohortProblem) -> None:
     solved = fractional(problem)
-    assert solved.lower_bound_s == pytest.approx(fractional_by_linprog_s(problem), rel=1e-6)
+    # HiGHS takes less than 1e-7 for nothing.
+    assert solved.lower_bound_s == pytest.approx(fractional_by_linprog_s(problem), rel=1e-6, abs=1e-7)
     assert solved.prices.sum() == pytest.approx(1.0)
     assert sorted(solved.specialists) == list(range(problem.executors))
 
