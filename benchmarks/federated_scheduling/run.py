@@ -43,13 +43,15 @@ SETTINGS: dict[str, tuple[tuple[float, ...], Factor]] = {
     "heterogeneous": ((1.0, 2.0, 4.0, 8.0), lambda executor, round_: 1.0),
     "unstable": ((1.0,) * 4, lambda executor, round_: 2 + math.cos(3.14 * round_ / ROUNDS + executor)),
 }
-STRATEGIES: dict[str, tuple[dict[str, object], int | None]] = {
-    "uniform": ({"planner": "uniform", "steals": False}, 5),
-    "parrot, all history": ({"planner": "parrot", "steals": False, "warm_up_rounds": 1}, None),
-    "parrot, window 5": ({"planner": "parrot", "steals": False, "warm_up_rounds": 1}, 5),
-    "certified, window 5": ({"planner": "certified", "steals": False}, 5),
-    "certified, window 1": ({"planner": "certified", "steals": False}, 1),
-    "certified and stealing": ({"planner": "certified", "steals": True}, 5),
+PARROT = RoundRules(rounds=ROUNDS, needed=PER_ROUND, planner="parrot", steals=False, warm_up_rounds=1)
+CERTIFIED = RoundRules(rounds=ROUNDS, needed=PER_ROUND, steals=False)
+STRATEGIES: dict[str, tuple[RoundRules, int | None]] = {
+    "uniform": (msgspec.structs.replace(PARROT, planner="uniform"), 5),
+    "parrot, all history": (PARROT, None),
+    "parrot, window 5": (PARROT, 5),
+    "certified, window 5": (CERTIFIED, 5),
+    "certified, window 1": (CERTIFIED, 1),
+    "certified and stealing": (msgspec.structs.replace(CERTIFIED, steals=True), 5),
 }
 
 
@@ -115,8 +117,8 @@ def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64])
     rules, window = STRATEGIES[strategy]
     lines = tuple(Line(LINE.seconds_per_sample * s, LINE.fixed_s * s) for s in speeds)
     machine = FederatedCoordinator(
-        [f"executor-{k}" for k in range(len(lines))], RoundRules(rounds=ROUNDS, needed=PER_ROUND, **rules), sizes,
-        members, Pace(len(lines), window_rounds=window, keep_rounds=ROUNDS),
+        [f"executor-{k}" for k in range(len(lines))], rules, sizes, members,
+        Pace(len(lines), window_rounds=window, keep_rounds=ROUNDS),
     )  # fmt: skip
     costs = FederatedCosts(lines=lines, noise=noise, latency_s=LATENCY_S, factor=factor)
     rounds = simulate_federated(machine, costs, seed=7)[SKIPPED:]

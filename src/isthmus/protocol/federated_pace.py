@@ -28,8 +28,8 @@ from isthmus.protocol.federated_events import Line, Timed
 STEP_S = 1e-4
 """What one exchange of the certified search takes, roughly."""
 FEWEST_STEPS, MOST_STEPS = 300, 4000
-LARGE = 10_000_000
-"""Clients x executors from where on even Parrot's schedule takes longer than to try whether another is better."""
+LARGE = 100_000_000
+"""Clients x executors from where on the certified search's tables would be larger than 1 GB; then it is Parrot's."""
 TINY_S = 1e-12
 FEWEST = 3
 """Clients that an executor must have trained before its own line is believed."""
@@ -107,10 +107,10 @@ class Pace:
         problem = CohortProblem(
             sizes=sizes, seconds_per_sample=lines.seconds_per_sample[chosen], fixed_s=lines.fixed_s[chosen]
         )
-        if planner != "certified" or problem.clients * problem.executors > LARGE:
+        if planner != "certified":
             return schedule_cohort(planner, problem)
         greedy = parrot(problem)
-        if not self.known:
+        if not self.known or problem.clients * problem.executors > LARGE:
             return greedy
         per_sample = np.maximum(problem.seconds_per_sample, TINY_S)
         at_least_s = float(sizes.sum() / (1 / per_sample).sum())
