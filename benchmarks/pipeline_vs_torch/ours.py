@@ -15,6 +15,7 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.plan import Plan
 from isthmus.protocol import Item
+from isthmus.runtime.crew import LocalCrew
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import RunOptions, Watcher, check_outcome, train
 from isthmus.trace import Trace, link_bytes
@@ -79,7 +80,10 @@ def marks_of(trace: Trace, finished_s: list[float]) -> list[float]:
 def run(place: OursPlace) -> Figures:
     workload = place.workload
     prepared = prepare(job_of(workload))
-    places = {name: Place(prefix=tuple(place.prefixes[name]), host=host) for name, host in place.addresses.items()}
+    places = {
+        name: Place(prefix=tuple(place.prefixes[name]), host=host, trusted_network=True)
+        for name, host in place.addresses.items()
+    }
     losses: list[float] = []
     finished_s: list[float] = []
 
@@ -88,7 +92,8 @@ def run(place: OursPlace) -> Figures:
             finished_s.append(time.monotonic())
             losses.append(loss)
 
-    options = RunOptions(emulate=False, places=places, host=place.host)
+    crew = LocalCrew(host=place.host, places=places, trusted_network=True)
+    options = RunOptions(emulate=False, crew=crew)
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(
             prepared, plan_of(prepared, workload), workload.fleet, Path(folder), options, Watcher(advanced=advanced)

@@ -12,6 +12,7 @@ import msgspec
 from isthmus.fleet import Fleet
 from isthmus.job import Job, prepare
 from isthmus.plan import Plan
+from isthmus.runtime.crew import LocalCrew
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import RunOptions, Watcher, check_outcome, train
 from isthmus.trace import Span
@@ -33,7 +34,8 @@ class Ran(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def conduct(run: Run) -> Ran:
-    options = RunOptions(emulate=not run.places, places=run.places, host=run.host)
+    crew = LocalCrew(host=run.host, places=run.places, trusted_network=True)
+    options = RunOptions(emulate=not run.places, crew=crew)
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(prepare(run.job), run.plan, run.fleet, Path(folder), options, Watcher())
     check_outcome(outcome)

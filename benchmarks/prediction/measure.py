@@ -127,7 +127,9 @@ def run_plan(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None, settings: Sett
 def _run(job: Job, plan: Plan, fleet: Fleet, lab: Lab | None) -> Run:
     if lab is None:
         return Run(job=job, fleet=fleet, plan=plan)
-    places = {n: Place(prefix=_inside(lab.command(n)), host=lab.addresses[n]) for n in fleet.names}
+    places = {
+        n: Place(prefix=_inside(lab.command(n)), host=lab.addresses[n], trusted_network=True) for n in fleet.names
+    }
     return Run(job=job, fleet=fleet, plan=plan, places=places, host=lab.addresses[COORDINATOR])
 
 

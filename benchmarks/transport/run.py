@@ -1,9 +1,10 @@
-"""The transport: what a framed channel costs over bare sockets, and how exact an emulated link is.
+"""The transport: what a framed channel costs over bare sockets, and TLS over that; how exact an emulated link is.
 
 `python benchmarks/transport/run.py [--quick] [--json PATH]`
 
 Throughput is between two processes over loopback TCP. A bare pair does `sendall` from one buffer and `recv_into`
-another; a channel sends frames from a tensor and receives each into a fresh one. Runs alternate, medians are shown.
+another; a channel sends frames from a tensor and receives each into a fresh one; a secure channel does the same over
+TLS 1.3 with both sides verified. Runs alternate, medians are shown.
 An emulated link carries messages one at a time; its error is the time a message took less size / bandwidth + latency.
 """
 
@@ -16,10 +17,12 @@ import platform
 import socket
 import statistics
 import sys
+import tempfile
 import time
 from datetime import UTC, datetime
 from multiprocessing.connection import Connection
 from pathlib import Path
+from typing import Literal, NamedTuple
 
 import msgspec
 import torch
@@ -28,8 +31,10 @@ from rich.table import Table
 
 from isthmus.fleet import Link
 from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.identity import Authority, Identity, Party, Role
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.messages import ParcelMessage
+from isthmus.runtime.secure import secure_accepted, secure_dialled
 from isthmus.training.layout import header_of, pack
 from isthmus.units import format_bandwidth, format_size, parse_bandwidth, parse_duration
 
@@ -42,18 +47,28 @@ LOAD_S = 0.5
 """A large message keeps its link busy for about this long."""
 
 
+Kind = Literal["bare", "channel", "secure"]
+KINDS: tuple[Kind, ...] = ("channel", "bare", "secure")
+
+
+class Streamed(NamedTuple):
+    """What goes from one process to another."""
+
+    kind: Kind
+    size_bytes: int
+    count: int
+
+
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
     """Medians over the rounds. CPU counts both processes."""
 
     message_bytes: int
     channel_bytes_per_s: float
     bare_bytes_per_s: float
+    secure_bytes_per_s: float
     channel_cpu_s_per_gb: float
     bare_cpu_s_per_gb: float
-
-    @property
-    def ratio(self) -> float:
-        return self.channel_bytes_per_s / self.bare_bytes_per_s
+    secure_cpu_s_per_gb: float
 
 
 class Accuracy(msgspec.Struct, frozen=True, kw_only=True):
@@ -82,39 +97,57 @@ def parcel(tensor: torch.Tensor) -> ParcelMessage:
     return ParcelMessage(run="r", parcel="forward", source=0, item=0, tensors=(header_of("x", tensor),))
 
 
-def receive(pipe: Connection, address: tuple[str, int], framed: bool, size_bytes: int, count: int) -> None:
+def certified(authority: Authority, folder: Path, role: Role) -> Identity:
+    identity = Identity.made(folder)
+    identity.keep(authority.certify(identity.request(), role)[1], authority.der())
+    return identity
+
+
+def opened(connection: socket.socket, kind: Kind, identities: Path, *, dials: bool) -> SocketChannel | None:
+    """One end; None for a bare socket."""
+    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    if kind == "bare":
+        return None
+    if kind == "channel":
+        return SocketChannel(connection, "the other")
+    if dials:
+        expected = Party("coordinator", "")
+        return SocketChannel(secure_dialled(connection, Identity(identities / "device"), expected), "the other")
+    accepted, _ = secure_accepted(connection, Identity(identities / "coordinator"), strangers=False)
+    return SocketChannel(accepted, "the other")
+
+
+def receive(pipe: Connection, address: tuple[str, int], what: Streamed, identities: Path) -> None:
     """The receiving process: `count` messages, then its seconds of CPU."""
     torch.set_num_threads(1)
     with socket.create_connection(address) as connection:
-        channel = SocketChannel(connection, "sender") if framed else None
-        buffer = memoryview(bytearray(size_bytes))
+        channel = opened(connection, what.kind, identities, dials=True)
+        buffer = memoryview(bytearray(what.size_bytes))
         began_cpu_s = time.process_time()
-        for _ in range(count):
+        for _ in range(what.count):
             if channel is not None:
                 channel.receive()
             else:
                 at = 0
-                while at < size_bytes:
+                while at < what.size_bytes:
                     at += connection.recv_into(buffer[at:])
         pipe.send(time.process_time() - began_cpu_s)
         if channel is not None:
             channel.close()
 
 
-def stream(framed: bool, size_bytes: int, count: int) -> tuple[float, float]:
-    """Bytes per second and CPU seconds per GB of `count` messages to another process."""
-    ours, theirs = multiprocessing.get_context("spawn").Pipe()
+def stream(what: Streamed, identities: Path) -> tuple[float, float]:
+    """Bytes per second and CPU seconds per GB to another process."""
+    context = multiprocessing.get_context("spawn")
+    ours, theirs = context.Pipe()
     with socket.create_server(("127.0.0.1", 0)) as listener:
-        process = multiprocessing.get_context("spawn").Process(
-            target=receive, args=(theirs, listener.getsockname(), framed, size_bytes, count)
-        )
+        process = context.Process(target=receive, args=(theirs, listener.getsockname(), what, identities))
         process.start()
         connection, _ = listener.accept()
-    tensor = torch.ones(size_bytes, dtype=torch.uint8)
-    channel = SocketChannel(connection, "receiver") if framed else None
-    connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+    tensor = torch.ones(what.size_bytes, dtype=torch.uint8)
+    channel = opened(connection, what.kind, identities, dials=False)
     began_s, began_cpu_s = time.monotonic(), time.process_time()
-    for _ in range(count):
+    for _ in range(what.count):
         if channel is not None:
             channel.send(parcel(tensor), [pack(tensor)])
         else:
@@ -125,22 +158,26 @@ def stream(framed: bool, size_bytes: int, count: int) -> tuple[float, float]:
     if channel is not None:
         channel.close()
     connection.close()
-    total_bytes = size_bytes * count
+    total_bytes = what.size_bytes * what.count
     return total_bytes / took_s, cpu_s / (total_bytes / 1e9)
 
 
 def throughput(size_bytes: int, total_bytes: int, rounds: int) -> Throughput:
-    runs: dict[bool, list[tuple[float, float]]] = {True: [], False: []}
-    for _ in range(rounds):
-        for framed in runs:
-            runs[framed].append(stream(framed, size_bytes, total_bytes // size_bytes))
-    (channel_speed, channel_cpu), (bare_speed, bare_cpu) = (
-        (statistics.median(speed for speed, _ in runs[f]), statistics.median(cpu for _, cpu in runs[f]))
-        for f in (True, False)
-    )
+    runs: dict[Kind, list[tuple[float, float]]] = {kind: [] for kind in KINDS}
+    with tempfile.TemporaryDirectory() as name:
+        folder = Path(name)
+        authority = Authority(folder / "authority")
+        certified(authority, folder / "device", "device")
+        certified(authority, folder / "coordinator", "coordinator")
+        for _ in range(rounds):
+            for kind, found in runs.items():
+                found.append(stream(Streamed(kind, size_bytes, total_bytes // size_bytes), folder))
+    speed = {kind: statistics.median(speed for speed, _ in found) for kind, found in runs.items()}
+    cpu = {kind: statistics.median(cpu for _, cpu in found) for kind, found in runs.items()}
     return Throughput(
-        message_bytes=size_bytes, channel_bytes_per_s=channel_speed, bare_bytes_per_s=bare_speed,
-        channel_cpu_s_per_gb=channel_cpu, bare_cpu_s_per_gb=bare_cpu,
+        message_bytes=size_bytes, channel_bytes_per_s=speed["channel"], bare_bytes_per_s=speed["bare"],
+        secure_bytes_per_s=speed["secure"], channel_cpu_s_per_gb=cpu["channel"], bare_cpu_s_per_gb=cpu["bare"],
+        secure_cpu_s_per_gb=cpu["secure"],
     )  # fmt: skip
 
 
@@ -178,11 +215,11 @@ def table(found: Report) -> Table:
     for heading in ("this", "against", "ratio or median error", "CPU"):
         drawn.add_column(heading, justify="right")
     for t in found.throughput:
-        drawn.add_row(
-            "channel against bare sockets", format_size(t.message_bytes), f"{t.channel_bytes_per_s / 1e9:.2f} GB/s",
-            f"{t.bare_bytes_per_s / 1e9:.2f} GB/s", f"{t.ratio:.2f}",
-            f"{t.channel_cpu_s_per_gb:.2f} against {t.bare_cpu_s_per_gb:.2f} s/GB",
-        )  # fmt: skip
+        channel = t.channel_bytes_per_s, t.channel_cpu_s_per_gb
+        _compare(drawn, "channel against bare sockets", t, channel, (t.bare_bytes_per_s, t.bare_cpu_s_per_gb))
+    for t in found.throughput:
+        channel = t.channel_bytes_per_s, t.channel_cpu_s_per_gb
+        _compare(drawn, "TLS channel against channel", t, (t.secure_bytes_per_s, t.secure_cpu_s_per_gb), channel)
     drawn.add_section()
     for a in found.accuracy:
         large = a.message_bytes > SMALL_BYTES
@@ -194,6 +231,16 @@ def table(found: Report) -> Table:
             f"{a.cpu_share:.1%} of a core" if large else "",
         )  # fmt: skip
     return drawn
+
+
+def _compare(
+    drawn: Table, what: str, t: Throughput, one: tuple[float, float], other: tuple[float, float]
+) -> None:  # fmt: skip
+    """Each is bytes per second and CPU seconds per GB."""
+    drawn.add_row(
+        what, format_size(t.message_bytes), f"{one[0] / 1e9:.2f} GB/s", f"{other[0] / 1e9:.2f} GB/s",
+        f"{one[0] / other[0]:.2f}", f"{one[1]:.2f} against {other[1]:.2f} s/GB",
+    )  # fmt: skip
 
 
 def main() -> int:

@@ -19,6 +19,7 @@ from isthmus.job import Job, Prepared
 from isthmus.models import ModelSpec
 from isthmus.plan import Plan
 from isthmus.runtime.conductor import Outcome
+from isthmus.runtime.crew import LocalCrew
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import RunOptions, Watcher, train
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
@@ -66,7 +67,7 @@ def run(
     """Train the job over one process per stage."""
     fleet = fleet_of(len(boundaries) + 1)
     plan = build_plan(prepared.problem(fleet), fleet.names, boundaries, planner="test")
-    options = RunOptions(emulate=prepared.job.runtime.emulate, places=places)
+    options = RunOptions(emulate=prepared.job.runtime.emulate, crew=LocalCrew(places=places))
     return plan, train(prepared, plan, fleet, folder, options, watcher or Watcher())
 
 

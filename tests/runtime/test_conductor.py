@@ -18,6 +18,7 @@ from isthmus.protocol import Coordinator, Item, RunSpec
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.channel import PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.conductor import Conductor, Outcome
+from isthmus.runtime.listener import Listener
 from isthmus.runtime.losses import GRACE_S, Losses
 from isthmus.runtime.messages import (
     AnyMessage,
@@ -84,7 +85,7 @@ class FakeDevice:
         self.channel: SocketChannel = dial("127.0.0.1", port, "coordinator", 5.0)
         self.answer = answer or FakeDevice.report
         self.ended: AnyMessage | Exception | None = None
-        self.say(Join(run=RUN, device=name, host="127.0.0.1", port=1, torch=""))
+        self.say(Join(run=RUN, device=name, host="127.0.0.1", port=1))
         threading.Thread(target=self._live, daemon=True).start()
 
     def say(self, message: AnyMessage, tensors: Mapping[str, Tensor] = {}) -> None:
@@ -118,9 +119,11 @@ class Conducted:
     def __init__(self, patience_s: float = 5.0, slow_s: float = 0.0) -> None:
         self.script = NotedScript(slow_s)
         self.conductor = Conductor(
-            Coordinator(("a", "b"), SPEC), RUN, self.script, host="127.0.0.1", patience_s=patience_s
+            Coordinator(("a", "b"), SPEC), RUN, self.script, patience_s=patience_s
         )
-        self.port = self.conductor.port
+        listener = Listener("127.0.0.1", patience_s=patience_s)
+        listener.start(self.conductor.reception.greet)
+        self.port = listener.port
         self._outcome: list[Outcome] = []
         self._thread = threading.Thread(target=lambda: self._outcome.append(self.conductor.conduct()), daemon=True)
         self._thread.start()
@@ -143,8 +146,8 @@ def test_a_run(conducted: Conducted) -> None:
     assert script.losses == [0.0, 1.0, 2.0]
     assert sorted(script.saved_by) == [(2, "a"), (2, "b"), (3, "a"), (3, "b")] and script.commits == [2, 3]
     assert all(isinstance(device.ended, HaltMessage) for device in devices)
-    with pytest.raises(ConnectionRefusedError):
-        socket.create_connection(("127.0.0.1", conducted.port), timeout=5)
+    late = Join(run=RUN, device="a", host="127.0.0.1", port=1)
+    _stranger(conducted.port, b"".join(frame(late, [])))
 
 
 def _stranger(port: int, payload: bytes) -> None:
@@ -164,7 +167,7 @@ def test_strangers_change_nothing(conducted: Conducted) -> None:
     time.sleep(0.2)
 
     def join(run: str, device: str) -> Join:
-        return Join(run=run, device=device, host="127.0.0.1", port=1, torch="")
+        return Join(run=run, device=device, host="127.0.0.1", port=1)
 
     for message in (join("guessed", "b"), join(RUN, "c"), join(RUN, "a"), Hello(run=RUN, stage=0), Heartbeat(run=RUN)):
         _stranger(conducted.port, b"".join(frame(message, [])))

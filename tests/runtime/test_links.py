@@ -17,6 +17,7 @@ from isthmus.protocol.events import Arrived, Parcel, Send
 from isthmus.runtime.assignment import Neighbour
 from isthmus.runtime.channel import SocketChannel, dial, frame
 from isthmus.runtime.links import Links, Signature, connect
+from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, ParcelMessage
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
@@ -35,13 +36,13 @@ def _neighbour(stage: int, port: int, window_bytes: int = 1 << 20) -> Neighbour:
 
 
 @pytest.fixture
-def listener() -> Iterator[socket.socket]:
-    made = socket.create_server(("127.0.0.1", 0))
+def listener() -> Iterator[Listener]:
+    made = Listener("127.0.0.1", patience_s=5.0)
     yield made
     made.close()
 
 
-def _connecting(listener: socket.socket, patience_s: float = 5.0) -> queue.SimpleQueue[object]:
+def _connecting(listener: Listener, patience_s: float = 5.0) -> queue.SimpleQueue[object]:
     """Stage 1 waits for stage 0; the queue gets what `connect` returned or raised."""
     result: queue.SimpleQueue[object] = queue.SimpleQueue()
     told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1),), patience_s=patience_s)
@@ -56,9 +57,9 @@ def _connecting(listener: socket.socket, patience_s: float = 5.0) -> queue.Simpl
     return result
 
 
-def test_strangers_do_not_get_in(listener: socket.socket) -> None:
+def test_strangers_do_not_get_in(listener: Listener) -> None:
     result = _connecting(listener)
-    port = listener.getsockname()[1]
+    port = listener.port
     strangers = [socket.create_connection(("127.0.0.1", port)) for _ in range(5)]
     messages: list[AnyMessage] = [
         Hello(run="guessed", stage=0), Hello(run=RUN, stage=7), Hello(run=RUN, stage=1), Heartbeat(run=RUN)
@@ -68,7 +69,7 @@ def test_strangers_do_not_get_in(listener: socket.socket) -> None:
     garbage = socket.create_connection(("127.0.0.1", port))
     garbage.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
     told = assignment("d0", stage=0, neighbours=(_neighbour(1, port),))
-    mine = connect(told, socket.create_server(("127.0.0.1", 0)))
+    mine = connect(told, Listener("127.0.0.1"))
     found = result.get(timeout=5)
     assert isinstance(found, dict) and list(found) == [0] and list(mine) == [1]
     found[0].send(Heartbeat(run=RUN))
@@ -76,7 +77,7 @@ def test_strangers_do_not_get_in(listener: socket.socket) -> None:
     assert received is not None and isinstance(received[0], Heartbeat)
 
 
-def test_a_neighbour_that_does_not_come_is_named(listener: socket.socket) -> None:
+def test_a_neighbour_that_does_not_come_is_named(listener: Listener) -> None:
     found = _connecting(listener, patience_s=0.3).get(timeout=5)
     assert isinstance(found, PeerError) and str(found) == "device 'd0': did not connect for 0.3 s"
 

@@ -11,7 +11,7 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli import comparing, explaining, federated, planning, runs, training, verifying
+from isthmus.cli import comparing, explaining, federated, joining, planning, runs, serving, training, verifying
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import describe as describe_topology
@@ -21,6 +21,7 @@ from isthmus.plan import Objective
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
+from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import run_spec
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
@@ -40,6 +41,7 @@ ObjectiveOption = Annotated[
     Literal["time", "cost"] | None, typer.Option("--objective", help="What to minimise: a step's time, or its price.")
 ]
 DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
+PatienceOption = Annotated[str, typer.Option("--patience", help="Silence after which another party is lost.")]
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
@@ -211,6 +213,91 @@ def export(
 ) -> None:
     """Write the newest checkpoint as a Hugging Face directory when the model is one, else as safetensors."""
     runs.export(run, directory, json=json)
+
+
+@app.command()
+def serve(
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Run this, then end.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = serving.PORT,
+    address: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
+    ] = None,
+    tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 1,
+    patience: PatienceOption = "60 s",
+    state: serving.StateOption = None,
+    fleet: FleetOption = None,
+    planner: PlannerOption = None,
+    steps: StepsOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
+    run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Coordinate devices that join over TLS; with a job, train it on them once all that the plan names are here."""
+    job = _job(job_file, fleet, planner, None, steps) if job_file is not None else None
+    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
+    choices = training.Choices(resume=resume, run=run, json=json)
+    raise typer.Exit(serving.serve(state, where, job, choices, _out()))
+
+
+@app.command()
+def ticket(
+    state: serving.StateOption = None,
+    count: Annotated[int, typer.Option("--count", min=1, help="So many.")] = 1,
+) -> None:
+    """Print a ticket for one more device. It is good once and for 24 hours."""
+    serving.ticket(state, count)
+
+
+@app.command()
+def devices(
+    revoke: Annotated[str | None, typer.Option("--revoke", help="Shut this device out: its name or id.")] = None,
+    state: serving.StateOption = None,
+    json: JsonOption = False,
+) -> None:
+    """List the devices that joined; or shut one out, at once."""
+    serving.devices(state, revoke, _out(), json=json)
+
+
+@app.command()
+def join(
+    name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None,
+    ticket_file: Annotated[
+        Path | None, typer.Option("--ticket-file", help="A 0600 file; else it is asked for, or read from stdin.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on for other devices; default: towards the coordinator.")
+    ] = "",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for it; 0: any that is free.")] = 0,
+    address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
+    ] = None,
+    patience: PatienceOption = "60 s",
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
+    ] = None,
+) -> None:
+    """Join a fleet and stay, ready to work. The first time it needs a ticket."""
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data}: not a folder")
+    place = Place(host=host, port=port, address=address, data=data)
+    asked = joining.Joining(state=state, ticket_file=ticket_file, name=name, patience=patience, place=place)
+    raise typer.Exit(joining.join(asked))
+
+
+@app.command()
+def doctor(
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
+    ] = None,
+    ticket_file: Annotated[
+        Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say why a device does not get to its coordinator: the hop that is broken, and what to do."""
+    raise typer.Exit(joining.doctor(state, ticket_file, _out(), json=json))
 
 
 def main() -> None:

@@ -26,6 +26,7 @@ from isthmus.report import (
     plan_table,
 )
 from isthmus.runtime.conductor import Outcome
+from isthmus.runtime.crew import Crew
 from isthmus.runtime.run import RunOptions, Watcher, check_outcome, run_spec
 from isthmus.runtime.run import train as run_training
 from isthmus.trace import Trace
@@ -40,6 +41,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     run: Path | None = None
     plan: Path | None = None
     json: bool = False
+    crew: Crew | None = None
+    """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
 
 
 def train(job: Job, choices: Choices, out: Console) -> int:
@@ -85,7 +88,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
         outcome = run_training(
-            prepared, plan, fleet, folder.path, RunOptions(emulate=job.runtime.emulate, resume_from=checkpoint),
+            prepared, plan, fleet, folder.path, _options(job, choices, checkpoint),
             Watcher(accepted=begin, advanced=watch.advanced, saved=watch.saved),
         )  # fmt: skip
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans)
@@ -98,6 +101,12 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
         _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
         return 130
     return 0
+
+
+def _options(job: Job, choices: Choices, checkpoint: Path | None) -> RunOptions:
+    if choices.crew is None:
+        return RunOptions(emulate=job.runtime.emulate, resume_from=checkpoint)
+    return RunOptions(emulate=False, resume_from=checkpoint, crew=choices.crew)
 
 
 def _say(notes: Console, text: str) -> None:

@@ -20,6 +20,8 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     host: str
     port: int
+    id: str = ""
+    """Of its key: who must answer there. Empty where links are plain TCP."""
     shape: Link | None = None
     """Emulated link for what we send to it; None sends as fast as the socket takes it."""
     sent: Packing | None = None
@@ -61,6 +63,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     """Type that the graph was captured with, which for bf16 differs from the data's."""
     engine: EngineConfig
     data: DataSpec
+    fingerprints: dict[str, str] = {}
+    """Of the coordinator's copy of the data, by split."""
     shuffle: bool = True
     evaluates: bool = True
     """Whether held-out data are needed at all."""

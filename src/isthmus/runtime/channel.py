@@ -26,7 +26,9 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import PeerError
+from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages import AnyMessage, ParcelMessage
+from isthmus.runtime.secure import Connection, secure_dialled
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"
@@ -34,7 +36,10 @@ VERSION = 1
 PREFIX = struct.Struct(">4sB3xIQ")
 CHUNK_BYTES = 1 << 20
 PIECES_AT_ONCE = 16
-MAX_HEADER_BYTES = 64 << 20
+MAX_HEADER_BYTES = 4 << 20
+"""Of what a device sends: thousands of tensors. Decoded it takes about eight times as much memory."""
+MAX_ASSIGNMENT_BYTES = 64 << 20
+"""Of a header by the coordinator, which has a stage's graph in it."""
 MAX_PAYLOAD_BYTES = 1 << 40
 
 Guard = Callable[[AnyMessage], None]
@@ -96,10 +101,17 @@ def chunks(pieces: Iterable[memoryview], size: int = CHUNK_BYTES) -> Iterator[me
 
 
 class SocketChannel:
-    """A channel over a connected stream socket. `patience_s` bounds every wait for progress within a frame."""
+    """A channel over a connected stream. `patience_s` bounds every wait for progress within a frame."""
 
-    def __init__(self, connection: socket.socket, other: str, patience_s: float = 60.0) -> None:
+    def __init__(
+        self, connection: Connection, other: str, patience_s: float = 60.0, *, party: Party | None = None,
+        most_header_bytes: int = MAX_HEADER_BYTES,
+    ) -> None:  # fmt: skip
+        """`party` is whoever the connection was authenticated to, None where it was not. Headers that are larger than
+        `most_header_bytes` are refused before they are received."""
         self.other = other
+        self.party = party
+        self._most_header_bytes = most_header_bytes
         self.began_s = 0.0
         self._patience_s = patience_s
         self._socket = connection
@@ -159,10 +171,10 @@ class SocketChannel:
             raise PeerError(f"{self.other}: sent {bytes(magic)!r}, expected a frame that starts with {MAGIC!r}")
         if version != VERSION:
             raise PeerError(f"{self.other}: frame version {version}, expected {VERSION}")
-        if header_bytes > MAX_HEADER_BYTES or payload_bytes > MAX_PAYLOAD_BYTES:
+        if header_bytes > self._most_header_bytes or payload_bytes > MAX_PAYLOAD_BYTES:
             raise PeerError(
                 f"{self.other}: frame of {header_bytes} + {payload_bytes} bytes, "
-                f"expected at most {MAX_HEADER_BYTES} + {MAX_PAYLOAD_BYTES}"
+                f"expected at most {self._most_header_bytes} + {MAX_PAYLOAD_BYTES}"
             )
         self._missing = header_bytes + payload_bytes
         header = memoryview(bytearray(header_bytes))
@@ -258,11 +270,29 @@ def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None
         guard(message)
 
 
-def dial(host: str, port: int, other: str, patience_s: float) -> SocketChannel:
-    """Connect to whoever listens there; `other` is its name. PeerError when nobody answers within `patience_s`."""
+def connected(host: str, port: int, other: str, patience_s: float) -> socket.socket:
+    """A socket to whoever listens there. PeerError when nobody answers within `patience_s`."""
     try:
-        connection = socket.create_connection((host, port), timeout=patience_s)
+        return socket.create_connection((host, port), timeout=patience_s)
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
         raise PeerError(f"{other}: cannot connect to {host}:{port}: {reason}") from None
-    return SocketChannel(connection, other, patience_s)
+
+
+def dial(
+    host: str, port: int, other: str, patience_s: float, *, identity: Identity | None = None,
+    expected: Party | None = None, most_header_bytes: int = MAX_HEADER_BYTES,
+) -> SocketChannel:  # fmt: skip
+    """Connect to whoever listens there; `other` is its name. PeerError when nobody answers within `patience_s`.
+
+    With an identity the connection is TLS, and who answers must be the `expected` party; without, plain TCP.
+    """
+    connection = connected(host, port, other, patience_s)
+    if identity is None:
+        return SocketChannel(connection, other, patience_s, most_header_bytes=most_header_bytes)
+    assert expected is not None, "a secure connection is to somebody"
+    try:
+        secured = secure_dialled(connection, identity, expected)
+    except PeerError as e:
+        raise PeerError(f"{other} at {host}:{port}: {e}") from None
+    return SocketChannel(secured, other, patience_s, party=expected, most_header_bytes=most_header_bytes)

@@ -8,7 +8,7 @@ import signal
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 import msgspec
 from torch import Tensor
@@ -74,10 +74,18 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """Set when a device was lost."""
 
 
+class Address(NamedTuple):
+    """Where a device listens for others, and the id of its key, empty where connections are plain TCP."""
+
+    host: str
+    port: int
+    id: str = ""
+
+
 class Script(Protocol):
     """What a run does besides conducting: assignments, weights, checkpoints, progress."""
 
-    def assignments(self, addresses: Mapping[str, tuple[str, int]]) -> Mapping[str, Assignment]: ...
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
 
     def weights(self, device: str) -> Mapping[str, Tensor]: ...
 
@@ -99,9 +107,9 @@ class Script(Protocol):
 
 
 class Conductor:
-    """Listens, admits the run's devices, and runs the machine in the thread that calls `conduct`."""
+    """Runs the machine in the thread that calls `conduct`, over the connections that its reception is given."""
 
-    def __init__(self, machine: Coordinator, run: str, script: Script, *, host: str, patience_s: float) -> None:
+    def __init__(self, machine: Coordinator, run: str, script: Script, *, patience_s: float) -> None:
         self.machine = machine
         self._run = run
         self._script = script
@@ -109,7 +117,7 @@ class Conductor:
         self._heard: queue.SimpleQueue[Heard | Interrupted] = queue.SimpleQueue()
         self._over = threading.Event()
         self._lanes: dict[str, SendLane] = {}
-        self._addresses: dict[str, tuple[str, int]] = {}
+        self._addresses: dict[str, Address] = {}
         self._items: dict[int, Item] = {}
         self._reports: dict[str, int] = dict.fromkeys(machine.devices, 0)
         self._fresh: list[Span] = []
@@ -118,10 +126,10 @@ class Conductor:
         self._origin_s = 0.0
         self._failure: IsthmusError | None = None
         self._assigned: Mapping[str, Assignment] = {}
-        self._reception = Reception(
-            host, run, machine.devices, heard=self._heard.put, guard=self._guard, patience_s=patience_s
+        self.reception = Reception(
+            run, machine.devices, heard=self._heard.put, guard=self._guard, patience_s=patience_s
         )
-        self.port = self._reception.port
+        """Takes the devices' connections."""
 
     def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Outcome:
         """Run to the end. `ended` tells of which devices the process has ended, and how.
@@ -137,7 +145,7 @@ class Conductor:
                 lane.close()
         finally:
             self._over.set()
-            self._reception.close()
+            self.reception.close()
         return Outcome(
             outcome=finish.outcome, reason=str(self._failure or finish.reason), failure=self._failure,
             spans=tuple(self._spans), late_s=self._late_s, elapsed_s=ended_s - (self._origin_s or ended_s),
@@ -209,8 +217,10 @@ class Conductor:
             case Exception():
                 losses.vanished(device, str(message).removeprefix(f"device {device!r}: "))
             case Join():
-                self._lanes[device] = SendLane(self._reception.channel(device), patience_s=self._patience_s)
-                self._addresses[device] = (message.host, message.port)
+                channel = self.reception.channel(device)
+                self._lanes[device] = SendLane(channel, patience_s=self._patience_s)
+                party = channel.party.id if channel.party is not None else ""
+                self._addresses[device] = Address(message.host, message.port, party)
                 return [Joined(device=device)]
             case ReadyMessage():
                 return [Ready(device=device)]

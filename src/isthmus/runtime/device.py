@@ -11,24 +11,26 @@ import contextlib
 import os
 import queue
 import signal
-import socket
 import sys
 import threading
 import time
 import traceback
+from pathlib import Path
 from typing import Literal
 
+import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.data import Dataset, load_dataset
 from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
 from isthmus.protocol.events import Halted, Opened
-from isthmus.runtime.assignment import Assignment
-from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
+from isthmus.runtime.device_data import stage_data
 from isthmus.runtime.executor import Done, Executor, expected_parcels, expected_parts
+from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.links import Links, connect
+from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import (
     AnyMessage,
     AssignMessage,
@@ -106,16 +108,37 @@ class _Control:
         )  # fmt: skip
 
 
-def serve(coordinator: tuple[str, int], device: str, host: str, run: str, patience_s: float) -> None:
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a device is, and how it talks to others."""
+
+    device: str
+    host: str = "127.0.0.1"
+    """Address to listen on for other devices."""
+    port: int = 0
+    """0: any that is free."""
+    address: str = ""
+    """How others reach that address, where it is not the same."""
+    identity: Identity | None = None
+    """With one all connections are TLS; without, plain TCP."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback."""
+
+
+def serve(coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> None:
     """Join, set up, run. Errors reach the coordinator before they are raised here."""
-    listener = socket.create_server((host, 0))
-    channel = dial(*coordinator, "coordinator", patience_s)
+    identity = site.identity
+    listener = Listener(
+        site.host, site.port, identity=identity, trusted_network=site.trusted_network, patience_s=patience_s
+    )
+    channel = dial(
+        *coordinator, "coordinator", patience_s, identity=identity, expected=Party("coordinator", ""),
+        most_header_bytes=MAX_ASSIGNMENT_BYTES,
+    )  # fmt: skip
     inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
     control = _Control(channel, run, inbox, patience_s)
-    port = listener.getsockname()[1]
-    control.lane.put(Join(run=run, device=device, host=host, port=port, torch=str(torch.__version__)))
+    control.lane.put(Join(run=run, device=site.device, host=site.address or site.host, port=listener.port))
     try:
-        executor = _set_up(control, listener)
+        executor = _set_up(control, listener, identity)
         control.listen()
         control.lane.put(ReadyMessage(run=run))
         executor.run()
@@ -152,16 +175,15 @@ def _fault(error: Exception) -> Literal["user", "device", "other"]:
     return "other" if isinstance(error, PeerError) else "device"
 
 
-def _set_up(control: _Control, listener: socket.socket) -> Executor:
+def _set_up(control: _Control, listener: Listener, identity: Identity | None) -> Executor:
     message, _ = control.next(AssignMessage)
     assert isinstance(message, AssignMessage)
     assignment = message.assignment
     torch.set_num_threads(assignment.threads)
     # Before the data: reading it may take one device longer than another's patience.
-    channels = connect(assignment, listener)
-    listener.shutdown(socket.SHUT_RDWR)
+    channels = connect(assignment, listener, identity)
     listener.close()
-    data = _load_data(assignment)
+    data = stage_data(assignment, foreign=identity is not None)
     weights, tensors = control.next(Weights)
     values = {h.name: t for h, t in zip(weights.tensors, tensors, strict=True)}
     engine = TorchEngine(assignment.train, assignment.evaluation, assignment.engine, values)
@@ -170,16 +192,6 @@ def _set_up(control: _Control, listener: socket.socket) -> Executor:
         assignment, channels, expected_parcels(assignment), expected_parts(assignment), control.inbox, executor.record
     )
     return executor
-
-
-def _load_data(assignment: Assignment) -> dict[str, Dataset]:
-    """Only a stage that reads columns opens the data."""
-    found: dict[str, Dataset] = {}
-    if assignment.train.columns:
-        found["train"] = load_dataset(assignment.data, "train")
-    if assignment.evaluates and assignment.evaluation.columns:
-        found["heldout"] = load_dataset(assignment.data, "heldout")
-    return found
 
 
 def _end_with_input() -> None:
@@ -194,6 +206,10 @@ def main() -> None:
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--device", required=True)
     parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any")
+    parser.add_argument("--address", default="", help="how others reach it, where that is not the host")
+    parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
+    parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--leash", action="store_true", help="end when standard input closes")
     options = parser.parse_args()
@@ -201,8 +217,13 @@ def main() -> None:
     if options.leash:
         threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
     host, _, port = str(options.coordinator).rpartition(":")
+    site = Site(
+        device=options.device, host=options.host, port=options.port, address=options.address,
+        identity=Identity(options.identity) if options.identity is not None else None,
+        trusted_network=options.trusted_network,
+    )  # fmt: skip
     try:
-        serve((host, int(port)), options.device, options.host, os.environ.get("ISTHMUS_RUN", ""), options.patience)
+        serve((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience)
     except IsthmusError as e:
         print(f"device {options.device}: {e}", file=sys.stderr)
         sys.exit(e.exit_code)

@@ -66,7 +66,7 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FederatedConductor:
-    """Listens, admits the run's executors, and runs the machine in the thread that calls `conduct`."""
+    """Runs the machine in the thread that calls `conduct`, over the connections that its reception is given."""
 
     def __init__(
         self,
@@ -74,7 +74,6 @@ class FederatedConductor:
         server: Server,
         run: str,
         *,
-        host: str,
         patience_s: float,
         committed: Callable[[Record, RoundMeasure], None],
         pinned: Mapping[str, int] = {},
@@ -98,10 +97,10 @@ class FederatedConductor:
         self._trips = self._value_bytes = 0
         self._failure: IsthmusError | None = None
         self._over = threading.Event()
-        self._reception = Reception(
-            host, run, machine.executors, heard=self._heard.put, guard=self._guard, patience_s=patience_s
+        self.reception = Reception(
+            run, machine.executors, heard=self._heard.put, guard=self._guard, patience_s=patience_s
         )  # fmt: skip
-        self.port = self._reception.port
+        """Takes the executors' connections."""
 
     def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Finish:
         """Run to the end; `ended` tells of which executors the process has ended, and how.
@@ -119,14 +118,14 @@ class FederatedConductor:
         finally:
             sys.setswitchinterval(before_s)
             self._over.set()
-            self._reception.close()
+            self.reception.close()
         if self._failure is not None:
             raise self._failure
         return finish
 
     def bytes(self) -> tuple[int, int]:
         """Sent and received so far, whole frames, of all executors."""
-        counts = [self._reception.channel(name).statistics() for name in self._posts]
+        counts = [self.reception.channel(name).statistics() for name in self._posts]
         return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
 
     @contextlib.contextmanager
@@ -195,7 +194,7 @@ class FederatedConductor:
                 reason = "its connection closed" if message is None else str(message)
                 return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
             case Join():
-                channel = self._reception.channel(executor)
+                channel = self.reception.channel(executor)
                 self._posts[executor] = Post(channel, on_error=lambda e, name=executor: self._heard.put((name, e, [])))
             case ReadyMessage():
                 return [Joined(executor=executor, client=self._pinned.get(executor))]

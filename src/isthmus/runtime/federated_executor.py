@@ -12,7 +12,6 @@ import sys
 import threading
 from collections.abc import Callable, Mapping
 
-import torch
 from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, UserError
@@ -133,7 +132,7 @@ def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], pa
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", patience_s)
     post = Post(channel, on_error=lambda _: channel.close())
-    post.put(Join(run=run, device=name, host="", port=0, torch=str(torch.__version__)))
+    post.put(Join(run=run, device=name, host="", port=0))
     over = threading.Event()
     threading.Thread(target=_beat, args=(post, run, patience_s / 4, over), name="heartbeat", daemon=True).start()
     try:

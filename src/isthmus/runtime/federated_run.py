@@ -34,6 +34,7 @@ from isthmus.protocol.federated_pace import Pace
 from isthmus.runtime.federated_conductor import FederatedConductor, RoundMeasure
 from isthmus.runtime.federated_executor import serve
 from isthmus.runtime.forked import Forked, asked
+from isthmus.runtime.listener import Listener
 
 JOB = "job.json"
 
@@ -153,13 +154,18 @@ class FederatedRun:
 
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             conductor = FederatedConductor(
-                self.machine, self.server, run, host="127.0.0.1", patience_s=patience_s, note=note,
+                self.machine, self.server, run, patience_s=patience_s, note=note,
                 pinned={name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {},
                 committed=lambda record, measure: self._commit(record, measure, after),
             )  # fmt: skip
             after.start()
-            forked.begin(f"127.0.0.1:{conductor.port}")
-            return conductor.conduct(forked.ended)
+            listener = Listener("127.0.0.1", patience_s=patience_s)
+            listener.start(conductor.reception.greet)
+            forked.begin(f"127.0.0.1:{listener.port}")
+            try:
+                return conductor.conduct(forked.ended)
+            finally:
+                listener.close()
 
     def _commit(self, record: Record, measure: RoundMeasure, after: _Aftermath) -> None:
         """What must be seen before the next round changes it; the rest happens beside that round."""

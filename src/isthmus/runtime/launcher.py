@@ -17,10 +17,32 @@ import msgspec
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a device process runs: a command in front of it (a namespace, say) and the address it listens on."""
+    """Where a device process runs: a command in front of it (a namespace, say), and how it talks to others."""
 
     prefix: tuple[str, ...] = ()
     host: str = "127.0.0.1"
+    """Address that it listens on for other devices."""
+    port: int = 0
+    """0: any that is free."""
+    address: str = ""
+    """How others reach that address, where it is not the same."""
+    identity: Path | None = None
+    """A folder with key and certificate: all connections are TLS. None: plain TCP."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback."""
+    data: Path | None = None
+    """The folder from which relative paths of data count; None: where this process runs."""
+
+    def options(self) -> list[str]:
+        """For the process's command line: paths and addresses, no secret."""
+        found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
+        if self.identity is not None:
+            found += ["--identity", str(self.identity)]
+        return [*found, "--trusted-network"] if self.trusted_network else found
+
+    def safety(self) -> list[str]:
+        """Of a fleet's device, no code is imported from the folder with its data."""
+        return ["-P"] if self.identity is not None else []
 
 
 class Launcher:
@@ -54,10 +76,12 @@ class Launcher:
                 log = stack.enter_context(self._logs[device].open("wb")) if logs is not None else None
                 self._processes[device] = subprocess.Popen(
                     [
-                        *place.prefix, sys.executable, "-m", "isthmus.runtime.device", "--coordinator", coordinator,
-                        "--device", device, "--host", place.host, "--patience", str(patience_s), "--leash",
+                        *place.prefix, sys.executable, *place.safety(), "-m", "isthmus.runtime.device",
+                        "--coordinator", coordinator,
+                        "--device", device, "--patience", str(patience_s), "--leash", *place.options(),
                     ],
                     stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, env=environment, process_group=0,
+                    cwd=place.data,
                 )  # fmt: skip
 
     def ended(self) -> dict[str, str]:
@@ -79,7 +103,11 @@ class Launcher:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        if kind is None:  # they were halted; else nobody told them
+        self.end(halted=kind is None)
+
+    def end(self, *, halted: bool = True) -> None:
+        """End whatever still runs. Whoever was told to halt gets the time to do so."""
+        if halted:
             self._wait(5.0)
         for process in self._running():
             process.terminate()

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import queue
-import socket
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
@@ -17,8 +16,11 @@ from isthmus.plan import Packing
 from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
 from isthmus.runtime.assignment import Assignment, Neighbour
 from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.lanes import Credits, Departure, SendLane
+from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import AnyMessage, Credit, Hello, ParcelMessage, PartsMessage
+from isthmus.runtime.reception import first_message
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
@@ -210,61 +212,47 @@ def _packed(headers: Sequence[TensorHeader], tensors: Sequence[Tensor]) -> list[
     ]
 
 
-def connect(assignment: Assignment, listener: socket.socket) -> dict[int, SocketChannel]:
+def connect(assignment: Assignment, listener: Listener, identity: Identity | None = None) -> dict[int, SocketChannel]:
     """One connection per neighbour: the lower stage dials, the higher one accepts.
 
-    Whoever else connects is shut out. PeerError when a neighbour does not come.
+    Whoever else connects is shut out. PeerError when a neighbour does not come. With an identity both sides must be
+    the devices that the assignment names.
     """
     mine, run, patience_s = assignment.view.stage, assignment.run, assignment.patience_s
     found: dict[int, SocketChannel] = {}
     for neighbour in assignment.neighbours:
         if neighbour.stage > mine:
-            channel = dial(neighbour.host, neighbour.port, f"device {neighbour.device!r}", patience_s)
+            channel = dial(
+                neighbour.host, neighbour.port, f"device {neighbour.device!r}", patience_s, identity=identity,
+                expected=Party("device", neighbour.id),
+            )  # fmt: skip
             channel.send(Hello(run=run, stage=mine))
             found[neighbour.stage] = channel
-    names = {n.stage: n.device for n in assignment.neighbours}
+    neighbours = {n.stage: n for n in assignment.neighbours}
     greeted: queue.SimpleQueue[tuple[int, SocketChannel]] = queue.SimpleQueue()
     deadline_s = time.monotonic() + patience_s
-    threading.Thread(target=_accept, args=(listener, run, patience_s, greeted), name="accept", daemon=True).start()
-    while missing := names.keys() - found.keys():
-        try:
-            stage, channel = greeted.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            absent = ", ".join(repr(names[s]) for s in sorted(missing))
-            raise PeerError(f"device {absent}: did not connect for {patience_s:g} s") from None
-        if stage not in missing or stage > mine:
-            channel.close()  # one who is here already
-            continue
-        channel.other = f"device {names[stage]!r}"
-        found[stage] = channel
-    return found
-
-
-def _accept(
-    listener: socket.socket, run: str, patience_s: float, greeted: queue.SimpleQueue[tuple[int, SocketChannel]]
-) -> None:
-    """Until the listener closes. Each has a thread of its own: a silent stranger holds up nobody."""
 
     def greet(channel: SocketChannel) -> None:
-        try:
-            received = channel.receive(_only_hello, idle_s=patience_s)
-        except PeerError:
-            received = None
-        hello = received[0] if received is not None else None
-        if isinstance(hello, Hello) and hello.run == run:
+        hello = first_message(channel, (Hello,), patience_s)
+        if hello is not None and hello.run == run:
             greeted.put((hello.stage, channel))
         else:
             channel.close()
 
-    while True:
+    listener.start(greet)
+    while missing := neighbours.keys() - found.keys():
         try:
-            connection, address = listener.accept()
-        except OSError:
-            return
-        channel = SocketChannel(connection, f"{address[0]}:{address[1]}", patience_s)
-        threading.Thread(target=greet, args=(channel,), name=f"greet {channel.other}", daemon=True).start()
+            stage, channel = greeted.get(timeout=max(0.0, deadline_s - time.monotonic()))
+        except queue.Empty:
+            absent = ", ".join(repr(neighbours[s].device) for s in sorted(missing))
+            raise PeerError(f"device {absent}: did not connect for {patience_s:g} s") from None
+        if stage not in missing or stage > mine or not _is(channel.party, neighbours[stage]):
+            channel.close()  # one who is here already, or is another device
+            continue
+        channel.other = f"device {neighbours[stage].device!r}"
+        found[stage] = channel
+    return found
 
 
-def _only_hello(message: AnyMessage) -> None:
-    if not isinstance(message, Hello) or message.tensors:
-        raise PeerError(f"{type(message).__name__} from a stranger")
+def _is(party: Party | None, neighbour: Neighbour) -> bool:
+    return party == (Party("device", neighbour.id) if neighbour.id else None)

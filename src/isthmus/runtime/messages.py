@@ -10,6 +10,7 @@ from isthmus.protocol.events import Parcel
 from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.federated_messages import FederatedMessage
+from isthmus.runtime.fleet_messages import FleetMessage
 from isthmus.runtime.message import Message
 from isthmus.trace import Span
 
@@ -52,10 +53,11 @@ class Credit(Message, frozen=True, kw_only=True):
 
 
 class Join(Message, frozen=True, kw_only=True):
+    """First on a connection for a run: which device this is, and where it listens for others."""
+
     device: str
     host: str
     port: int
-    torch: str
 
 
 class ReadyMessage(Message, frozen=True, kw_only=True):
@@ -106,5 +108,5 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 
 AnyMessage = (
     Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
-    | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage
+    | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage | FleetMessage
 )  # fmt: skip

@@ -1,31 +1,53 @@
-"""Who may talk to the coordinator: one connection per device of the run, and nobody else."""
+"""Who may talk to a run's coordinator: one connection per device of the run, and nobody else."""
 
 from __future__ import annotations
 
-import contextlib
-import socket
 import threading
+import time
 from collections.abc import Callable, Collection
+from typing import TypeVar
 
 from torch import Tensor
 
 from isthmus.errors import PeerError
+from isthmus.runtime.allowance import Allowance
 from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.message import Message
 from isthmus.runtime.messages import AnyMessage, Join
 
 Heard = tuple[str, AnyMessage | Exception | None, list[Tensor]]
 """A device's name and its message with tensors; or what ended its connection, None if it closed it."""
+MOST_MESSAGES_PER_S = 5000.0
+"""Of one device of a run: a report for each item, and heartbeats. Steps take longer than a millisecond."""
+MOST_AT_ONCE = 50_000.0
+First = TypeVar("First", bound=Message)
+
+
+def first_message(channel: SocketChannel, kinds: tuple[type[First], ...], patience_s: float) -> First | None:
+    """What a new connection says first; None, and the connection closed, if it is none of `kinds`."""
+
+    def only(message: AnyMessage) -> None:
+        if not isinstance(message, kinds) or message.tensors:
+            raise PeerError(f"{type(message).__name__} from a stranger")
+
+    try:
+        received = channel.receive(only, idle_s=patience_s)
+    except PeerError:
+        received = None
+    if received is None or not isinstance(received[0], kinds):
+        channel.close()
+        return None
+    return received[0]
 
 
 class Reception:
-    """Listens, admits whoever knows the run's secret name and says a device's name that is free, and receives.
+    """Admits whoever knows the run's secret name and says a device's name that is free, and receives.
 
     Every connection has a thread of its own: a stranger that is silent, or sends anything at all, holds up nobody.
     """
 
     def __init__(
         self,
-        host: str,
         run: str,
         devices: Collection[str],
         *,
@@ -41,67 +63,52 @@ class Reception:
         self._patience_s = patience_s
         self._admitting = threading.Lock()
         self._channels: dict[str, SocketChannel] = {}
-        self._listener = socket.create_server((host, 0), backlog=len(devices) + 8)
-        self.port: int = self._listener.getsockname()[1]
-        threading.Thread(target=self._accept, name="accept", daemon=True).start()
+        self._closed = False
 
     def channel(self, device: str) -> SocketChannel:
         """The connection of a device that has joined."""
         return self._channels[device]
 
     def close(self) -> None:
-        with contextlib.suppress(OSError):
-            self._listener.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
-        self._listener.close()
-        for channel in list(self._channels.values()):
+        with self._admitting:
+            self._closed = True
+        for channel in self._channels.values():
             channel.close()
 
-    def _accept(self) -> None:
-        while True:
-            try:
-                connection, address = self._listener.accept()
-            except OSError:
-                return
-            channel = SocketChannel(connection, f"{address[0]}:{address[1]}", self._patience_s)
-            name = f"receive {channel.other}"
-            threading.Thread(target=self._receive, args=(channel,), name=name, daemon=True).start()
-
-    def _receive(self, channel: SocketChannel) -> None:
+    def greet(self, channel: SocketChannel) -> None:
         """Receive from whoever connected: one device until it leaves, or nothing more from a stranger."""
-        join = self._admit(channel)
-        if join is None:
+        join = first_message(channel, (Join,), self._patience_s)
+        if join is not None:
+            self.admit(channel, join)
+
+    def admit(self, channel: SocketChannel, join: Join) -> None:
+        """As `greet`, for a connection that has said its first message."""
+        if not self._takes(channel, join):
             channel.close()  # nothing of the run has changed
             return
         device = join.device
         channel.other = f"device {device!r}"
         self._heard((device, join, []))
+        allowance = Allowance(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
+
+        def check(message: AnyMessage) -> None:
+            allowance.spend(time.monotonic())
+            self._check(device, message)
+
         try:
-            while (received := channel.receive(lambda m: self._check(device, m), idle_s=self._patience_s)) is not None:
+            while (received := channel.receive(check, idle_s=self._patience_s)) is not None:
                 self._heard((device, *received))
             self._heard((device, None, []))
         except Exception as e:  # whoever listens decides
             self._heard((device, e, []))
 
-    def _admit(self, channel: SocketChannel) -> Join | None:
-        try:
-            received = channel.receive(self._only_join, idle_s=self._patience_s)
-        except PeerError:
-            return None
-        join = received[0] if received is not None else None
-        if not isinstance(join, Join):
-            return None
+    def _takes(self, channel: SocketChannel, join: Join) -> bool:
+        if join.run != self._run or join.device not in self._devices:
+            return False
         with self._admitting:
-            return join if self._channels.setdefault(join.device, channel) is channel else None
-
-    def _only_join(self, message: AnyMessage) -> None:
-        if not isinstance(message, Join) or message.tensors or message.device not in self._devices:
-            raise PeerError(f"{type(message).__name__} from a stranger")
-        self._check_run(message)
+            return not self._closed and self._channels.setdefault(join.device, channel) is channel
 
     def _check(self, device: str, message: AnyMessage) -> None:
-        self._check_run(message)
-        self._guard(device, message)
-
-    def _check_run(self, message: AnyMessage) -> None:
         if message.run != self._run:
             raise PeerError("sent a frame of another run")
+        self._guard(device, message)

@@ -1,4 +1,4 @@
-"""One training run on this machine: device processes, the conductor, checkpoints, and what is left behind."""
+"""One training run: its devices, the conductor, checkpoints, and what is left behind."""
 
 from __future__ import annotations
 
@@ -17,8 +17,8 @@ from isthmus.plan import Packing, Plan
 from isthmus.protocol import Coordinator, Item, RunSpec
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Neighbour
-from isthmus.runtime.conductor import Conductor, Outcome
-from isthmus.runtime.launcher import Launcher, Place
+from isthmus.runtime.conductor import Address, Conductor, Outcome
+from isthmus.runtime.crew import Call, Crew, LocalCrew
 from isthmus.runtime.stages import StagePair, refuse_shared_devices, stage_pairs
 from isthmus.trace import Span
 from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, Manifest, read_manifest, replica_prefix
@@ -39,15 +39,13 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
-    """Where and how a run's processes run."""
+    """How a run runs."""
 
     emulate: bool = True
     resume_from: Path | None = None
     """A checkpoint to go on from."""
-    places: Mapping[str, Place] = {}
-    """Per device; loopback where a device is not named."""
-    host: str = "127.0.0.1"
-    """Address that the coordinator listens on."""
+    crew: Crew = LocalCrew()
+    """Who computes."""
 
 
 def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
@@ -106,7 +104,7 @@ class TrainingScript:
         self._weights, self._others = resume(self._weights, expected, job.optimizer, checkpoint)
         return manifest.step
 
-    def assignments(self, addresses: Mapping[str, tuple[str, int]]) -> Mapping[str, Assignment]:
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
         graph = self._prepared.captured.train
         placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
         positions = self._norm_positions()
@@ -122,6 +120,7 @@ class TrainingScript:
                 placeholders={column: op.name for column, op in placeholders.items()},
                 column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
                 engine=self._engine(self._shares[view.stage]), data=self.job.data, shuffle=self.job.training.shuffle,
+                fingerprints=self._prepared.fingerprints,
                 neighbours=self._neighbours(pair, addresses),
                 emulation=emulation if self._options.emulate else None,
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
@@ -159,7 +158,7 @@ class TrainingScript:
             return None
         return tuple(sorted(pair.written - set(pair.owned)))
 
-    def _neighbours(self, pair: StagePair, addresses: Mapping[str, tuple[str, int]]) -> tuple[Neighbour, ...]:
+    def _neighbours(self, pair: StagePair, addresses: Mapping[str, Address]) -> tuple[Neighbour, ...]:
         view, devices = pair.view, self._plan.devices
         wanted = {
             *view.forward_from, *view.forward_to, *view.eval_from, *view.eval_to, *view.lends_to, *view.borrows_from,
@@ -170,10 +169,10 @@ class TrainingScript:
         found: list[Neighbour] = []
         for stage in sorted(wanted):
             device = devices[stage]
-            host, port = addresses[device]
+            address = addresses[device]
             shape = self._fleet.link(devices[view.stage], device) if self._options.emulate else None
             found.append(Neighbour(
-                stage=stage, device=device, host=host, port=port, shape=shape,
+                stage=stage, device=device, host=address.host, port=address.port, id=address.id, shape=shape,
                 sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
                 window_bytes=self._window(view.stage, stage),
             ))  # fmt: skip
@@ -266,13 +265,13 @@ def train(
     watcher.accepted()
     job = prepared.job
     machine = Coordinator(plan.devices, run_spec(prepared, script.start_step))
-    conductor = Conductor(machine, script.run, script, host=options.host, patience_s=job.patience_s)
-    places = {device: options.places.get(device, Place()) for device in plan.devices}
-    address = f"{options.host}:{conductor.port}"
-    with Launcher(
-        places, address, script.run, patience_s=job.patience_s, threads=job.runtime.threads, logs=folder / "logs"
-    ) as launcher:
-        outcome = conductor.conduct(launcher.ended)
+    conductor = Conductor(machine, script.run, script, patience_s=job.patience_s)
+    call = Call(
+        run=script.run, devices=plan.devices, patience_s=job.patience_s, threads=job.runtime.threads,
+        logs=folder / "logs",
+    )  # fmt: skip
+    with options.crew.at_work(call, conductor.reception) as ended:
+        outcome = conductor.conduct(ended)
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome

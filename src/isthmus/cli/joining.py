@@ -1,0 +1,83 @@
+"""`isthmus join` and `isthmus doctor`: a device's side of a fleet."""
+
+from __future__ import annotations
+
+import platform
+import sys
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console
+from rich.table import Table
+
+from isthmus.cli.serving import state_folder
+from isthmus.errors import UserError
+from isthmus.runtime.agent import Agent, Membership, join_fleet, membership_in
+from isthmus.runtime.doctor import examine_device, examine_ticket
+from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
+from isthmus.runtime.launcher import Place
+from isthmus.units import parse_duration
+
+
+class Joining(msgspec.Struct, frozen=True, kw_only=True):
+    """What the command line says of a device."""
+
+    state: Path | None
+    ticket_file: Path | None
+    name: str | None
+    patience: str
+    place: Place
+
+
+def join(joining: Joining) -> int:
+    """Until Ctrl-C or dismissal."""
+    notes = Console(stderr=True)
+
+    def say(text: str) -> None:
+        notes.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    folder = joining.state or state_folder("device")
+    patience_s = parse_duration(joining.patience, "--patience")
+    agent = Agent(folder, _membership(joining, folder, patience_s), joining.place, patience_s=patience_s, say=say)
+    agent.run()
+    return 0
+
+
+def doctor(state: Path | None, ticket_file: Path | None, out: Console, *, json: bool) -> int:
+    """The exit code: 0 when nothing is wrong."""
+    findings = (
+        examine_ticket(read_ticket(ticket_file)) if ticket_file is not None
+        else examine_device(state or state_folder("device"))
+    )  # fmt: skip
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(findings), indent=1).decode())
+    else:
+        drawn = Table("hop", "", "found", "what to do", title="On the way to the coordinator")
+        for finding in findings:
+            drawn.add_row(finding.hop, "ok" if finding.good else "BROKEN", finding.detail, finding.remedy)
+        out.print(drawn)
+    return 0 if findings[-1].good else 1
+
+
+def _membership(joining: Joining, folder: Path, patience_s: float) -> Membership:
+    """The one that the folder holds, unless a ticket for another is given."""
+    found = membership_in(folder)
+    if found is None or joining.ticket_file is not None:
+        name = joining.name or platform.node()
+        return join_fleet(_ticket(joining.ticket_file), folder, name, patience_s)
+    if joining.name not in (None, found.name):
+        raise UserError(
+            f"--name: got {joining.name!r}, but {folder} has joined as {found.name!r}: use another --state folder, "
+            "or a new ticket with --ticket-file"
+        )
+    return found
+
+
+def _ticket(file: Path | None) -> Ticket:
+    """From a file, a prompt or standard input; never from the command line, which other users can read."""
+    if file is not None:
+        return read_ticket(file)
+    if sys.stdin.isatty():
+        return decode_ticket(typer.prompt("Ticket", hide_input=True, err=True))
+    return decode_ticket(sys.stdin.readline())

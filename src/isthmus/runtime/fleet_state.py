@@ -1,0 +1,51 @@
+"""What a coordinator keeps of its fleet in a folder, over restarts: authority, own identity, roster, addresses.
+
+Commands of the same user on the same machine (`isthmus ticket`, `isthmus devices`) open the same folder.
+"""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.runtime.identity import Authority, Identity, Roster, Ticket, encode_ticket
+from isthmus.runtime.identity.files import private_folder, write_private
+
+_ADDRESSES = "addresses.json"
+Addresses = tuple[tuple[str, int], ...]
+
+
+class FleetState:
+    """UserError when the folder cannot be used, or others may look into it."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = private_folder(folder)
+        self.authority = Authority(folder)
+        self.roster = Roster(folder)
+        self.identity = Identity.made(folder / "coordinator")
+        self.renew()
+
+    def renew(self) -> None:
+        """Certify ourselves, where that is due."""
+        if not self.identity.complete or self.identity.is_due(time.time()):
+            _, certificate = self.authority.certify(self.identity.request(), "coordinator")
+            self.identity.keep(certificate, self.authority.der())
+
+    def listens_at(self, addresses: Addresses) -> None:
+        """Note how devices reach the coordinator."""
+        write_private(self.folder / _ADDRESSES, msgspec.json.encode(addresses))
+
+    def ticket(self) -> str:
+        """A new ticket, as text. UserError before the fleet was ever served."""
+        try:
+            addresses = msgspec.json.decode((self.folder / _ADDRESSES).read_bytes(), type=Addresses)
+        except (OSError, msgspec.MsgspecError):
+            raise UserError(f"state folder {self.folder}: no fleet was served from it: start `isthmus serve`") from None
+        secret, expires_s = self.roster.invite(time.time())
+        return encode_ticket(Ticket(addresses, self.authority.fingerprint, secret, expires_s))
+
+    def close(self) -> None:
+        self.roster.close()

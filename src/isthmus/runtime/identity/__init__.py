@@ -1,0 +1,22 @@
+"""Who is who in a fleet: keys, certificates of a private authority, tickets to join with, and the roster."""
+
+from isthmus.runtime.identity.authority import CERTIFICATE_LIFE_S, Authority
+from isthmus.runtime.identity.keys import Identity, Party, Role, party_of
+from isthmus.runtime.identity.roster import Member, Roster
+from isthmus.runtime.identity.tickets import TICKET_LIFE_S, Ticket, decode_ticket, encode_ticket, read_ticket
+
+__all__ = [
+    "CERTIFICATE_LIFE_S",
+    "TICKET_LIFE_S",
+    "Authority",
+    "Identity",
+    "Member",
+    "Party",
+    "Role",
+    "Roster",
+    "Ticket",
+    "decode_ticket",
+    "encode_ticket",
+    "party_of",
+    "read_ticket",
+]

@@ -1,0 +1,52 @@
+"""Files that only their owner may read."""
+
+from __future__ import annotations
+
+import os
+import stat
+from pathlib import Path
+
+from isthmus.errors import UserError
+
+_OTHERS = stat.S_IRWXG | stat.S_IRWXO
+
+
+def private_folder(path: Path) -> Path:
+    """The folder, made with mode 0700 where it is missing. UserError when others may look into it, or it cannot be
+    made."""
+    try:
+        path.mkdir(mode=0o700, parents=True, exist_ok=True)
+    except OSError as e:
+        raise UserError(f"state folder {path}: cannot be made: {e.strerror or e}") from None
+    _refuse_open(path, "state folder", "0700")
+    return path
+
+
+def write_private(path: Path, data: bytes) -> None:
+    """Write a file of mode 0600 whole: whoever is killed meanwhile leaves the one before. UserError when it cannot."""
+    new = path.with_name(f".{path.name}.{os.getpid()}")
+    try:
+        new.unlink(missing_ok=True)
+        with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
+            file.write(data)
+            file.flush()
+            os.fsync(file.fileno())
+        new.replace(path)
+    except OSError as e:
+        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+
+
+def read_private(path: Path, what: str) -> bytes:
+    """A file with a secret in it; UserError when it is missing, or others may read it."""
+    try:
+        found = path.read_bytes()
+    except OSError as e:
+        raise UserError(f"{what} {path}: cannot be read: {e.strerror or e}") from None
+    _refuse_open(path, what, "0600")
+    return found
+
+
+def _refuse_open(path: Path, what: str, expected: str) -> None:
+    mode = stat.S_IMODE(path.stat().st_mode)
+    if mode & _OTHERS:
+        raise UserError(f"{what} {path}: got mode {mode:04o}, expected {expected}: other users could read a secret")

@@ -1,0 +1,155 @@
+"""A party's key and certificate, and the id that follows from its key."""
+
+from __future__ import annotations
+
+import datetime
+import hashlib
+from pathlib import Path
+from typing import Literal, cast, get_args
+
+import msgspec
+from cryptography import x509
+from cryptography.hazmat.primitives import serialization
+from cryptography.hazmat.primitives.asymmetric import ec
+from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKeyTypes
+from cryptography.hazmat.primitives.hashes import SHA256
+
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.identity.files import private_folder, read_private, write_private
+
+Role = Literal["coordinator", "device"]
+ID_DIGITS = 32
+"""Hexadecimal: 128 bits, so nobody finds a second key with the id of another's."""
+_URI = "isthmus:"
+KEY, CERTIFICATE, AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
+
+
+class Party(msgspec.Struct, frozen=True):
+    """Who is at the other end of an authenticated connection."""
+
+    role: Role
+    id: str
+    """Of its key, see `id_of`."""
+
+
+def id_of(key: CertificatePublicKeyTypes) -> str:
+    """The first `ID_DIGITS` hexadecimal digits of the SHA-256 of the key's SubjectPublicKeyInfo (DER)."""
+    spki = key.public_bytes(serialization.Encoding.DER, serialization.PublicFormat.SubjectPublicKeyInfo)
+    return hashlib.sha256(spki).hexdigest()[:ID_DIGITS]
+
+
+def role_uri(role: Role) -> str:
+    """How a certificate says what its holder may be: a device's must not do for a coordinator's."""
+    return f"{_URI}{role}"
+
+
+def party_of(certificate_der: bytes) -> Party:
+    """The holder of a certificate that has been verified. PeerError when it names no role that we know."""
+    certificate = x509.load_der_x509_certificate(certificate_der)
+    try:
+        names = certificate.extensions.get_extension_for_class(x509.SubjectAlternativeName).value
+        uris = names.get_values_for_type(x509.UniformResourceIdentifier)
+    except x509.ExtensionNotFound:
+        uris = []
+    roles = [uri.removeprefix(_URI) for uri in uris]
+    if len(roles) != 1 or roles[0] not in get_args(Role):
+        raise PeerError(f"its certificate names {uris}, expected one of: {', '.join(map(role_uri, get_args(Role)))}")
+    return Party(cast(Role, roles[0]), id_of(certificate.public_key()))
+
+
+class Identity:
+    """A folder with a party's key (0600), its certificate, and the authority that both sides are verified against.
+
+    Read anew wherever it is used: a certificate is renewed while processes run.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.key_path = folder / KEY
+        self.certificate_path = folder / CERTIFICATE
+        self.authority_path = folder / AUTHORITY
+
+    @classmethod
+    def made(cls, folder: Path) -> Identity:
+        """The identity in this folder, with a new key where there is none. UserError when it cannot be kept there."""
+        identity = cls(private_folder(folder))
+        if not identity.key_path.exists():
+            key = ec.generate_private_key(ec.SECP256R1())
+            write_private(identity.key_path, pem_of(key))
+        return identity
+
+    @property
+    def complete(self) -> bool:
+        """Whether an authority has certified the key."""
+        return all(path.is_file() for path in (self.key_path, self.certificate_path, self.authority_path))
+
+    @property
+    def id(self) -> str:
+        return id_of(self._key().public_key())
+
+    def expires_s(self) -> float:
+        """When the certificate ends: seconds since 1970."""
+        return self._certificate().not_valid_after_utc.timestamp()
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether half of the certificate's life is over: time to renew it."""
+        certificate = self._certificate()
+        middle_s = (certificate.not_valid_before_utc.timestamp() + certificate.not_valid_after_utc.timestamp()) / 2
+        return now_s >= middle_s
+
+    def request(self) -> bytes:
+        """A signing request (DER): proves that we hold the key. The authority decides what the certificate says."""
+        name = x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, self.id)])
+        builder = x509.CertificateSigningRequestBuilder(name)
+        return builder.sign(self._key(), SHA256()).public_bytes(serialization.Encoding.DER)
+
+    def keep(self, certificate_der: bytes, authority_der: bytes) -> None:
+        """Store what an authority issued. PeerError unless it is a certificate of our key by this authority."""
+        try:
+            certificate = x509.load_der_x509_certificate(certificate_der)
+            authority = x509.load_der_x509_certificate(authority_der)
+            certificate.verify_directly_issued_by(authority)
+        except Exception as e:  # what the library raises for bad signatures and bad bytes has no common base
+            raise PeerError(f"the certificate that was issued cannot be used: {type(e).__name__}: {e}") from None
+        if id_of(certificate.public_key()) != self.id:
+            raise PeerError("the certificate that was issued is of another key")
+        write_private(self.authority_path, authority.public_bytes(serialization.Encoding.PEM))
+        write_private(self.certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
+
+    def authority_der(self) -> bytes:
+        return _load(self.authority_path).public_bytes(serialization.Encoding.DER)
+
+    def _key(self) -> ec.EllipticCurvePrivateKey:
+        return load_key(self.key_path)
+
+    def _certificate(self) -> x509.Certificate:
+        return _load(self.certificate_path)
+
+
+def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
+    """Without a passphrase, as services start unattended: the file's mode protects it."""
+    return key.private_bytes(
+        serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption()
+    )
+
+
+def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
+    """UserError for a file that holds no such key, or that others may read."""
+    try:
+        key = serialization.load_pem_private_key(read_private(path, "key"), password=None)
+    except (ValueError, TypeError) as e:
+        raise UserError(f"key {path}: not a private key: {e}") from None
+    if not isinstance(key, ec.EllipticCurvePrivateKey):
+        raise UserError(f"key {path}: got {type(key).__name__}, expected one on an elliptic curve")
+    return key
+
+
+def _load(path: Path) -> x509.Certificate:
+    try:
+        return x509.load_pem_x509_certificate(path.read_bytes())
+    except (OSError, ValueError) as e:
+        raise UserError(f"certificate {path}: cannot be read: {e}") from None
+
+
+def utc(time_s: float) -> datetime.datetime:
+    return datetime.datetime.fromtimestamp(time_s, datetime.UTC)

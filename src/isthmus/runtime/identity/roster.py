@@ -1,0 +1,150 @@
+"""Who may be in the fleet: tickets that were given out, devices that joined, devices that were revoked.
+
+In SQLite (WAL), so that other processes of the same user (`isthmus devices --revoke`) and a coordinator that is killed
+at any point find it whole. Of a ticket only the hash of its secret is kept.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import hashlib
+import secrets
+import sqlite3
+import threading
+from collections.abc import Generator
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.identity.files import private_folder
+from isthmus.runtime.identity.tickets import SECRET_BYTES, TICKET_LIFE_S
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS tickets (hash BLOB PRIMARY KEY, expires_s REAL NOT NULL, used_by TEXT);
+CREATE TABLE IF NOT EXISTS devices (
+    id TEXT PRIMARY KEY, name TEXT NOT NULL, joined_s REAL NOT NULL, seen_s REAL NOT NULL, revoked_s REAL
+);
+CREATE UNIQUE INDEX IF NOT EXISTS holder ON devices (name) WHERE revoked_s IS NULL;
+"""
+_BUSY_S = 10.0
+_COLUMNS = "id, name, joined_s, seen_s, revoked_s"
+
+
+class Member(msgspec.Struct, frozen=True):
+    """A device that joined. Times are seconds since 1970."""
+
+    id: str
+    name: str
+    joined_s: float
+    seen_s: float
+    """When it last connected."""
+    revoked_s: float | None = None
+
+
+class Roster:
+    """Safe to use from several threads and processes."""
+
+    def __init__(self, folder: Path) -> None:
+        """UserError when the folder cannot hold it."""
+        path = private_folder(folder) / "roster.sqlite"
+        self._lock = threading.Lock()
+        try:
+            path.touch(mode=0o600)
+            self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
+            self._database.execute("PRAGMA journal_mode=WAL")
+            self._database.executescript(_SCHEMA)
+        except (OSError, sqlite3.Error) as e:
+            raise UserError(f"roster {path}: cannot be opened: {e}") from None
+
+    def close(self) -> None:
+        self._database.close()
+
+    @contextlib.contextmanager
+    def _changing(self) -> Generator[sqlite3.Connection, None, None]:
+        """All or nothing, and one at a time over all processes."""
+        with self._lock:
+            self._database.execute("BEGIN IMMEDIATE")
+            try:
+                yield self._database
+            except BaseException:
+                self._database.execute("ROLLBACK")
+                raise
+            self._database.execute("COMMIT")
+
+    def invite(self, now_s: float, life_s: float = TICKET_LIFE_S) -> tuple[bytes, float]:
+        """The secret of a new ticket, and when it expires."""
+        secret, expires_s = secrets.token_bytes(SECRET_BYTES), now_s + life_s
+        with self._changing() as database:
+            database.execute("INSERT INTO tickets VALUES (?, ?, NULL)", (_hash(secret), expires_s))
+        return secret, expires_s
+
+    def check(self, secret: bytes, now_s: float) -> str | None:
+        """Of a ticket that is in date, the id of the device that has used it. PeerError for any other."""
+        with self._lock:
+            found = self._database.execute("SELECT expires_s, used_by FROM tickets WHERE hash = ?", (_hash(secret),))
+            expires_s, used_by = found.fetchone() or (None, None)
+        if expires_s is None:
+            raise PeerError("the ticket is not of this fleet: ask for one that this coordinator printed")
+        if now_s > expires_s:
+            raise PeerError(f"the ticket expired {(now_s - expires_s) / 3600:.1f} hours ago: ask for another")
+        return used_by
+
+    def redeem(self, secret: bytes, device: str, name: str, now_s: float) -> None:
+        """Let the device with this id join under this name. PeerError says why it may not.
+
+        The same device may do so again with the same ticket: the answer may have been lost on its way.
+        """
+        self.check(secret, now_s)
+        with self._changing() as database:
+            (used_by,) = database.execute("SELECT used_by FROM tickets WHERE hash = ?", (_hash(secret),)).fetchone()
+            if used_by not in (None, device):
+                raise PeerError("the ticket was used already: each is good for one device, ask for another")
+            if database.execute("SELECT 1 FROM devices WHERE id = ? AND revoked_s NOT NULL", (device,)).fetchone():
+                raise PeerError("this device was revoked: it needs a new key (another --state folder) and a ticket")
+            holder = database.execute("SELECT id FROM devices WHERE name = ? AND revoked_s IS NULL", (name,)).fetchone()
+            if holder is not None and holder[0] != device:
+                raise PeerError(f"the name {name!r} is taken by device {holder[0]}: choose another with --name")
+            database.execute("UPDATE tickets SET used_by = ? WHERE hash = ?", (device, _hash(secret)))
+            database.execute(
+                "INSERT INTO devices VALUES (?, ?, ?, ?, NULL) ON CONFLICT (id) DO UPDATE SET name = excluded.name",
+                (device, name, now_s, now_s),
+            )
+
+    def name_of(self, device: str) -> str | None:
+        """Under which name a device may take part; None for one that never joined or was revoked."""
+        with self._lock:
+            found = self._database.execute(
+                "SELECT name FROM devices WHERE id = ? AND revoked_s IS NULL", (device,)
+            ).fetchone()
+        return None if found is None else str(found[0])
+
+    def seen(self, device: str, now_s: float) -> None:
+        with self._changing() as database:
+            database.execute("UPDATE devices SET seen_s = ? WHERE id = ?", (now_s, device))
+
+    def revoke(self, device: str, now_s: float) -> Member:
+        """Shut out a device, named by id, by the beginning of its id, or by name. UserError when it is not one."""
+        with self._changing() as database:
+            found = database.execute(
+                f"SELECT {_COLUMNS} FROM devices WHERE revoked_s IS NULL AND (name = ? OR substr(id, 1, ?) = ?)",
+                (device, max(8, len(device)), device),
+            ).fetchall()
+            if len(found) != 1:
+                fits = f"{len(found)} devices that joined" if found else "no device that joined"
+                raise UserError(f"--revoke: got {device!r}, which names {fits}; see `isthmus devices`")
+            member = Member(*found[0][:4], revoked_s=now_s)
+            database.execute("UPDATE devices SET revoked_s = ? WHERE id = ?", (now_s, member.id))
+        return member
+
+    def members(self) -> list[Member]:
+        """Everybody who ever joined, the longest here first."""
+        with self._lock:
+            rows = self._database.execute(f"SELECT {_COLUMNS} FROM devices ORDER BY joined_s, id").fetchall()
+        return [Member(*row) for row in rows]
+
+
+def _hash(secret: bytes) -> bytes:
+    """The secret has 128 random bits: a plain hash cannot be searched. Looking up the hash takes a time that says
+    nothing of the secret."""
+    return hashlib.sha256(secret).digest()

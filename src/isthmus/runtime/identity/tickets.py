@@ -1,0 +1,64 @@
+"""A ticket: what somebody is given to let one device join. A text of one line that can be pasted anywhere."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import zlib
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.runtime.identity.files import read_private
+
+TICKET_LIFE_S = 86400.0
+PREFIX = "isthmus1-"
+SECRET_BYTES = 16
+MOST_CHARACTERS = 3000
+"""Below the 4096 that a terminal takes as one line."""
+
+
+class Ticket(msgspec.Struct, frozen=True, array_like=True):
+    """Where the coordinator is, how to know it, and the secret that it knows us by. Good for one device."""
+
+    addresses: tuple[tuple[str, int], ...]
+    """Host and port, to be tried in this order."""
+    fingerprint: bytes
+    """SHA-256 of the authority's certificate."""
+    secret: bytes
+    expires_s: float
+    """Seconds since 1970. The coordinator's clock decides; this is for explaining."""
+
+
+def encode_ticket(ticket: Ticket) -> str:
+    data = msgspec.msgpack.encode(ticket)
+    checked = data + zlib.crc32(data).to_bytes(4, "big")
+    return PREFIX + base64.urlsafe_b64encode(checked).decode().rstrip("=")
+
+
+def decode_ticket(text: str) -> Ticket:
+    """The ticket in a pasted text, line breaks and spaces ignored. UserError for what is none; never repeats it."""
+    plain = "".join(text.split())
+    if not plain.startswith(PREFIX) or len(plain) > MOST_CHARACTERS:
+        raise UserError(f"ticket: got {len(plain)} characters, expected a text that starts with {PREFIX!r}")
+    try:
+        body = plain.removeprefix(PREFIX)
+        checked = base64.b64decode(body + "=" * (-len(body) % 4), altchars=b"-_", validate=True)
+    except (binascii.Error, ValueError):
+        raise UserError("ticket: it has characters that no ticket has; paste it whole") from None
+    data, crc = checked[:-4], checked[-4:]
+    if zlib.crc32(data).to_bytes(4, "big") != crc:
+        raise UserError("ticket: it is cut or altered (its checksum is wrong); paste it whole")
+    try:
+        ticket = msgspec.msgpack.decode(data, type=Ticket)
+    except msgspec.MsgspecError:
+        raise UserError("ticket: it was made by another version of isthmus") from None
+    if not ticket.addresses or len(ticket.fingerprint) != 32 or len(ticket.secret) != SECRET_BYTES:
+        raise UserError("ticket: it was made by another version of isthmus")
+    return ticket
+
+
+def read_ticket(path: Path) -> Ticket:
+    """The ticket in a file, which must be 0600."""
+    return decode_ticket(read_private(path, "ticket").decode(errors="replace"))

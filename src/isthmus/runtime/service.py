@@ -1,0 +1,222 @@
+"""The fleet's coordinator: devices join, stay, and are called to work for runs.
+
+One address for everything. Who shows no certificate can join with a ticket and do nothing else. A device keeps one
+connection for as long as it is in the fleet (`Present`), and opens one more for each run that it works for (`Join`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+
+from isthmus.errors import PeerError
+from isthmus.runtime.allowance import Allowance
+from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.crew import Call, Ended
+from isthmus.runtime.fleet_messages import (
+    MOST_REQUEST_BYTES,
+    Disengage,
+    Dismissed,
+    Engage,
+    Present,
+    Renew,
+    Renewed,
+    Welcome,
+)
+from isthmus.runtime.fleet_messages import Ended as EndedMessage
+from isthmus.runtime.fleet_state import FleetState
+from isthmus.runtime.identity import Party
+from isthmus.runtime.identity.authority import requested_key
+from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.joining import admit
+from isthmus.runtime.lanes import SendLane
+from isthmus.runtime.listener import Listener
+from isthmus.runtime.messages import AnyMessage, Heartbeat, Join
+from isthmus.runtime.reception import Reception, first_message
+from isthmus.runtime.secure import Connection
+from isthmus.runtime.versions import mismatch, versions_here
+
+WATCH_S = 1.0
+"""How often to look who was revoked."""
+REMIND_S = 30.0
+"""How often to say who is waited for."""
+MOST_MESSAGES_PER_S = 5.0
+"""Of a device without work. It has a heartbeat to send, and now and then a renewal."""
+MOST_AT_ONCE = 50.0
+
+
+class Service:
+    """Listens from `start` on. `say` is told one line for whatever a person may want to know; any thread."""
+
+    def __init__(
+        self, state: FleetState, host: str, port: int, *, patience_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._state = state
+        self._patience_s = patience_s
+        self._say = say
+        self._changed = threading.Condition()
+        self._present: dict[str, SendLane] = {}
+        """By name, of the devices that are connected."""
+        self._channels: dict[str, set[SocketChannel]] = {}
+        """By id, all connections."""
+        self._runs: dict[str, Reception] = {}
+        self._ended: dict[str, dict[str, str]] = {}
+        """By run and name: how the device's process ended."""
+        self._names: dict[str, str] = {}
+        """By id, of all that were here."""
+        self._over = threading.Event()
+        self._listener = Listener(host, port, identity=state.identity, patience_s=patience_s, stranger=self._stranger)
+        self.port = self._listener.port
+
+    def start(self) -> None:
+        self._listener.start(self._greet)
+        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.close()
+        for lane in list(self._present.values()):
+            lane.close(1.0)
+        for channel in [c for channels in self._channels.values() for c in channels]:
+            channel.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def present(self) -> frozenset[str]:
+        """Names of the devices that are connected."""
+        with self._changed:
+            return frozenset(self._present)
+
+    def wait_for(self, devices: Sequence[str]) -> None:
+        """Until all of them are here, however long that takes: machines are started by people."""
+        reminded_s = 0.0
+        with self._changed:
+            while missing := [d for d in devices if d not in self._present]:
+                if time.monotonic() - reminded_s >= REMIND_S:
+                    reminded_s = time.monotonic()
+                    self._say(f"waiting for {', '.join(missing)} to join ({len(devices) - len(missing)} here)")
+                self._changed.wait(WATCH_S)
+
+    @contextlib.contextmanager
+    def at_work(self, call: Call, reception: Reception) -> Generator[Ended]:
+        """As `Crew`: waits until all devices of the call are here."""
+        self.wait_for(call.devices)
+        self._runs[call.run] = reception
+        self._ended[call.run] = {}
+        try:
+            self._tell(call.devices, Engage(run=call.run, patience_s=call.patience_s, threads=call.threads))
+            yield lambda: self._lost(call)
+        finally:
+            del self._runs[call.run], self._ended[call.run]
+            self._tell(call.devices, Disengage(run=call.run))
+
+    def _lost(self, call: Call) -> Mapping[str, str]:
+        return dict(self._ended.get(call.run, {}))
+
+    def _tell(self, devices: Sequence[str], message: AnyMessage) -> None:
+        with self._changed:
+            for device in devices:
+                if (lane := self._present.get(device)) is not None:
+                    lane.put(message)
+
+    def _stranger(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError, PeerError):
+            name = admit(connection, self._state.authority, self._state.roster)
+            if name is not None:
+                self._say(f"{name} has a certificate")
+
+    def _greet(self, channel: SocketChannel) -> None:
+        party = channel.party
+        assert party is not None, "strangers do not come here"
+        name = self._state.roster.name_of(party.id) if party.role == "device" else None
+        with self._changed:
+            self._channels.setdefault(party.id, set()).add(channel)
+        try:
+            if name is None:
+                reason = f"device {party.id} is not in this fleet, or was revoked"
+                channel.send(Dismissed(run="", about="membership", reason=reason))
+                return
+            channel.other = f"device {name!r}"
+            self._names[party.id] = name
+            first = first_message(channel, (Present, Join), self._patience_s)
+            if isinstance(first, Present):
+                self._stay(channel, first, name, party)
+            elif first is not None and first.device == name and (run := self._runs.get(first.run)) is not None:
+                run.admit(channel, first)
+        except (OSError, PeerError) as e:
+            self._say(str(e))
+        finally:
+            channel.close()
+            with self._changed:
+                self._channels[party.id].discard(channel)
+
+    def _stay(self, channel: SocketChannel, present: Present, name: str, party: Party) -> None:
+        """For as long as the device stays connected."""
+        different = mismatch(versions_here(), present.versions)
+        if different is not None:
+            channel.send(Dismissed(run="", about="version", reason=different))
+            raise PeerError(f"{channel.other}: refused: {different}")
+        lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
+        lane.put(Welcome(run="", device=name))
+        with self._changed:
+            former, self._present[name] = self._present.get(name), lane
+            self._changed.notify_all()
+        if former is not None:  # it has come back before we noticed that it was gone
+            former.close(0.0)
+        self._state.roster.seen(party.id, time.time())
+        self._say(f"{name} is here")
+        try:
+            self._hear(channel, lane, name, party)
+        finally:
+            lane.close(1.0)
+            with self._changed:
+                if self._present.get(name) is lane:
+                    del self._present[name]
+            self._say(f"{name} has left")
+
+    def _hear(self, channel: SocketChannel, lane: SendLane, name: str, party: Party) -> None:
+        allowance = Allowance(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
+
+        def check(message: AnyMessage) -> None:
+            allowance.spend(time.monotonic())
+            _only_fleet(message)
+
+        while (received := channel.receive(check, idle_s=self._patience_s)) is not None:
+            message = received[0]
+            if isinstance(message, Heartbeat):
+                lane.put(Heartbeat(run=""))
+            elif isinstance(message, Renew):
+                lane.put(Renewed(run="", certificate=self._renewed(message.request, party)))
+            elif isinstance(message, EndedMessage) and message.run in self._ended:
+                self._ended[message.run][name] = message.how[:500]
+
+    def _renewed(self, request: bytes, party: Party) -> bytes:
+        if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != party.id:
+            raise PeerError(f"device {party.id}: asked for a certificate of another key")
+        return self._state.authority.certify(request, "device")[1]
+
+    def _watch(self) -> None:
+        """Whoever is revoked, by whatever process, is out at the next look."""
+        while not self._over.wait(WATCH_S):
+            self._state.renew()
+            with self._changed:
+                names, connected = dict(self._names), {id: list(found) for id, found in self._channels.items()}
+            for id, name in names.items():
+                if self._state.roster.name_of(id) is not None:
+                    continue
+                for ended in list(self._ended.values()):
+                    ended.setdefault(name, "it was revoked")
+                for channel in connected.get(id, []):
+                    channel.close()
+
+
+def _only_fleet(message: AnyMessage) -> None:
+    if not isinstance(message, Heartbeat | Renew | EndedMessage) or message.tensors:
+        raise PeerError(f"sent {type(message).__name__}, which is no message of a device without work")

@@ -1,0 +1,40 @@
+"""Fixtures of several files. Identities are made once: keys cost time, and nobody changes them."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+
+import pytest
+
+from isthmus.runtime.identity import Authority, Identity
+
+from .parties import Fleet, certified, serving
+
+
+@pytest.fixture(scope="session")
+def authority(tmp_path_factory: pytest.TempPathFactory) -> Authority:
+    return Authority(tmp_path_factory.mktemp("authority"))
+
+
+@pytest.fixture(scope="session")
+def coordinator(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return certified(authority, tmp_path_factory.mktemp("coordinator"), "coordinator")
+
+
+@pytest.fixture(scope="session")
+def device(authority: Authority, tmp_path_factory: pytest.TempPathFactory) -> Identity:
+    return certified(authority, tmp_path_factory.mktemp("device"))
+
+
+@pytest.fixture
+def pool() -> Iterator[ThreadPoolExecutor]:
+    with ThreadPoolExecutor(4) as pool:
+        yield pool
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with serving(tmp_path / "fleet") as made:
+        yield made

@@ -1,0 +1,101 @@
+"""Fleets, identities and services for tests, in temporary folders."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Generator, Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import TypeVar
+
+from isthmus.runtime.fleet_state import FleetState
+from isthmus.runtime.identity import Authority, Identity, Party, Role, Ticket, decode_ticket
+from isthmus.runtime.secure import TlsConnection, secure_accepted, secure_dialled
+from isthmus.runtime.service import Service
+
+Result = TypeVar("Result")
+
+
+def certified(authority: Authority, folder: Path, role: Role = "device", life_s: float = 3600.0) -> Identity:
+    """A new key in the folder, with a certificate."""
+    identity = Identity.made(folder)
+    identity.keep(authority.certify(identity.request(), role, life_s)[1], authority.der())
+    return identity
+
+
+def tcp_pair() -> tuple[socket.socket, socket.socket]:
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        ours = socket.create_connection(listener.getsockname(), timeout=5)
+        theirs = listener.accept()[0]
+    theirs.settimeout(5)
+    return ours, theirs
+
+
+def outcomes(*acts: Callable[[], Result]) -> list[Result | Exception]:
+    """What each returned or raised, all run at the same time."""
+
+    def caught(act: Callable[[], Result]) -> Result | Exception:
+        try:
+            return act()
+        except Exception as e:
+            return e
+
+    with ThreadPoolExecutor(len(acts)) as pool:
+        return list(pool.map(caught, acts))
+
+
+def secured_pair(coordinator: Identity, device: Identity) -> tuple[TlsConnection, TlsConnection]:
+    """The device's end and the coordinator's."""
+    ours, theirs = tcp_pair()
+    dialled, accepted = outcomes(
+        lambda: secure_dialled(ours, device, Party("coordinator", "")),
+        lambda: secure_accepted(theirs, coordinator, strangers=False)[0],
+    )
+    assert isinstance(dialled, TlsConnection) and isinstance(accepted, TlsConnection), (dialled, accepted)
+    return dialled, accepted
+
+
+class Fleet:
+    """A service in this process."""
+
+    def __init__(self, folder: Path, patience_s: float = 5.0, port: int = 0) -> None:
+        self.state = FleetState(folder)
+        self.said: list[str] = []
+        self.service = Service(self.state, "127.0.0.1", port, patience_s=patience_s, say=self.said.append)
+        self.state.listens_at((("127.0.0.1", self.service.port),))
+        self.service.start()
+
+    def ticket(self) -> Ticket:
+        return decode_ticket(self.state.ticket())
+
+
+@contextlib.contextmanager
+def serving(folder: Path, patience_s: float = 5.0, port: int = 0) -> Generator[Fleet]:
+    fleet = Fleet(folder, patience_s, port)
+    try:
+        yield fleet
+    finally:
+        fleet.service.close()
+        fleet.state.close()
+
+
+@contextlib.contextmanager
+def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
+    thread = threading.Thread(target=lambda: outcomes(act), daemon=True)
+    thread.start()
+    try:
+        yield
+    finally:
+        stop()
+        thread.join(10)
+        assert not thread.is_alive()
+
+
+def soon(condition: Callable[[], object], within_s: float = 10.0) -> None:
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        assert time.monotonic() < deadline_s, "it did not happen"
+        time.sleep(0.02)

@@ -1,0 +1,126 @@
+"""Broken set-ups: the hop that is named is the one that is broken."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+
+from isthmus.runtime import doctor
+from isthmus.runtime.agent import Membership, join_fleet
+from isthmus.runtime.doctor import Finding, examine_device, examine_ticket
+from isthmus.runtime.identity import Authority, Identity
+from isthmus.runtime.identity.files import write_private
+from isthmus.runtime.versions import versions_here
+
+from .parties import Fleet, certified
+
+
+def _moved(folder: Path, host: str, port: int) -> None:
+    write_private(folder / "membership.json", msgspec.json.encode(Membership("desk", ((host, port),))))
+
+
+def _no_state(fleet: Fleet, folder: Path) -> None:
+    (folder / "certificate.pem").unlink()
+
+
+def _readable_key(fleet: Fleet, folder: Path) -> None:
+    (folder / "key.pem").chmod(0o644)
+
+
+def _damaged(fleet: Fleet, folder: Path) -> None:
+    (folder / "membership.json").write_bytes(b"{")
+
+
+def _unknown_name(fleet: Fleet, folder: Path) -> None:
+    _moved(folder, "coordinator.invalid", 7433)
+
+
+def _closed_port(fleet: Fleet, folder: Path) -> None:
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        _moved(folder, *free.getsockname())
+
+
+def _no_tls(fleet: Fleet, folder: Path) -> None:
+    listener = socket.create_server(("127.0.0.1", 0))
+
+    def answer() -> None:
+        with listener:
+            for _ in range(2):
+                connection, _ = listener.accept()
+                with connection:
+                    connection.sendall(b"220 mail.example.org ESMTP\r\n")
+                    connection.recv(1000)
+
+    threading.Thread(target=answer, daemon=True).start()
+    _moved(folder, *listener.getsockname())
+
+
+def _other_fleet(fleet: Fleet, folder: Path) -> None:
+    identity, other = Identity(folder), Authority(folder / "other")
+    identity.keep(other.certify(identity.request(), "device")[1], other.der())
+
+
+def _expired(fleet: Fleet, folder: Path) -> None:
+    identity, authority = Identity(folder), fleet.state.authority
+    identity.keep(authority.certify(identity.request(), "device", -60.0)[1], authority.der())
+
+
+def _coordinators_clock(fleet: Fleet, folder: Path) -> None:
+    """To us it is in the past, as our certificate is not."""
+    certified(fleet.state.authority, fleet.state.identity.folder, "coordinator", -60.0)
+
+
+def _revoked(fleet: Fleet, folder: Path) -> None:
+    fleet.state.roster.revoke("desk", time.time())
+
+
+@pytest.mark.parametrize(
+    ("breaks", "hop"),
+    [
+        (_no_state, "state"), (_readable_key, "state"), (_damaged, "state"), (_unknown_name, "name"),
+        (_closed_port, "port"), (_no_tls, "TLS"), (_other_fleet, "fleet"), (_expired, "clock"),
+        (_coordinators_clock, "clock"), (_revoked, "membership"),
+    ],
+)  # fmt: skip
+def test_the_broken_hop_is_named(
+    fleet: Fleet, tmp_path: Path, breaks: Callable[[Fleet, Path], None], hop: str
+) -> None:
+    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
+    with mock.patch.object(type(fleet.state), "renew"):  # what is broken stays so
+        breaks(fleet, tmp_path / "desk")
+        *before, last = examine_device(tmp_path / "desk")
+    assert all(finding.good for finding in before)
+    assert (last.hop, last.good) == (hop, False) and last.detail and last.remedy, last
+
+
+def test_another_version_is_named(fleet: Fleet, tmp_path: Path) -> None:
+    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
+    old = msgspec.structs.replace(versions_here(), torch="1.9.1")
+    with mock.patch.object(doctor, "versions_here", return_value=old):
+        last = examine_device(tmp_path / "desk")[-1]
+    assert last.hop == "version" and "'1.9'" in last.detail
+
+
+def test_nothing_is_wrong(fleet: Fleet, tmp_path: Path) -> None:
+    ticket = fleet.ticket()
+    assert [f.hop for f in examine_ticket(ticket) if f.good] == ["ticket", "name", "port", "TLS"]
+    join_fleet(ticket, tmp_path / "desk", "desk", 5.0)  # it was not used up
+    findings = examine_device(tmp_path / "desk")
+    assert [f.hop for f in findings if f.good] == ["state", "clock", "name", "port", "TLS", "membership"]
+
+
+def test_tickets(fleet: Fleet) -> None:
+    ticket = fleet.ticket()
+
+    def last(**changed: object) -> Finding:
+        return examine_ticket(msgspec.structs.replace(ticket, **changed))[-1]
+
+    assert (last(expires_s=0.0).hop, last(expires_s=0.0).good) == ("ticket", False)
+    assert (last(fingerprint=bytes(32)).hop, last(fingerprint=bytes(32)).good) == ("fleet", False)

@@ -1,0 +1,105 @@
+"""A job on devices that joined: real processes, TLS between all of them."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec
+from isthmus.errors import UserError
+from isthmus.job import prepare
+from isthmus.runtime.agent import Agent, join_fleet
+from isthmus.runtime.conductor import Outcome
+from isthmus.runtime.device_data import refuse_paths, stage_data
+from isthmus.runtime.launcher import Place
+from isthmus.runtime.run import RunOptions, Watcher, train
+from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
+from tests.runtime.wire import assignment
+
+from .parties import Fleet, outcomes, soon
+
+
+class Devices:
+    """Agents in threads of this process; their work is done by processes of their own."""
+
+    def __init__(self, fleet: Fleet, folder: Path, names: tuple[str, ...]) -> None:
+        self.said: list[str] = []
+        self.agents: list[Agent] = []
+        for name in names:
+            membership = join_fleet(fleet.ticket(), folder / name, name, 10.0)
+            self.agents.append(Agent(folder / name, membership, Place(), patience_s=10.0, say=self.said.append))
+        self._threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in self.agents]
+        for thread in self._threads:
+            thread.start()
+
+    def stop(self) -> None:
+        for agent in self.agents:
+            agent.stop()
+        for thread in self._threads:
+            thread.join(15)
+            assert not thread.is_alive()
+
+
+def _train(fleet: Fleet, folder: Path, data: DataSpec = DIGITS) -> tuple[Outcome, list[float]]:
+    job = job_of("mlp", {}, data)
+    prepared = prepare(job)
+    machines = fleet_of(2)
+    boundaries = random_cut(prepared, 2, 0, once=True)
+    plan = build_plan(prepared.problem(machines), machines.names, boundaries, planner="test")
+    options = RunOptions(emulate=False, crew=fleet.service)
+    losses: list[float] = []
+
+    def advanced(item: object, loss: float | None, spans: object) -> None:
+        losses.extend([loss] if loss is not None else [])
+
+    return train(prepared, plan, machines, folder, options, Watcher(advanced=advanced)), losses
+
+
+def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path: Path) -> None:
+    devices = Devices(fleet, tmp_path, ("d0", "d1"))
+    outcome, losses = _train(fleet, tmp_path / "run")
+    assert outcome.outcome == "done", outcome.reason
+    job = job_of("mlp", {}, DIGITS)
+    module, expected = plain_run(job, prepare(job))
+    assert losses == expected
+    saved = final_weights(tmp_path / "run")
+    for name, value in module.named_parameters():
+        assert torch.equal(saved[name], value), name
+    soon(lambda: sum("the run is over" in line for line in devices.said) == 2)
+    devices.stop()
+
+
+def test_a_run_waits_for_its_devices_and_ends_when_one_is_revoked(fleet: Fleet, tmp_path: Path) -> None:
+    first = Devices(fleet, tmp_path, ("d0",))
+    ended: list[Outcome] = []
+    running = threading.Thread(target=lambda: ended.append(_train(fleet, tmp_path / "run")[0]), daemon=True)
+    running.start()
+    soon(lambda: any(line.startswith("waiting for d1") for line in fleet.said), 30)
+    second = Devices(fleet, tmp_path, ("d1",))
+    soon(lambda: any("at work" in line for line in second.said))
+    fleet.state.roster.revoke("d1", 0.0)
+    running.join(20)
+    assert [o.outcome for o in ended] == ["lost"] and "'d1' was lost: it was revoked" in ended[0].reason
+    first.stop()
+
+
+@pytest.mark.parametrize(
+    "options", [{"files": "/etc/passwd"}, {"files": ["ok.txt", "../secret"]}, {"files": "stdlib", "tokenizer": "~/x"}]
+)
+def test_a_coordinator_cannot_name_files_outside_of_the_data_folder(options: dict[str, object]) -> None:
+    with pytest.raises(UserError, match="expected a relative path"):
+        refuse_paths(DataSpec(kind="text", options=options))
+    refuse_paths(DataSpec(kind="text", options={"files": "texts/**/*.txt", "sequence_length": 3}))
+
+
+def test_a_device_with_other_data_is_refused() -> None:
+    told = assignment("d0")
+    columns = msgspec.structs.replace(told.train, columns=("labels",))
+    told = msgspec.structs.replace(told, train=columns, evaluates=False, fingerprints={"train": "f" * 64})
+    with pytest.raises(UserError, match=r"data \(train\): this device has .* the coordinator ffffffffffff"):
+        stage_data(told, foreign=True)

@@ -1,0 +1,197 @@
+"""One who has joined, and sends what nobody would: it costs little, and is named once."""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import random
+import socket
+import struct
+import tracemalloc
+from collections.abc import Callable, Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.errors import PeerError
+from isthmus.runtime.agent import join_fleet
+from isthmus.runtime.allowance import Allowance
+from isthmus.runtime.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
+from isthmus.runtime.fleet_messages import Present, Renew
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.joining import JoinRequest
+from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, Join, ReportMessage
+from isthmus.runtime.versions import versions_here
+from isthmus.training.layout import TensorHeader, pack
+from tests.runtime.channel_cases import parcel
+
+from .parties import Fleet, soon
+
+FUZZED_FRAMES = 20_000
+TINY = TensorHeader("a", "bool", (1,), (1,))
+
+
+class Recorded:
+    """A connection on which these bytes come, and then the end."""
+
+    family = socket.AF_UNIX
+
+    def __init__(self, data: bytes) -> None:
+        self._data = memoryview(data)
+
+    def recv_into(self, buffer: memoryview) -> int:
+        size = min(buffer.nbytes, self._data.nbytes)
+        buffer[:size] = self._data[:size]
+        self._data = self._data[size:]
+        return size
+
+    def sendmsg(self, pieces: Sequence[memoryview]) -> int:
+        raise OSError(errno.EPIPE, "nobody reads")
+
+    def dup(self) -> Recorded:
+        return self
+
+    def settimeout(self, timeout_s: float | None) -> None: ...
+    def setsockopt(self, level: int, name: int, value: int) -> None: ...
+    def shutdown(self, how: int) -> None: ...
+    def close(self) -> None: ...
+
+
+def _received(data: bytes) -> None:
+    """Whatever it is, it is a frame, the end, or a PeerError."""
+
+    def guard(message: AnyMessage) -> None:
+        if sum(t.nbytes for t in message.tensors) > 1 << 16:
+            raise PeerError("not of the plan")
+
+    channel = SocketChannel(Recorded(data), "mallory", 1.0)
+    try:
+        while channel.receive(guard) is not None:
+            pass
+    except PeerError as e:
+        assert str(e).startswith("mallory: ") and len(str(e)) < 2000
+
+
+def _honest() -> list[bytes]:
+    tensors = [torch.arange(6.0).view(2, 3).t(), torch.tensor(float("nan")), torch.zeros(0)]
+    messages: list[AnyMessage] = [
+        Hello(run="r", stage=1), Heartbeat(run="r"), Credit(run="r", size_bytes=7), Renew(run="", request=b"x" * 50),
+        Present(run="", versions=versions_here()), Join(run="r", device="d", host="h", port=1),
+        ReportMessage(run="r", item=3, loss=1.0),
+    ]  # fmt: skip
+    return [b"".join(frame(m, [])) for m in messages] + [
+        b"".join(frame(parcel(1, *tensors), [pack(t) for t in tensors]))
+    ]
+
+
+def _mutated(draw: random.Random, honest: Sequence[bytes]) -> bytes:
+    data = bytearray(draw.choice(honest))
+    for _ in range(draw.randint(1, 4)):
+        at = draw.randrange(len(data))
+        match draw.randrange(5):
+            case 0:
+                data[at] ^= 1 << draw.randrange(8)
+            case 1:
+                data[at : at + 1] = draw.randbytes(draw.randrange(6))
+            case 2:
+                del data[at : at + draw.randrange(1, 9)]
+            case 3:
+                data[at:at] = struct.pack(">I", draw.choice((0, 1, 1 << 20, (1 << 32) - 1)))
+            case _:
+                data += draw.choice(honest)
+        if not data:
+            break
+    header_bytes = len(data) - PREFIX.size
+    if header_bytes > 0 and draw.random() < 0.5:  # else most end at a length that does not fit
+        data[8:12] = struct.pack(">I", draw.choice((header_bytes, max(0, header_bytes - 28))))
+    return bytes(data)
+
+
+def test_fuzzed_frames_end_in_a_frame_or_an_error() -> None:
+    draw, honest = random.Random(0), _honest()
+    for data in honest:
+        _received(data)
+    for _ in range(FUZZED_FRAMES):
+        _received(_mutated(draw, honest))
+
+
+def test_fuzzed_join_frames_are_refused() -> None:
+    draw = random.Random(1)
+    good = msgspec.msgpack.encode(JoinRequest(b"s" * 16, "desk", b"r" * 250, versions_here()))
+    decoder = msgspec.msgpack.Decoder(JoinRequest)
+    for _ in range(2000):
+        data = bytearray(good)
+        for _ in range(draw.randint(1, 5)):
+            data[draw.randrange(len(data))] = draw.randrange(256)
+        try:
+            decoder.decode(data)
+        except (msgspec.MsgspecError, UnicodeDecodeError):
+            continue
+
+
+def test_many_tiny_tensors_cost_little_memory() -> None:
+    def sent(count: int) -> bytes:
+        header = msgspec.msgpack.encode(msgspec.structs.replace(parcel(), tensors=(TINY,) * count))
+        return PREFIX.pack(b"ISTH", 1, len(header), count) + header
+
+    per_tensor = len(sent(1000)) / 1000
+    most = int(MAX_HEADER_BYTES / per_tensor) - 1000
+    for count, refused in ((400_000, f"expected at most {MAX_HEADER_BYTES}"), (most, "not of the plan")):
+        data = sent(count)
+
+        def guard(message: AnyMessage) -> None:
+            raise PeerError("not of the plan")
+
+        channel = SocketChannel(Recorded(data), "mallory", 1.0)
+        tracemalloc.start()
+        with pytest.raises(PeerError, match=refused):
+            channel.receive(guard)
+        _, peak_bytes = tracemalloc.get_traced_memory()
+        tracemalloc.stop()
+        assert peak_bytes <= 64 << 20
+
+
+def test_an_allowance() -> None:
+    allowance = Allowance(per_s=10.0, burst=3.0)
+    for now_s in (100.0, 100.0, 100.0, 100.1, 100.2):
+        allowance.spend(now_s)
+    with pytest.raises(PeerError, match="more than 10 messages a second"):
+        allowance.spend(100.2)
+
+
+def _flood(channel: SocketChannel) -> None:
+    for _ in range(10_000):
+        channel.send(Heartbeat(run=""))
+
+
+def _tensors(channel: SocketChannel) -> None:
+    tensor = torch.zeros(10)
+    channel.send(parcel(0, tensor), [pack(tensor)])
+
+
+def _length(channel: SocketChannel) -> None:
+    channel.send_chunk(memoryview(PREFIX.pack(b"ISTH", 1, 10, 1 << 40) + bytes(10)))
+
+
+@pytest.mark.parametrize(
+    ("attack", "words"),
+    [(_flood, "messages a second"), (_tensors, "sent ParcelMessage"), (_length, "not a known message")],
+)
+def test_one_who_has_joined_is_shut_out_and_named_once(
+    fleet: Fleet, tmp_path: Path, attack: Callable[[SocketChannel], None], words: str
+) -> None:
+    join_fleet(fleet.ticket(), tmp_path / "mallory", "mallory", 5.0)
+    channel = dial(
+        "127.0.0.1", fleet.service.port, "coordinator", 5.0, identity=Identity(tmp_path / "mallory"),
+        expected=Party("coordinator", ""),
+    )  # fmt: skip
+    channel.send(Present(run="", versions=versions_here()))
+    soon(lambda: fleet.service.present)
+    with contextlib.suppress(PeerError):  # shut out in the middle of it
+        attack(channel)
+    soon(lambda: not fleet.service.present)
+    soon(lambda: any(words in line for line in fleet.said))
+    assert sum("mallory" in line and words in line for line in fleet.said) == 1
+    channel.close()

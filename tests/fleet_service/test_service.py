@@ -1,0 +1,271 @@
+"""Joining, staying and leaving a fleet."""
+
+from __future__ import annotations
+
+import socket
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import msgspec
+import pytest
+
+from isthmus.errors import PeerError
+from isthmus.runtime import joining
+from isthmus.runtime.agent import Agent, Dismissal, Membership, join_fleet, membership_in
+from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.fleet_messages import Dismissed, JoinRequest, Present, Renew, Renewed, Welcome
+from isthmus.runtime.identity import Authority, Identity, Party, Ticket
+from isthmus.runtime.launcher import Place
+from isthmus.runtime.messages import AnyMessage, Heartbeat, Join
+from isthmus.runtime.secure import TlsConnection, secure_unknown
+from isthmus.runtime.versions import mismatch, versions_here
+
+from .parties import Fleet, certified, in_background, serving, soon
+
+
+def _agent(fleet: Fleet, folder: Path, name: str = "desk", said: list[str] | None = None) -> Agent:
+    membership = membership_in(folder) or join_fleet(fleet.ticket(), folder, name, 5.0)
+    return Agent(folder, membership, Place(), patience_s=5.0, say=(said if said is not None else []).append)
+
+
+def _joined(fleet: Fleet, folder: Path, name: str = "desk") -> Identity:
+    join_fleet(fleet.ticket(), folder, name, 5.0)
+    return Identity(folder)
+
+
+def _connected(fleet: Fleet, identity: Identity) -> SocketChannel:
+    return dial(
+        "127.0.0.1", fleet.service.port, "coordinator", 5.0, identity=identity, expected=Party("coordinator", "")
+    )
+
+
+def _answer(channel: SocketChannel) -> AnyMessage | None:
+    """What comes, but for heartbeats; None when the connection closes."""
+    while True:
+        try:
+            found = channel.receive(idle_s=5.0)
+        except PeerError as e:
+            assert "connection" in str(e), e
+            return None
+        if found is None or not isinstance(found[0], Heartbeat):
+            return found[0] if found is not None else None
+
+
+def test_a_device_joins_stays_and_leaves(fleet: Fleet, tmp_path: Path) -> None:
+    agent = _agent(fleet, tmp_path / "desk")
+    with in_background(agent.run, agent.stop):
+        fleet.service.wait_for(["desk"])
+        assert fleet.service.present == {"desk"}
+    soon(lambda: not fleet.service.present)
+    assert membership_in(tmp_path / "desk") == Membership("desk", (("127.0.0.1", fleet.service.port),))
+    again = _agent(fleet, tmp_path / "desk")  # without a ticket
+    with in_background(again.run, again.stop):
+        fleet.service.wait_for(["desk"])
+
+
+def test_a_coordinator_that_comes_back_finds_its_devices(tmp_path: Path) -> None:
+    said: list[str] = []
+    with serving(tmp_path / "fleet") as fleet:
+        port = fleet.service.port
+        agent = _agent(fleet, tmp_path / "desk", said=said)
+    with in_background(agent.run, agent.stop):
+        soon(lambda: any("trying again" in line for line in said))
+        assert any("coordinator: cannot connect to 127.0.0.1" in line for line in said)
+        with serving(tmp_path / "fleet", port=port) as back:
+            back.service.wait_for(["desk"])
+
+
+def test_a_certificate_is_renewed_on_the_same_connection(fleet: Fleet, tmp_path: Path) -> None:
+    identity = _joined(fleet, tmp_path / "desk")
+    identity.keep(fleet.state.authority.certify(identity.request(), "device", 60.0)[1], identity.authority_der())
+    soon_over_s = identity.expires_s()
+    agent = _agent(fleet, tmp_path / "desk")
+    with in_background(agent.run, agent.stop):
+        soon(lambda: identity.expires_s() > soon_over_s + 3600)
+
+
+def test_only_the_own_key_is_renewed(fleet: Fleet, tmp_path: Path) -> None:
+    identity, other = _joined(fleet, tmp_path / "desk"), Identity.made(tmp_path / "other")
+    channel = _connected(fleet, identity)
+    channel.send(Present(run="", versions=versions_here()))
+    assert isinstance(_answer(channel), Welcome)
+    channel.send(Renew(run="", request=identity.request()))
+    assert isinstance(_answer(channel), Renewed)
+    channel.send(Renew(run="", request=other.request()))
+    assert _answer(channel) is None
+
+
+def test_a_revoked_device_is_out_at_once_and_for_good(fleet: Fleet, tmp_path: Path) -> None:
+    agent = _agent(fleet, tmp_path / "desk")
+    outcome: list[Exception] = []
+
+    def run() -> None:
+        try:
+            agent.run()
+        except Dismissal as e:
+            outcome.append(e)
+
+    with in_background(run, agent.stop):
+        fleet.service.wait_for(["desk"])
+        fleet.state.roster.revoke("desk", time.time())
+        soon(lambda: not fleet.service.present)
+        soon(lambda: outcome)
+    assert "was revoked" in str(outcome[0])
+    assert isinstance(_answer(_connected(fleet, Identity(tmp_path / "desk"))), Dismissed)
+
+
+def _refused(fleet: Fleet, ticket: Ticket, folder: Path, name: str = "desk") -> str:
+    with pytest.raises(PeerError) as refused:
+        join_fleet(ticket, folder, name, 5.0)
+    assert not Identity(folder).complete and membership_in(folder) is None
+    return str(refused.value)
+
+
+def test_tickets_that_are_refused(fleet: Fleet, tmp_path: Path) -> None:
+    ticket = fleet.ticket()
+    join_fleet(ticket, tmp_path / "first", "first", 5.0)
+    assert "used already" in _refused(fleet, ticket, tmp_path / "second", "second")
+    guessed = msgspec.structs.replace(ticket, secret=bytes(16))
+    assert "not of this fleet" in _refused(fleet, guessed, tmp_path / "third")
+    expired = msgspec.structs.replace(ticket, secret=fleet.state.roster.invite(0.0)[0])
+    assert "expired" in _refused(fleet, expired, tmp_path / "fourth")
+    other = msgspec.structs.replace(fleet.ticket(), fingerprint=bytes(32))
+    assert "of another fleet than the ticket" in _refused(fleet, other, tmp_path / "fifth")
+    assert "is taken by" in _refused(fleet, fleet.ticket(), tmp_path / "sixth", "first")
+    assert "printable" in _refused(fleet, fleet.ticket(), tmp_path / "seventh", "../x")
+
+
+def test_the_secret_is_not_told_to_another_fleet(fleet: Fleet, tmp_path: Path) -> None:
+    """It shows the right authority, which is no secret, but has no certificate by it."""
+    ticket = fleet.ticket()
+    with serving(tmp_path / "false") as false:
+        moved = msgspec.structs.replace(ticket, addresses=(("127.0.0.1", false.service.port),))
+        right = fleet.state.authority.der()
+        with mock.patch.object(Authority, "der", lambda _: right):
+            assert "its certificate is refused" in _refused(fleet, moved, tmp_path / "desk")
+        assert false.said == []
+    join_fleet(ticket, tmp_path / "desk", "desk", 5.0)  # it was not used
+
+
+def test_other_addresses_of_a_ticket_are_tried(fleet: Fleet, tmp_path: Path) -> None:
+    ticket = fleet.ticket()
+    with socket.create_server(("127.0.0.1", 0)) as free:
+        closed = ("127.0.0.1", free.getsockname()[1])
+    several = msgspec.structs.replace(ticket, addresses=(closed, *ticket.addresses))
+    assert join_fleet(several, tmp_path / "desk", "desk", 5.0).coordinators == (*ticket.addresses, closed)
+
+
+def test_versions_that_cannot_work_together_are_refused_with_both_named(fleet: Fleet, tmp_path: Path) -> None:
+    here = versions_here()
+    old = msgspec.structs.replace(here, torch="1.9.1")
+    assert mismatch(here, here) is None
+    assert mismatch(here, msgspec.structs.replace(here, torch=f"{here.torch}+other")) is None
+    for changed in ({"protocol": 0}, {"operators": "none"}, {"byteorder": "other"}):
+        field, value = next(iter(changed.items()))
+        told = mismatch(here, msgspec.structs.replace(here, **changed)) or ""
+        assert str(value) in told and str(getattr(here, field)) in told
+    ticket = fleet.ticket()
+    with mock.patch.object(joining, "versions_here", side_effect=[old, here]):  # asked by the device, then here
+        reason = _refused(fleet, ticket, tmp_path / "desk")
+    assert "'1.9'" in reason and f"'{here.torch[:4]}" in reason
+    identity = _joined(fleet, tmp_path / "desk")
+    channel = _connected(fleet, identity)
+    channel.send(Present(run="", versions=old))
+    dismissed = _answer(channel)
+    assert isinstance(dismissed, Dismissed) and "'1.9'" in dismissed.reason and fleet.service.present == set()
+
+
+@pytest.mark.parametrize("message", [Heartbeat(run=""), Join(run="guessed", device="desk", host="127.0.0.1", port=1)])
+def test_a_device_must_say_that_it_is_here_and_knows_no_run(fleet: Fleet, tmp_path: Path, message: AnyMessage) -> None:
+    channel = _connected(fleet, _joined(fleet, tmp_path / "desk"))
+    channel.send(message)
+    assert _answer(channel) is None and fleet.service.present == set()
+
+
+def _stranger(fleet: Fleet) -> TlsConnection:
+    connection = secure_unknown(socket.create_connection(("127.0.0.1", fleet.service.port), timeout=5), None)
+    connection.settimeout(5)
+    joining._receive(connection)
+    return connection
+
+
+def _huge(connection: TlsConnection) -> None:
+    connection.sendmsg([memoryview(b"\xff\xff\xff\xff")])
+
+
+def _garbage(connection: TlsConnection) -> None:
+    joining._send(connection, b"\x81" * 5000)
+
+
+def _deep(connection: TlsConnection) -> None:
+    joining._send(connection, b"\x91" * 8000)
+
+
+def _other(connection: TlsConnection) -> None:
+    joining._send(connection, msgspec.msgpack.encode(Heartbeat(run="")))
+
+
+@pytest.mark.parametrize("attack", [_huge, _garbage, _deep, _other])
+def test_what_a_stranger_sends_is_no_more_than_a_join_frame(
+    fleet: Fleet, tmp_path: Path, attack: Callable[[TlsConnection], None]
+) -> None:
+    connection = _stranger(fleet)
+    attack(connection)
+    with pytest.raises(OSError):
+        joining._receive(connection)
+    assert fleet.said == []
+    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)  # others still get in
+
+
+def test_a_signing_request_is_read_only_of_one_who_knows_a_secret(fleet: Fleet) -> None:
+    connection = _stranger(fleet)
+    asked = JoinRequest(secret=bytes(16), name="x", request=b"junk", versions=versions_here())
+    with mock.patch.object(joining, "requested_key") as reader:
+        joining._send(connection, msgspec.msgpack.encode(asked))
+        answer = joining._receive(connection)
+    assert b"not of this fleet" in answer and not reader.called
+
+
+def test_a_coordinator_is_not_taken_for_a_device(fleet: Fleet, tmp_path: Path) -> None:
+    other = certified(fleet.state.authority, tmp_path / "c", "coordinator")
+    assert isinstance(_answer(_connected(fleet, other)), Dismissed)
+
+
+def test_bytes_that_are_sent_again_are_refused(fleet: Fleet, tmp_path: Path) -> None:
+    """Whoever recorded a connection has nothing that a second one would take."""
+    identity = _joined(fleet, tmp_path / "desk")
+    with socket.create_server(("127.0.0.1", 0)) as tap:
+        recorded: list[bytes] = []
+
+        def pass_on() -> None:
+            near, _ = tap.accept()
+            far = socket.create_connection(("127.0.0.1", fleet.service.port))
+
+            def back() -> None:
+                while data := far.recv(1 << 16):
+                    near.sendall(data)
+
+            with in_background(back, far.close):
+                while data := near.recv(1 << 16):
+                    recorded.append(data)
+                    far.sendall(data)
+                far.shutdown(socket.SHUT_RDWR)
+
+        with in_background(pass_on, lambda: None):
+            channel = dial(*tap.getsockname(), "coordinator", 5.0, identity=identity, expected=Party("coordinator", ""))
+            channel.send(Present(run="", versions=versions_here()))
+            assert isinstance(_answer(channel), Welcome)
+            channel.close()
+    soon(lambda: not fleet.service.present)
+    with socket.create_connection(("127.0.0.1", fleet.service.port), timeout=5) as again:
+        again.sendall(b"".join(recorded))
+        told = b""
+        with pytest.raises((ConnectionError, StopIteration)):
+            while True:
+                data = again.recv(1 << 16)
+                told += data
+                if not data:
+                    raise StopIteration
+    assert fleet.service.present == set() and sum("is here" in line for line in fleet.said) == 1
