@@ -77,22 +77,22 @@ class Agent:
         self._patience_s = patience_s
         self._say = say
         self._work: tuple[str, Launcher] | None = None
+        self._failed = 0
+        """Attempts in a row to be in the fleet."""
         self._lock = threading.Lock()
         self._over = threading.Event()
 
     def run(self) -> None:
         """Until `stop`. Raises Dismissal; whatever else goes wrong with the connection is tried again."""
-        attempt = 0
         try:
             while not self._over.is_set():
                 try:
                     self._take_part()
-                    attempt = 0
                 except Dismissal:
                     raise
                 except PeerError as e:
-                    wait_s = RETRY_S[min(attempt, len(RETRY_S) - 1)]
-                    attempt += 1
+                    wait_s = RETRY_S[min(self._failed, len(RETRY_S) - 1)]
+                    self._failed += 1
                     self._say(f"{e}; trying again in {wait_s:g} s")
                     self._over.wait(wait_s)
         finally:
@@ -136,6 +136,7 @@ class Agent:
     def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Also renews the certificate, and tells of a process that ended."""
         beaten_s = asked_s = 0.0
+        told = ""
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
@@ -147,12 +148,16 @@ class Agent:
                 asked_s = now_s
                 lane.put(Renew(run="", request=self._identity.request()))
             with self._lock:
-                if self._work is not None and (how := self._work[1].ended()):
-                    lane.put(Ended(run=self._work[0], how=how[self._membership.name]))
+                work = self._work
+                how = work[1].ended() if work is not None else {}
+            if work is not None and how and told != work[0]:
+                told = work[0]
+                lane.put(Ended(run=told, how=how[self._membership.name]))
 
     def _follow(self, message: AnyMessage, coordinator: tuple[str, int]) -> None:
         match message:
             case Welcome(device=device):
+                self._failed = 0
                 self._say(f"in the fleet as {device} ({self._identity.id})")
             case Dismissed(reason=reason):
                 raise Dismissal(f"coordinator: {''.join(c for c in reason if c.isprintable())[:500]}")

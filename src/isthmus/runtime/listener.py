@@ -6,16 +6,20 @@ import contextlib
 import ipaddress
 import socket
 import threading
-from collections.abc import Callable
+from collections import Counter
+from collections.abc import Callable, Generator
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.secure import Connection, TlsConnection, secure_accepted
+from isthmus.runtime.secure import Connection, secure_accepted
 
 MOST_UNKNOWN = 64
 """Connections at once that have not said who they are: the next ones are closed. Strangers cost no more than that."""
-HANDSHAKE_S = 10.0
+MOST_UNKNOWN_FROM_ONE = 16
+"""Of them, from one address: a single stranger does not take all."""
+UNKNOWN_S = 20.0
+"""How long it may take somebody to say who he is, all in all: a byte now and then does not hold a place for ever."""
 
 Greet = Callable[[SocketChannel], None]
 """Takes over a connection, for as long as it likes: it has a thread of its own."""
@@ -37,7 +41,9 @@ class Listener:
         self._identity = identity
         self._patience_s = patience_s
         self._stranger = stranger
-        self._unknown = threading.Semaphore(MOST_UNKNOWN)
+        self._unknown: Counter[str] = Counter()
+        """Connections that have not said who they are, by address."""
+        self._counting = threading.Lock()
         try:
             self._socket = socket.create_server((host, port), backlog=128, family=_family(host))
         except (OSError, UnicodeError, OverflowError) as e:
@@ -60,20 +66,25 @@ class Listener:
                 connection, address = self._socket.accept()
             except OSError:
                 return
-            if not self._unknown.acquire(blocking=False):
+            host, other = str(address[0]), f"{address[0]}:{address[1]}"
+            with self._counting:
+                full = self._unknown.total() >= MOST_UNKNOWN or self._unknown[host] >= MOST_UNKNOWN_FROM_ONE
+                self._unknown[host] += not full
+            if full:
                 connection.close()
                 continue
-            other = f"{address[0]}:{address[1]}"
-            arguments = (connection, other, greet)
+            arguments = (connection, host, other, greet)
             threading.Thread(target=self._welcome, args=arguments, name=f"receive {other}", daemon=True).start()
 
-    def _welcome(self, connection: socket.socket, other: str, greet: Greet) -> None:
+    def _welcome(self, connection: socket.socket, host: str, other: str, greet: Greet) -> None:
         try:
             channel = self._authenticated(connection, other)
         except PeerError:
             return  # who cannot say who they are are not answered, nor written about: a scan must not fill a disk
         finally:
-            self._unknown.release()
+            with self._counting:
+                self._unknown[host] -= 1
+                self._unknown += Counter()  # forgets those with none
         if channel is not None:
             greet(channel)
 
@@ -81,20 +92,37 @@ class Listener:
         """None for a stranger, who has been dealt with."""
         if self._identity is None:
             return SocketChannel(connection, other, self._patience_s)
-        connection.settimeout(HANDSHAKE_S)
-        secured, party = secure_accepted(connection, self._identity, strangers=self._stranger is not None)
-        if party is not None:
-            return SocketChannel(secured, other, self._patience_s, party=party)
-        assert self._stranger is not None, "others have a certificate"
-        self._deal_with(secured, self._stranger)
+        connection.settimeout(UNKNOWN_S)
+        with _cut_after(connection, UNKNOWN_S):
+            secured, party = secure_accepted(connection, self._identity, strangers=self._stranger is not None)
+            if party is not None:
+                return SocketChannel(secured, other, self._patience_s, party=party)
+            assert self._stranger is not None, "others have a certificate"
+            secured.settimeout(UNKNOWN_S)
+            try:
+                self._stranger(secured)
+            finally:
+                secured.close()
         return None
 
-    def _deal_with(self, secured: TlsConnection, stranger: Stranger) -> None:
-        secured.settimeout(HANDSHAKE_S)
-        try:
-            stranger(secured)
-        finally:
-            secured.close()
+
+@contextlib.contextmanager
+def _cut_after(connection: socket.socket, limit_s: float) -> Generator[None]:
+    """Whatever is done with the socket inside ends by then: timeouts bound each wait, not their sum."""
+    twin = connection.dup()  # TLS takes over the other
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            twin.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        twin.close()
 
 
 def refuse_exposure(host: str) -> None:

@@ -205,16 +205,22 @@ class Service:
     def _watch(self) -> None:
         """Whoever is revoked, by whatever process, is out at the next look."""
         while not self._over.wait(WATCH_S):
-            self._state.renew()
-            with self._changed:
-                names, connected = dict(self._names), {id: list(found) for id, found in self._channels.items()}
-            for id, name in names.items():
-                if self._state.roster.name_of(id) is not None:
-                    continue
-                for ended in list(self._ended.values()):
-                    ended.setdefault(name, "it was revoked")
-                for channel in connected.get(id, []):
-                    channel.close()
+            try:
+                self._look()
+            except Exception as e:  # a full disk, say: who is revoked must go all the same, once that is over
+                self._say(f"cannot look after the fleet: {type(e).__name__}: {e}")
+
+    def _look(self) -> None:
+        with self._changed:
+            names, connected = dict(self._names), {id: list(found) for id, found in self._channels.items()}
+        for id, name in names.items():
+            if self._state.roster.name_of(id) is not None:
+                continue
+            for ended in list(self._ended.values()):
+                ended.setdefault(name, "it was revoked")
+            for channel in connected.get(id, []):
+                channel.close()
+        self._state.renew()
 
 
 def _only_fleet(message: AnyMessage) -> None:
