@@ -89,9 +89,7 @@ def _revoked(fleet: Fleet, folder: Path) -> None:
         (_coordinators_clock, "clock"), (_revoked, "membership"),
     ],
 )  # fmt: skip
-def test_the_broken_hop_is_named(
-    fleet: Fleet, tmp_path: Path, breaks: Callable[[Fleet, Path], None], hop: str
-) -> None:
+def test_the_broken_hop_is_named(fleet: Fleet, tmp_path: Path, breaks: Callable[[Fleet, Path], None], hop: str) -> None:
     join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
     with mock.patch.object(type(fleet.state), "renew"):  # what is broken stays so
         breaks(fleet, tmp_path / "desk")

@@ -1,0 +1,107 @@
+"""docs/two-machines.md, executed: its commands as they stand, on two machines of their own."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import re
+import select
+import shlex
+import signal
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.runtime.lab import Lab, lab_unavailable
+
+ROOT = Path(__file__).parents[2]
+LIMIT_S = 120.0
+DOCUMENTED_ADDRESS = "192.0.2.10"
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if reason := lab_unavailable():
+        pytest.skip(reason)
+    machines = tuple(Device(name=n, region=n, flops_per_s=1e9, memory_bytes=1 << 30) for n in ("first", "second"))
+    with Lab(Fleet(name="two", devices=machines, links=Links(default=Link(0.005, 1e7)))) as lab:
+        yield lab
+
+
+class Machines:
+    """Two machines with a home each, and the checkout in the folder where commands run."""
+
+    def __init__(self, lab: Lab, folder: Path) -> None:
+        self.lab = lab
+        self.folder = folder
+        self.started: list[subprocess.Popen[str]] = []
+        (folder / "examples").symlink_to(ROOT / "examples")
+
+    def start(self, machine: str, command: str, pasted: str = "") -> subprocess.Popen[str]:
+        words = shlex.split(command.replace(DOCUMENTED_ADDRESS, self.lab.addresses["first"]))
+        assert words[0] == "isthmus"
+        home = self.folder / machine
+        home.mkdir(exist_ok=True)
+        process = subprocess.Popen(
+            [*self.lab.command(machine), sys.executable, "-m", "isthmus.cli", *words[1:]], cwd=self.folder, text=True,
+            stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(self.folder / f"{words[1]}-{machine}.err").open("a"),
+            env={**os.environ, "XDG_STATE_HOME": str(home), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
+        )  # fmt: skip
+        self.started.append(process)
+        assert process.stdin is not None
+        process.stdin.write(pasted)
+        process.stdin.close()
+        return process
+
+    def told(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()}" for path in self.folder.glob("*.err"))
+
+    def end(self) -> None:
+        for process in self.started:
+            with contextlib.suppress(ProcessLookupError):
+                process.send_signal(signal.SIGINT)
+        for process in self.started:
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+def _line(process: subprocess.Popen[str]) -> str:
+    assert process.stdout is not None
+    ready, _, _ = select.select([process.stdout], [], [], LIMIT_S)
+    assert ready, "it printed nothing"
+    return process.stdout.readline()
+
+
+def test_the_walk(lab: Lab, tmp_path: Path) -> None:
+    document = (ROOT / "docs" / "two-machines.md").read_text()
+    serve, desk, laptop, devices, *_ = re.findall(r"^isthmus .*?(?= *#|$)", document, re.MULTILINE)
+    machines = Machines(lab, tmp_path)
+    try:
+        coordinator = machines.start("first", serve)
+        tickets = [_line(coordinator) for _ in range(2)]
+        assert all(ticket.startswith("isthmus1-") for ticket in tickets), machines.told()
+        machines.start("first", desk, tickets[0])
+        machines.start("second", laptop, tickets[1])
+        deadline_s = time.monotonic() + LIMIT_S
+        while coordinator.poll() is None and time.monotonic() < deadline_s:
+            time.sleep(0.1)
+        assert coordinator.returncode == 0, machines.told()
+        assert len((tmp_path / "runs" / "two-machines" / "losses.jsonl").read_text().splitlines()) == 40
+        listed = machines.start("first", devices)
+        assert listed.wait(30) == 0 and listed.stdout is not None
+        names = listed.stdout.read()
+        assert "desk" in names and "laptop" in names
+        everything = machines.told() + "".join(
+            path.read_text(errors="replace") for path in (tmp_path / "runs").rglob("*") if path.is_file()
+        )
+        assert not any(ticket.strip() in everything for ticket in tickets), "a secret was written down"
+    finally:
+        machines.end()
