@@ -241,6 +241,24 @@ def serve(
 
 
 @app.command()
+def probe(
+    names: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Names of devices that joined or will.")],
+    target: Annotated[Path | None, typer.Option("--out", help="Write the fleet here; default: stdout.")] = None,
+    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = serving.PORT,
+    address: Annotated[
+        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
+    ] = None,
+    tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 0,
+    patience: PatienceOption = "60 s",
+    state: serving.StateOption = None,
+) -> None:
+    """Measure devices and the links between them; print the matrix and write a fleet TOML."""
+    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
+    serving.probe(state, where, names, target, _out())
+
+
+@app.command()
 def ticket(
     state: serving.StateOption = None,
     count: Annotated[int, typer.Option("--count", min=1, help="So many.")] = 1,

@@ -1,11 +1,13 @@
-"""`isthmus serve`, `isthmus ticket` and `isthmus devices`: the coordinator's side of a fleet."""
+"""`isthmus serve`, `isthmus probe`, `isthmus ticket` and `isthmus devices`: the coordinator's side of a fleet."""
 
 from __future__ import annotations
 
+import contextlib
 import ipaddress
 import os
 import threading
 import time
+from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 from typing import Annotated
 
@@ -16,11 +18,13 @@ from rich.table import Table
 
 from isthmus.cli import training
 from isthmus.errors import UserError
+from isthmus.fleet import Link, dump_fleet
 from isthmus.job import Job
+from isthmus.runtime.fleet_probe import probe_fleet
 from isthmus.runtime.fleet_state import Addresses, FleetState
 from isthmus.runtime.identity import Member
 from isthmus.runtime.service import Service
-from isthmus.units import parse_duration
+from isthmus.units import format_bandwidth, format_compute, format_duration, parse_duration
 
 PORT = 7433
 StateOption = Annotated[
@@ -51,6 +55,45 @@ def serve(state: Path | None, serving: Serving, job: Job | None, choices: traini
     def say(text: str) -> None:
         notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
+    with _serving(state, serving, say) as service:
+        if job is not None:
+            return training.train(job, msgspec.structs.replace(choices, crew=service), out)
+        threading.Event().wait()
+    return 0
+
+
+def probe(
+    state: Path | None, serving: Serving, devices: Sequence[str], target: Path | None, out: Console
+) -> None:  # fmt: skip
+    """Wait for the devices, measure them and their links, print the matrix, write the fleet."""
+    notes = Console(stderr=True)
+
+    def say(text: str) -> None:
+        notes.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    with _serving(state, serving, say) as service:
+        service.wait_for(devices)
+        fleet = probe_fleet(service, devices, say)
+    drawn = Table("from", *devices, "speed", title="Latency, bandwidth")
+    for device in fleet.devices:
+        cells = ["" if n == device.name else _link_text(fleet.link(device.name, n)) for n in devices]
+        drawn.add_row(device.name, *cells, format_compute(device.flops_per_s))
+    if target is None:
+        typer.echo(dump_fleet(fleet))
+        notes.print(drawn)
+        return
+    target.write_text(dump_fleet(fleet), encoding="utf-8")
+    out.print(drawn)
+    say(f"wrote {target}: --fleet {target} plans with it")
+
+
+def _link_text(link: Link) -> str:
+    return f"{format_duration(link.latency_s)}, {format_bandwidth(link.bandwidth_bytes_per_s)}"
+
+
+@contextlib.contextmanager
+def _serving(state: Path | None, serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
+    """A service that listens; tickets are on stdout."""
     fleet = FleetState(state or state_folder("fleet"))
     patience_s = parse_duration(serving.patience, "--patience")
     with Service(fleet, serving.host, serving.port, patience_s=patience_s, say=say) as service:
@@ -61,10 +104,7 @@ def serve(state: Path | None, serving: Serving, job: Job | None, choices: traini
             typer.echo(fleet.ticket())
         if serving.tickets:
             say("each ticket lets one device join, within 24 hours: `isthmus join` asks for it")
-        if job is not None:
-            return training.train(job, msgspec.structs.replace(choices, crew=service), out)
-        threading.Event().wait()
-    return 0
+        yield service
 
 
 def _addresses(serving: Serving, port: int) -> Addresses:

@@ -21,6 +21,8 @@ from isthmus.runtime.joining import join
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.launcher import Launcher, Place
 from isthmus.runtime.messages import AnyMessage, Heartbeat
+from isthmus.runtime.probe_messages import Compute, Expect, Measure
+from isthmus.runtime.probing import compute_speed, expect_probe, measure_link
 from isthmus.runtime.versions import versions_here
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
@@ -110,7 +112,7 @@ class Agent:
         threading.Thread(target=self._beat, args=(channel, lane, gone), name="heartbeat", daemon=True).start()
         try:
             while (received := channel.receive(_only_coordinator, idle_s=self._patience_s)) is not None:
-                self._follow(received[0], address)
+                self._follow(received[0], address, lane)
             if not self._over.is_set():
                 raise PeerError("coordinator: closed the connection")
         finally:
@@ -154,7 +156,7 @@ class Agent:
                 told = work[0]
                 lane.put(Ended(run=told, how=how[self._membership.name]))
 
-    def _follow(self, message: AnyMessage, coordinator: tuple[str, int]) -> None:
+    def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
         match message:
             case Welcome(device=device):
                 self._failed = 0
@@ -170,14 +172,27 @@ class Agent:
                 if self._work is not None and self._work[0] == run:
                     self._end_work()
                     self._say("the run is over")
+            case Expect():
+                lane.put(expect_probe(message, self._identity, self._placed(coordinator), self._patience_s))
+            case Measure():
+                self._beside(lambda: lane.put(measure_link(message, self._identity, self._patience_s)))
+            case Compute(run=probe):
+                self._beside(lambda: lane.put(compute_speed(probe, threads=1)))
             case _:
                 pass
 
-    def _begin_work(self, call: Engage, coordinator: tuple[str, int]) -> None:
-        place = msgspec.structs.replace(
+    def _beside(self, act: Callable[[], None]) -> None:
+        """Not in the thread that listens to the coordinator."""
+        threading.Thread(target=act, name="probe", daemon=True).start()
+
+    def _placed(self, coordinator: tuple[str, int]) -> Place:
+        return msgspec.structs.replace(
             self._place, host=self._place.host or local_address(*coordinator), identity=self._folder.absolute(),
             data=self._place.data or private_folder(self._folder / "no-data"),
         )  # fmt: skip
+
+    def _begin_work(self, call: Engage, coordinator: tuple[str, int]) -> None:
+        place = self._placed(coordinator)
         host, port = coordinator
         launcher = Launcher(
             {self._membership.name: place}, f"{host}:{port}", call.run, patience_s=call.patience_s,
@@ -205,5 +220,6 @@ def local_address(host: str, port: int) -> str:
 
 
 def _only_coordinator(message: AnyMessage) -> None:
-    if not isinstance(message, Heartbeat | Welcome | Dismissed | Renewed | Engage | Disengage) or message.tensors:
+    expected = Heartbeat | Welcome | Dismissed | Renewed | Engage | Disengage | Expect | Measure | Compute
+    if not isinstance(message, expected) or message.tensors:
         raise PeerError(f"sent {type(message).__name__}, which is nothing for a device without work")

@@ -12,6 +12,7 @@ from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.federated_messages import FederatedMessage
 from isthmus.runtime.fleet_messages import FleetMessage
 from isthmus.runtime.message import Message
+from isthmus.runtime.probe_messages import ProbeMessage
 from isthmus.trace import Span
 
 # Between two devices
@@ -109,4 +110,5 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
     | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage | FleetMessage
+    | ProbeMessage
 )  # fmt: skip

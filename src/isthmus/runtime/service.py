@@ -7,9 +7,11 @@ connection for as long as it is in the fleet (`Present`), and opens one more for
 from __future__ import annotations
 
 import contextlib
+import queue
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
 
 from isthmus.errors import PeerError
 from isthmus.runtime.allowance import Allowance
@@ -33,11 +35,14 @@ from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.joining import admit
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.listener import Listener
+from isthmus.runtime.message import Message
 from isthmus.runtime.messages import AnyMessage, Heartbeat, Join
+from isthmus.runtime.probe_messages import Computes, Expecting, Measured
 from isthmus.runtime.reception import Reception, first_message
 from isthmus.runtime.secure import Connection
 from isthmus.runtime.versions import mismatch, versions_here
 
+Answer = TypeVar("Answer", bound=Message)
 WATCH_S = 1.0
 """How often to look who was revoked."""
 REMIND_S = 30.0
@@ -64,6 +69,8 @@ class Service:
         self._runs: dict[str, Reception] = {}
         self._ended: dict[str, dict[str, str]] = {}
         """By run and name: how the device's process ended."""
+        self._asked: dict[str, tuple[str, queue.SimpleQueue[AnyMessage]]] = {}
+        """By probe: who is to answer, and to whom."""
         self._names: dict[str, str] = {}
         """By id, of all that were here."""
         self._over = threading.Event()
@@ -116,6 +123,25 @@ class Service:
         finally:
             del self._runs[call.run], self._ended[call.run]
             self._tell(call.devices, Disengage(run=call.run))
+
+    def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
+        """What a device answers to a message of a probe, which `run` names. PeerError when it does not."""
+        answers: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+        self._asked[message.run] = (device, answers)
+        try:
+            self._tell([device], message)
+            answer = answers.get(timeout=within_s)
+        except queue.Empty:
+            raise PeerError(f"device {device!r}: did not answer for {within_s:g} s") from None
+        finally:
+            del self._asked[message.run]
+        if not isinstance(answer, kind):
+            raise PeerError(f"device {device!r}: sent {type(answer).__name__}, expected {kind.__name__}")
+        return answer
+
+    def id_of(self, device: str) -> str:
+        """Of a device that is here."""
+        return next(id for id, name in self._names.items() if name == device)
 
     def _lost(self, call: Call) -> Mapping[str, str]:
         return dict(self._ended.get(call.run, {}))
@@ -196,6 +222,10 @@ class Service:
                 lane.put(Renewed(run="", certificate=self._renewed(message.request, party)))
             elif isinstance(message, EndedMessage) and message.run in self._ended:
                 self._ended[message.run][name] = message.how[:500]
+            elif isinstance(message, Expecting | Measured | Computes) and message.run in self._asked:
+                device, answers = self._asked[message.run]
+                if device == name:
+                    answers.put(message)
 
     def _renewed(self, request: bytes, party: Party) -> bytes:
         if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != party.id:
@@ -224,5 +254,6 @@ class Service:
 
 
 def _only_fleet(message: AnyMessage) -> None:
-    if not isinstance(message, Heartbeat | Renew | EndedMessage) or message.tensors:
+    expected = Heartbeat | Renew | EndedMessage | Expecting | Measured | Computes
+    if not isinstance(message, expected) or message.tensors:
         raise PeerError(f"sent {type(message).__name__}, which is no message of a device without work")

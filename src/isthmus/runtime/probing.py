@@ -1,0 +1,105 @@
+"""A device's part in a probe: times messages to another device, and its own computing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+
+import torch
+
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.channel import SocketChannel, dial
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.launcher import Place
+from isthmus.runtime.listener import Listener
+from isthmus.runtime.messages import AnyMessage
+from isthmus.runtime.probe_messages import Computes, Expect, Expecting, Load, Measure, Measured
+from isthmus.training.layout import header_of, pack
+
+SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+REPEATS = 5
+WARM_BYTES = 1 << 20
+"""Sent first: a connection's first megabyte takes two to three times as long."""
+ENOUGH_S = 3.0
+"""Of one link. A size that takes longer than a third of it is the last."""
+COMPUTE_LIMIT_S = 120.0
+
+
+def expect_probe(asked: Expect, identity: Identity, place: Place, patience_s: float) -> Expecting:
+    """Listen for the one device that will measure the link to us; returns where."""
+    try:
+        listener = Listener(place.host, place.port, identity=identity, patience_s=patience_s)
+    except UserError as e:
+        return Expecting(run=asked.run, failure=str(e)[:500])
+
+    def answer(channel: SocketChannel) -> None:
+        if channel.party != Party("device", asked.id):
+            channel.close()
+            return
+        listener.close()
+        try:
+            while channel.receive(_only_load, idle_s=patience_s) is not None:
+                channel.send(Load(run=asked.run))
+        except PeerError:
+            pass  # the other one tells how it went
+        finally:
+            channel.close()
+
+    listener.start(answer)
+    timer = threading.Timer(patience_s, listener.close)
+    timer.daemon = True
+    timer.start()
+    return Expecting(run=asked.run, host=place.address or place.host, port=listener.port)
+
+
+def _only_load(message: AnyMessage) -> None:
+    if not isinstance(message, Load) or sum(t.nbytes for t in message.tensors) > SIZES_BYTES[-1]:
+        raise PeerError(f"sent {type(message).__name__}, which is no load of a probe")
+
+
+def measure_link(asked: Measure, identity: Identity, patience_s: float) -> Measured:
+    """Time messages of several sizes to another device and back, on a connection like those of a run."""
+    times: list[tuple[int, float]] = []
+    try:
+        channel = dial(
+            asked.host, asked.port, "the other device", patience_s, identity=identity,
+            expected=Party("device", asked.id),
+        )  # fmt: skip
+        try:
+            _round_trip(channel, asked.run, WARM_BYTES, patience_s)
+            for size_bytes in SIZES_BYTES:
+                taken = [_round_trip(channel, asked.run, size_bytes, patience_s) for _ in range(REPEATS)]
+                times += [(size_bytes, seconds) for seconds in taken]
+                if sum(taken) > ENOUGH_S / 3:
+                    break
+        finally:
+            channel.close()
+    except PeerError as e:
+        return Measured(run=asked.run, failure=str(e)[:500])
+    return Measured(run=asked.run, times=tuple(times))
+
+
+def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s: float) -> float:
+    load = torch.zeros(size_bytes, dtype=torch.uint8)
+    began_s = time.monotonic()
+    channel.send(Load(run=probe, tensors=(header_of("load", load),)), [pack(load)])
+    if channel.receive(_only_load, idle_s=patience_s) is None:
+        raise PeerError(f"{channel.other}: closed the connection")
+    return time.monotonic() - began_s
+
+
+def compute_speed(probe: str, threads: int) -> Computes:
+    """In a process of its own, so that the agent stays small."""
+    try:
+        done = subprocess.run(
+            [sys.executable, "-P", "-m", "isthmus.runtime.speed", str(threads)], capture_output=True, text=True,
+            timeout=COMPUTE_LIMIT_S, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        )  # fmt: skip
+        found = json.loads(done.stdout)
+        return Computes(run=probe, flops_per_s=found["flops_per_s"], memory_bytes=found["memory_bytes"])
+    except (subprocess.SubprocessError, OSError, ValueError, KeyError) as e:
+        return Computes(run=probe, failure=f"{type(e).__name__}: {e}"[:500])

@@ -1,0 +1,77 @@
+"""Devices that measure each other."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+from torch.utils.flop_counter import FlopCounterMode
+
+from isthmus.errors import PeerError
+from isthmus.fleet import parse_fleet
+from isthmus.fleet.toml import dump_fleet
+from isthmus.runtime import agent as agents
+from isthmus.runtime import fleet_probe, probing
+from isthmus.runtime.agent import Agent, join_fleet
+from isthmus.runtime.fleet_probe import probe_fleet, probe_link
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.launcher import Place
+from isthmus.runtime.probe_messages import Computes, Expect, Measure
+from isthmus.runtime.speed import CHANNELS, KERNEL, LAYERS, conv_flops
+
+from .parties import Fleet, in_background
+
+
+@pytest.fixture
+def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
+    made: list[Agent] = []
+    for name in ("desk", "laptop"):
+        membership = join_fleet(fleet.ticket(), tmp_path / name, name, 5.0)
+        made.append(Agent(tmp_path / name, membership, Place(), patience_s=5.0, say=lambda _: None))
+    desk, laptop = made
+    with in_background(desk.run, desk.stop), in_background(laptop.run, laptop.stop):
+        fleet.service.wait_for(["desk", "laptop"])
+        yield fleet
+
+
+def test_a_probed_fleet(two: Fleet) -> None:
+    with (
+        mock.patch.object(agents, "compute_speed", lambda p, threads: Computes(run=p, flops_per_s=2e9, memory_bytes=9)),
+        mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 16, 1 << 20)),
+    ):
+        found = probe_fleet(two.service, ["desk", "laptop"], lambda _: None)
+    assert [(d.name, d.flops_per_s, d.memory_bytes) for d in found.devices] == [("desk", 2e9, 9), ("laptop", 2e9, 9)]
+    for source, target in (("desk", "laptop"), ("laptop", "desk")):
+        link = found.link(source, target)
+        assert 0 < link.latency_s < 1 and link.bandwidth_bytes_per_s > 1e5
+    assert parse_fleet(dump_fleet(found), "probed").names == ("desk", "laptop")
+
+
+def test_who_cannot_be_reached_is_named(two: Fleet) -> None:
+    refuse = mock.patch.object(probing, "dial", side_effect=PeerError("the other device: cannot connect"))
+    with refuse, pytest.raises(PeerError, match=r"^desk -> laptop: the other device: cannot connect$"):
+        probe_link(two.service, "desk", "laptop")
+
+
+def test_who_does_not_answer_is_named(two: Fleet) -> None:
+    silent = mock.patch.object(agents, "measure_link", side_effect=SystemExit)
+    hasty = mock.patch.object(fleet_probe, "ANSWER_S", 0.3)
+    with silent, hasty, pytest.raises(PeerError, match=r"device 'desk': did not answer for 0\.3 s"):
+        probe_link(two.service, "desk", "laptop")
+
+
+def test_only_the_expected_device_is_measured(two: Fleet, tmp_path: Path) -> None:
+    desk, laptop = Identity(tmp_path / "desk"), Identity(tmp_path / "laptop")
+    where = probing.expect_probe(Expect(run="p", id="0" * 32), laptop, Place(host="127.0.0.1"), 5.0)
+    asked = Measure(run="p", host=where.host, port=where.port, id=laptop.id)
+    assert "the other device" in probing.measure_link(asked, desk, 5.0).failure
+
+
+def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:
+    stack = torch.nn.Sequential(*[torch.nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1) for _ in range(LAYERS)])
+    with FlopCounterMode(display=False) as counted:
+        stack(torch.randn(1, CHANNELS, 4, 4)).sum().backward()
+    assert conv_flops(4) == counted.get_total_flops()
