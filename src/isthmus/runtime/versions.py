@@ -61,5 +61,6 @@ def _minor(version: str) -> str:
 
 
 def _operators() -> str:
-    schemas = sorted(str(s) for name in ALLOWED for s in torch._C._jit_get_schemas_for_operator(f"aten::{name}"))
+    found = torch._C._jit_get_schemas_for_operator  # pyright: ignore[reportPrivateUsage]  # there is no public way
+    schemas = sorted(str(schema) for name in ALLOWED for schema in found(f"aten::{name}"))
     return hashlib.sha256("\n".join(schemas).encode()).hexdigest()[:16]
