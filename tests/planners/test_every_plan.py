@@ -26,8 +26,8 @@ from isthmus.verify import verify
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "auto"))
 
-from brute import best_step_s, question_of
-from cases import large_case, small_case
+from brute import best_step_s, question_of  # pyright: ignore[reportMissingImports]
+from cases import large_case, small_case  # pyright: ignore[reportMissingImports]
 
 
 @pytest.mark.parametrize("seed", range(16))
