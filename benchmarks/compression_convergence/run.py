@@ -175,7 +175,7 @@ def main() -> int:
                     f"{case.name}, {method}, seed {seed}: {runs[-1].curve[-1]:.4f} {runs[-1].packed_loss:.4f}",
                     file=sys.stderr,
                 )
-        methods += summed_up(case, prepared, runs)
+        methods += summed_up(case, prepare(case.job(seeds[0], steps[case.name])), runs)
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", seeds=len(seeds), steps=steps,
