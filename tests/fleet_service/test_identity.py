@@ -34,8 +34,8 @@ def test_an_authority_is_made_once(tmp_path: Path) -> None:
 
 
 def test_files_are_their_owners_alone(authority: Authority, tmp_path: Path) -> None:
-    identity = certified(authority, tmp_path / "state" / "device")
     Roster(tmp_path / "state").close()
+    identity = certified(authority, tmp_path / "state" / "device")
     for path in (tmp_path / "state").rglob("*"):
         assert stat.S_IMODE(path.stat().st_mode) & 0o077 == 0, path
     identity.key_path.chmod(0o644)

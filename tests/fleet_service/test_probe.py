@@ -57,7 +57,7 @@ def test_who_cannot_be_reached_is_named(two: Fleet) -> None:
 
 
 def test_who_does_not_answer_is_named(two: Fleet) -> None:
-    silent = mock.patch.object(agents, "measure_link", side_effect=SystemExit)
+    silent = mock.patch.object(Agent, "_beside")
     hasty = mock.patch.object(fleet_probe, "ANSWER_S", 0.3)
     with silent, hasty, pytest.raises(PeerError, match=r"device 'desk': did not answer for 0\.3 s"):
         probe_link(two.service, "desk", "laptop")

@@ -19,14 +19,14 @@ def probe_fleet(service: Service, devices: Sequence[str], say: Callable[[str], N
     """Measure every device, and every directed link between two of them, one after another: those at the same time
     would share what they measure. PeerError names who cannot be measured."""
     measured: list[Device] = []
-    for device in devices:
+    for number, device in enumerate(devices):
         say(f"measuring {device} ...")
         found = service.ask(device, Compute(run=secrets.token_hex(8)), Computes, COMPUTE_S)
         if found.failure or found.flops_per_s <= 0 or found.memory_bytes <= 0:
             raise PeerError(f"device {device!r}: cannot say how fast it is: {found.failure or 'no speed'}")
         measured.append(
-            Device(name=device, region=device, flops_per_s=found.flops_per_s, memory_bytes=found.memory_bytes)
-        )
+            Device(name=device, region=f"site-{number}", flops_per_s=found.flops_per_s, memory_bytes=found.memory_bytes)
+        )  # fmt: skip
     routes: list[Route] = []
     for source in devices:
         for target in devices:

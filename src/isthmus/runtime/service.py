@@ -250,6 +250,8 @@ class Service:
                 ended.setdefault(name, "it was revoked")
             for channel in connected.get(id, []):
                 channel.close()
+            with self._changed:
+                del self._names[id]  # another device may have the name one day
         self._state.renew()
 
 
