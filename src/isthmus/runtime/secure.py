@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import contextlib
 import errno
 import select
 import socket
 import ssl
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
 from typing import Protocol
 
 from isthmus.errors import PeerError, UserError
@@ -44,27 +43,12 @@ class _Shared:
         self.session = session
         self.lock = threading.Lock()
         self.closed = False
-        self._users = 0
+        self.waiting = 0
+        """Threads that wait for the socket: until they are gone its number must not become another's."""
 
-    @contextlib.contextmanager
-    def used(self) -> Generator[None, None, None]:
-        """While somebody waits for the socket, its number must not become another's."""
-        with self.lock:
-            self._users += 1
-        try:
-            yield
-        finally:
-            with self.lock:
-                self._users -= 1
-                self._end()
-
-    def close(self) -> None:
-        with self.lock:
-            self.closed = True
-            self._end()
-
-    def _end(self) -> None:
-        if self.closed and not self._users:
+    def end_if_unused(self) -> None:
+        """With the lock held."""
+        if self.closed and not self.waiting:
             self.session.close()
 
 
@@ -93,38 +77,47 @@ class TlsConnection:
     def sendmsg(self, pieces: Sequence[memoryview], /) -> int:
         """Sends all of it; the timeout is for each record. TimeoutError, OSError."""
         sent = 0
-        session = self._shared.session
-        with self._shared.used():
-            for record in _records(pieces):
-                # A record that was begun must be ended with the same bytes: never give up on one and go on.
-                at = 0
-                while at < record.nbytes:
-                    at += self._when_ready(lambda r=record, a=at: session.send(r[a:]))
-                sent += at
+        for record in _records(pieces):
+            # A record that was begun must be ended with the same bytes: never give up on one and go on.
+            at = 0
+            while at < record.nbytes:
+                at += self._when_ready(self._shared.session.send, record[at:])
+            sent += at
         return sent
 
     def recv_into(self, buffer: memoryview, /) -> int:
         """At most one record; 0 when the other side has closed. TimeoutError, OSError."""
-        with self._shared.used():
-            return self._when_ready(lambda: self._shared.session.recv_into(buffer))
+        return self._when_ready(self._shared.session.recv_into, buffer)
 
-    def _when_ready(self, act: Callable[[], int]) -> int:
-        deadline_s = None if self._timeout_s is None else time.monotonic() + self._timeout_s
+    def _when_ready(self, act: Callable[[memoryview], int], data: memoryview) -> int:
+        shared = self._shared
+        deadline_s: float | None = None
         while True:
-            with self._shared.lock:
-                if self._shared.closed:
+            with shared.lock:
+                if shared.closed:
                     raise OSError(errno.EBADF, "closed here")
                 try:
-                    return act()
+                    return act(data)
                 except ssl.SSLWantReadError:
                     wanted = select.POLLIN
                 except ssl.SSLWantWriteError:
                     wanted = select.POLLOUT
-            left_s = None if deadline_s is None else deadline_s - time.monotonic()
-            poll = select.poll()
-            poll.register(self._shared.session, wanted)
-            if (left_s is not None and left_s <= 0) or not poll.poll(None if left_s is None else left_s * 1000):
-                raise TimeoutError
+                shared.waiting += 1
+            try:
+                if self._timeout_s is not None and deadline_s is None:
+                    deadline_s = time.monotonic() + self._timeout_s
+                self._wait(wanted, deadline_s)
+            finally:
+                with shared.lock:
+                    shared.waiting -= 1
+                    shared.end_if_unused()
+
+    def _wait(self, wanted: int, deadline_s: float | None) -> None:
+        left_s = None if deadline_s is None else deadline_s - time.monotonic()
+        poll = select.poll()
+        poll.register(self._shared.session, wanted)
+        if (left_s is not None and left_s <= 0) or not poll.poll(None if left_s is None else left_s * 1000):
+            raise TimeoutError
 
     def shutdown(self, how: int, /) -> None:
         # SSLSocket.shutdown forgets the session, and what another thread sends after that goes out unencrypted.
@@ -132,7 +125,9 @@ class TlsConnection:
         socket.socket.shutdown(self._shared.session, how)
 
     def close(self) -> None:
-        self._shared.close()
+        with self._shared.lock:
+            self._shared.closed = True
+            self._shared.end_if_unused()
 
 
 def _records(pieces: Sequence[memoryview]) -> Iterator[memoryview]:

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import queue
+import sqlite3
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -153,7 +154,7 @@ class Service:
                     lane.put(message)
 
     def _stranger(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError, PeerError):
+        with contextlib.suppress(OSError, PeerError, sqlite3.Error):
             name = admit(connection, self._state.authority, self._state.roster)
             if name is not None:
                 self._say(f"{name} has a certificate")
@@ -176,7 +177,7 @@ class Service:
                 self._stay(channel, first, name, party)
             elif first is not None and first.device == name and (run := self._runs.get(first.run)) is not None:
                 run.admit(channel, first)
-        except (OSError, PeerError) as e:
+        except (OSError, PeerError, sqlite3.Error) as e:
             self._say(str(e))
         finally:
             channel.close()

@@ -58,7 +58,8 @@ class Roster:
             raise UserError(f"roster {path}: cannot be opened: {e}") from None
 
     def close(self) -> None:
-        self._database.close()
+        with self._lock:  # a thread that is inside would take the process down
+            self._database.close()
 
     @contextlib.contextmanager
     def _changing(self) -> Generator[sqlite3.Connection, None, None]:
