@@ -28,9 +28,9 @@ DOCUMENTED_ADDRESS = "192.0.2.10"
 def lab() -> Iterator[Lab]:
     if reason := lab_unavailable():
         pytest.skip(reason)
-        machines = tuple(
-            Device(name=n, region=f"at-{n}", flops_per_s=1e9, memory_bytes=1 << 30) for n in ("first", "second")
-        )
+    machines = tuple(
+        Device(name=n, region=f"at-{n}", flops_per_s=1e9, memory_bytes=1 << 30) for n in ("first", "second")
+    )
     with Lab(Fleet(name="two", devices=machines, links=Links(default=Link(0.005, 1e7)))) as lab:
         yield lab
 
