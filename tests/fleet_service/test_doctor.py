@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -54,7 +55,7 @@ def _no_tls(fleet: Fleet, folder: Path) -> None:
         with listener:
             for _ in range(2):
                 connection, _ = listener.accept()
-                with connection:
+                with connection, contextlib.suppress(ConnectionError):
                     connection.sendall(b"220 mail.example.org ESMTP\r\n")
                     connection.recv(1000)
 

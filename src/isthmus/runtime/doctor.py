@@ -69,8 +69,8 @@ def _device(folder: Path) -> Iterator[Finding]:
     yield Finding("clock", True, f"the certificate is good for {left_s / 3600:.1f} hours")
     host, port, findings = _reached(membership.coordinators)
     yield from findings
-    connection = connected(host, port, "coordinator", PATIENCE_S)
     try:
+        connection = connected(host, port, "coordinator", PATIENCE_S)
         secured = secure_dialled(connection, identity, Party("coordinator", ""))
     except PeerError as e:
         raise _tls_trouble(e) from None
