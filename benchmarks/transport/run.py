@@ -56,7 +56,7 @@ class Streamed(NamedTuple):
 
     kind: Kind
     size_bytes: int
-    count: int
+    messages: int
 
 
 class Throughput(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,7 +124,7 @@ def receive(pipe: Connection, address: tuple[str, int], what: Streamed, identiti
         channel = opened(connection, what.kind, identities, dials=True)
         buffer = memoryview(bytearray(what.size_bytes))
         began_cpu_s = time.process_time()
-        for _ in range(what.count):
+        for _ in range(what.messages):
             if channel is not None:
                 channel.receive()
             else:
@@ -147,7 +147,7 @@ def stream(what: Streamed, identities: Path) -> tuple[float, float]:
     tensor = torch.ones(what.size_bytes, dtype=torch.uint8)
     channel = opened(connection, what.kind, identities, dials=False)
     began_s, began_cpu_s = time.monotonic(), time.process_time()
-    for _ in range(what.count):
+    for _ in range(what.messages):
         if channel is not None:
             channel.send(parcel(tensor), [pack(tensor)])
         else:
@@ -158,7 +158,7 @@ def stream(what: Streamed, identities: Path) -> tuple[float, float]:
     if channel is not None:
         channel.close()
     connection.close()
-    total_bytes = what.size_bytes * what.count
+    total_bytes = what.size_bytes * what.messages
     return total_bytes / took_s, cpu_s / (total_bytes / 1e9)
 
 

@@ -6,7 +6,7 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Generator, Iterator
+from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import TypeVar
@@ -83,7 +83,7 @@ def serving(folder: Path, patience_s: float = 5.0, port: int = 0) -> Generator[F
 
 
 @contextlib.contextmanager
-def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Iterator[None]:
+def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Generator[None]:
     thread = threading.Thread(target=lambda: outcomes(act), daemon=True)
     thread.start()
     try:

@@ -20,7 +20,7 @@ from isthmus.runtime.messages import ParcelMessage
 from isthmus.runtime.secure import (
     RECORD_BYTES,
     TlsConnection,
-    _records,
+    records,
     secure_accepted,
     secure_dialled,
     secure_unknown,
@@ -116,10 +116,10 @@ def test_older_tls_is_refused(coordinator: Identity, version: ssl.TLSVersion) ->
 )
 def test_records_are_the_bytes_in_order(sizes: list[int]) -> None:
     data = [bytes([i + 1]) * size for i, size in enumerate(sizes)]
-    records = [bytes(r) for r in _records([memoryview(d) for d in data])]
-    assert b"".join(records) == b"".join(data)
-    assert all(0 < len(r) <= RECORD_BYTES for r in records)
-    assert sizes != [20, 100_000] or len(records[0]) == RECORD_BYTES, "a small header does not fill a record alone"
+    found = [bytes(r) for r in records([memoryview(d) for d in data])]
+    assert b"".join(found) == b"".join(data)
+    assert all(0 < len(r) <= RECORD_BYTES for r in found)
+    assert sizes != [20, 100_000] or len(found[0]) == RECORD_BYTES, "a small header does not fill a record alone"
 
 
 def test_two_threads_at_each_end(ends: Ends, pool: ThreadPoolExecutor) -> None:

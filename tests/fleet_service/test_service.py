@@ -188,7 +188,7 @@ def test_a_device_must_say_that_it_is_here_and_knows_no_run(fleet: Fleet, tmp_pa
 def _stranger(fleet: Fleet) -> TlsConnection:
     connection = secure_unknown(socket.create_connection(("127.0.0.1", fleet.service.port), timeout=5), None)
     connection.settimeout(5)
-    joining._receive(connection)
+    joining.receive_frame(connection)
     return connection
 
 
@@ -197,15 +197,15 @@ def _huge(connection: TlsConnection) -> None:
 
 
 def _garbage(connection: TlsConnection) -> None:
-    joining._send(connection, b"\x81" * 5000)
+    joining.send_frame(connection, b"\x81" * 5000)
 
 
 def _deep(connection: TlsConnection) -> None:
-    joining._send(connection, b"\x91" * 8000)
+    joining.send_frame(connection, b"\x91" * 8000)
 
 
 def _other(connection: TlsConnection) -> None:
-    joining._send(connection, msgspec.msgpack.encode(Heartbeat(run="")))
+    joining.send_frame(connection, msgspec.msgpack.encode(Heartbeat(run="")))
 
 
 @pytest.mark.parametrize("attack", [_huge, _garbage, _deep, _other])
@@ -215,7 +215,7 @@ def test_what_a_stranger_sends_is_no_more_than_a_join_frame(
     connection = _stranger(fleet)
     attack(connection)
     with pytest.raises(OSError):
-        joining._receive(connection)
+        joining.receive_frame(connection)
     assert fleet.said == []
     join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)  # others still get in
 
@@ -224,8 +224,8 @@ def test_a_signing_request_is_read_only_of_one_who_knows_a_secret(fleet: Fleet) 
     connection = _stranger(fleet)
     asked = JoinRequest(secret=bytes(16), name="x", request=b"junk", versions=versions_here())
     with mock.patch.object(joining, "requested_key") as reader:
-        joining._send(connection, msgspec.msgpack.encode(asked))
-        answer = joining._receive(connection)
+        joining.send_frame(connection, msgspec.msgpack.encode(asked))
+        answer = joining.receive_frame(connection)
     assert b"not of this fleet" in answer and not reader.called
 
 
@@ -239,6 +239,7 @@ def test_bytes_that_are_sent_again_are_refused(fleet: Fleet, tmp_path: Path) -> 
     identity = _joined(fleet, tmp_path / "desk")
     with socket.create_server(("127.0.0.1", 0)) as tap:
         recorded: list[bytes] = []
+        host, port = str(tap.getsockname()[0]), int(tap.getsockname()[1])
 
         def pass_on() -> None:
             near, _ = tap.accept()
@@ -254,7 +255,7 @@ def test_bytes_that_are_sent_again_are_refused(fleet: Fleet, tmp_path: Path) -> 
                     far.sendall(data)
 
         with in_background(pass_on, lambda: None):
-            channel = dial(*tap.getsockname(), "coordinator", 5.0, identity=identity, expected=Party("coordinator", ""))
+            channel = dial(host, port, "coordinator", 5.0, identity=identity, expected=Party("coordinator", ""))
             channel.send(Present(run="", versions=versions_here()))
             assert isinstance(_answer(channel), Welcome)
             channel.close()

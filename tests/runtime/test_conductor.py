@@ -17,7 +17,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, RunSpec
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.channel import PREFIX, SocketChannel, dial, frame
-from isthmus.runtime.conductor import Conductor, Outcome
+from isthmus.runtime.conductor import Address, Conductor, Outcome
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.losses import GRACE_S, Losses
 from isthmus.runtime.messages import (
@@ -51,7 +51,7 @@ class NotedScript:
         self.commits: list[int] = []
         self.slow_s = slow_s
 
-    def assignments(self, addresses: Mapping[str, tuple[str, int]]) -> Mapping[str, Assignment]:
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
         return {device: assignment(device, run=RUN) for device in addresses}
 
     def weights(self, device: str) -> Mapping[str, Tensor]:

@@ -41,14 +41,14 @@ def admit(connection: Connection, authority: Authority, roster: Roster) -> str |
     Whatever a stranger sends ends in a refusal at the cost of one small frame. OSError and PeerError when it left or
     sent no join frame.
     """
-    _send(connection, authority.der())
-    asked = _decoded(_receive(connection), JoinRequest)
+    send_frame(connection, authority.der())
+    asked = _decoded(receive_frame(connection), JoinRequest)
     try:
         certificate = _certificate(asked, authority, roster)
     except PeerError as e:
-        _send(connection, msgspec.msgpack.encode(JoinAnswer(refused=str(e))))
+        send_frame(connection, msgspec.msgpack.encode(JoinAnswer(refused=str(e))))
         return None
-    _send(connection, msgspec.msgpack.encode(JoinAnswer(certificate=certificate)))
+    send_frame(connection, msgspec.msgpack.encode(JoinAnswer(certificate=certificate)))
     return asked.name
 
 
@@ -103,10 +103,10 @@ def _join_at(
         raise _Unreachable(f"{where}: {e}") from None
     try:
         connection.settimeout(patience_s)
-        _receive(connection)  # the authority's certificate once more
+        receive_frame(connection)  # the authority's certificate once more
         asked = JoinRequest(secret=ticket.secret, name=name, request=identity.request(), versions=versions_here())
-        _send(connection, msgspec.msgpack.encode(asked))
-        answer = _decoded(_receive(connection), JoinAnswer)
+        send_frame(connection, msgspec.msgpack.encode(asked))
+        answer = _decoded(receive_frame(connection), JoinAnswer)
     except OSError as e:
         raise _Unreachable(f"{where}: {e.strerror or e}") from None
     finally:
@@ -126,7 +126,7 @@ def fetch_authority(connection: socket.socket, ticket: Ticket, patience_s: float
     secured: TlsConnection = secure_unknown(connection, None)
     try:
         secured.settimeout(patience_s)
-        der = _receive(secured)
+        der = receive_frame(secured)
     finally:
         secured.close()
     if hashlib.sha256(der).digest() != ticket.fingerprint:
@@ -134,11 +134,11 @@ def fetch_authority(connection: socket.socket, ticket: Ticket, patience_s: float
     return der
 
 
-def _send(connection: Connection, data: bytes) -> None:
+def send_frame(connection: Connection, data: bytes) -> None:
     connection.sendmsg([memoryview(_LENGTH.pack(len(data)) + data)])
 
 
-def _receive(connection: Connection) -> bytes:
+def receive_frame(connection: Connection) -> bytes:
     (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
     if length > MOST_FRAME_BYTES:
         raise PeerError(f"sent a frame of {length} bytes, expected at most {MOST_FRAME_BYTES}")

@@ -77,7 +77,7 @@ class TlsConnection:
     def sendmsg(self, pieces: Sequence[memoryview], /) -> int:
         """Sends all of it; the timeout is for each record. TimeoutError, OSError."""
         sent = 0
-        for record in _records(pieces):
+        for record in records(pieces):
             # A record that was begun must be ended with the same bytes: never give up on one and go on.
             at = 0
             while at < record.nbytes:
@@ -130,7 +130,7 @@ class TlsConnection:
             self._shared.end_if_unused()
 
 
-def _records(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
+def records(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
     """The bytes in order, in records; a small piece shares one with the piece after it."""
     held = b""
     for piece in pieces:
