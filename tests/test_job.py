@@ -38,7 +38,7 @@ def _job(folder: Path, *changes: tuple[str, str]) -> Job:
 
 def test_a_job(tmp_path: Path) -> None:
     job = _job(tmp_path, ("[model]", 'devices = 1\n[runtime]\npatience = "1 min"\n[model]'))
-    assert (job.micro_batch_size, job.patience_s, job.fleet, job.planner) == (2, 60.0, "laptop", "chain")
+    assert (job.micro_batch_size, job.patience_s, job.fleet, job.planner) == (2, 60.0, "laptop", "auto")
     assert job.engine().micro_batches == 4
     assert fleet_of(job).names == ("laptop-0",)
     assert msgspec.json.decode(msgspec.json.encode(job), type=Job) == job

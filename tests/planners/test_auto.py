@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
+import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -12,9 +13,9 @@ from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 
 from isthmus.cost import Layout, Problem, build_replicas
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.fleet import resolve_fleet
+from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow, cuts
-from isthmus.plan import Plan
+from isthmus.plan import Plan, Terms
 from isthmus.planners import plan, planner_names
 from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
@@ -132,3 +133,36 @@ def test_the_scorer_has_the_last_word() -> None:
 
     found = auto(problem, prefers_the_last)
     assert found.replicas == seen[-1].replicas
+
+
+def flat_fleet(memory_bytes: Sequence[int], speeds: Sequence[float]) -> Fleet:
+    devices = tuple(
+        Device(name=f"d{k}", region="here", flops_per_s=speed, memory_bytes=held)
+        for k, (held, speed) in enumerate(zip(memory_bytes, speeds, strict=True))
+    )
+    return Fleet(name="flat", devices=devices, links=Links(default=Link(1e-4, 1e9)))
+
+
+def test_a_large_fleet_whose_memory_is_on_its_slow_devices() -> None:
+    fleet = flat_fleet([40 << 10] * 60 + [64 << 20] * 20, [1e9] * 60 + [2e8] * 20)
+    problem = problem_of(gpt_graph(2), fleet, micro_batches=4)
+    found = plan("auto", problem)
+    assert found.predicted.step_s <= plan("op-fence", problem).predicted.step_s * (1 + 1e-9)
+
+
+def test_a_large_fleet_that_holds_nothing_is_refused() -> None:
+    problem = problem_of(gpt_graph(2), flat_fleet([1 << 10] * 70, [1e9] * 70), micro_batches=4)
+    with pytest.raises(FleetTooSmall, match="bytes short"):
+        plan("auto", problem)
+
+
+def test_the_scorer_s_seconds_are_turned_into_money_where_money_counts() -> None:
+    fleet = flat_fleet([1 << 30] * 3, [1e6, 2e6, 4e6])
+    priced = msgspec.structs.replace(
+        fleet, devices=tuple(
+            msgspec.structs.replace(d, price_per_hour=price)
+            for d, price in zip(fleet.devices, (0.1, 5.0, 50.0), strict=True)
+        )
+    )  # fmt: skip
+    problem = problem_of(gpt_graph(1), priced, micro_batches=4, terms=Terms(objective="cost"))
+    assert plan("auto", problem, score=lambda made: made.predicted.step_s).devices == plan("chain", problem).devices

@@ -186,11 +186,11 @@ def test_bad_plans(tmp_path: Path) -> None:
         (msgspec.structs.replace(plan, micro_batches=2), ["micro_batches: got 2", "4"]),
         (msgspec.structs.replace(plan, version=7), ["version: got 7"]),
         (msgspec.structs.replace(plan, replicas=()), ["replicas: got none"]),
-        (msgspec.structs.replace(plan, replicas=(replica, replica)), ["replicas: got 2", "chain"]),
+        (msgspec.structs.replace(plan, replicas=(replica, replica)), ["in 2 replicas"]),
         (with_stages({"last": 7}, {}), ["0..7", "left a gap"]),
         (with_stages({"flops_forward": -1}, {}), ["stages[0].flops_forward", ">= 0"]),
         (with_stages({}, {"last": 99}), ["..99", "another model"]),
-        (with_stages({"device": "laptop-1"}, {}), ["laptop-1", "at most once"]),
+        (with_stages({"device": "laptop-1"}, {}), ["laptop-1", "runs 2 stages, expected one"]),
         (with_stages({"device": "desktop"}, {}), ["unknown device 'desktop'", "laptop-0"]),
     ):
         save_plan(changed, path)

@@ -8,7 +8,8 @@ cut. Kept are, in equal parts,
     the time to compute it there
     the same around the fastest device of the regions whose few fastest are fastest together
 
-the devices that have the data, where not all do; and, if these do not hold the model twice, those with most memory.
+where money counts, the cheapest per FLOP; the devices that have the data, where not all do; and, if these do not hold
+the model twice, those with most memory.
 What is left out stays in the lower bound.
 """
 
@@ -33,8 +34,17 @@ def narrowed(problem: Problem, network: Network, blocks: Blocks) -> Problem:
     """The problem on the promising devices alone; itself where the fleet is small."""
     if len(network.names) <= MOST_DEVICES:
         return problem
-    kept = [network.names[d] for d in _promising(network, blocks)]
-    return problem.on(problem.fleet.subset([*kept, *problem.terms.data_holders[:MOST_DEVICES]]))
+    kept = {network.names[d] for d in _promising(network, blocks)} | set(problem.terms.data_holders[:MOST_DEVICES])
+    if problem.terms.objective == "cost":
+        kept |= set(sorted(network.names, key=lambda name: _price_per_flop(problem, name))[: MOST_DEVICES // 4])
+    if len(kept) == len(network.names):  # memory asks for all of them
+        return problem
+    return problem.on(problem.fleet.subset(name for name in network.names if name in kept))
+
+
+def _price_per_flop(problem: Problem, name: str) -> float:
+    device = problem.fleet.device(name)
+    return device.price_per_hour / problem.speed(device)
 
 
 def _promising(network: Network, blocks: Blocks) -> set[int]:
