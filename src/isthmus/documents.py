@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import re
 import tomllib
@@ -97,3 +98,12 @@ def _struct_of(expected: object) -> type[msgspec.Struct] | None:
     if typing.get_origin(expected) in (typing.Union, types.UnionType, typing.Annotated):
         return next((s for a in typing.get_args(expected) if (s := _struct_of(a)) is not None), None)
     return None
+
+
+def read_lines(path: Path, kind: type[Document]) -> list[Document]:
+    """Every line of JSON that was written whole: a killed run may leave half a one. Nothing where there is no file."""
+    found: list[Document] = []
+    for line in path.read_bytes().splitlines() if path.is_file() else []:
+        with contextlib.suppress(msgspec.MsgspecError):
+            found.append(msgspec.json.decode(line, type=kind))
+    return found

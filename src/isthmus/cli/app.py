@@ -21,6 +21,7 @@ from isthmus.plan import Objective
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
+from isthmus.report.plain import plain
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import run_spec
 from isthmus.simulator import SimulationOptions, simulate
@@ -347,4 +348,4 @@ def _told(error: Exception) -> str:
         text = f"{error.filename}: {error.strerror}"
     elif not isinstance(error, IsthmusError | OSError):
         text = f"internal: {type(error).__name__}: {error} (--debug shows where)"
-    return "".join(c if c.isprintable() else " " for c in text)
+    return plain(text)

@@ -24,6 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
+from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
@@ -188,12 +189,7 @@ class RunFolder:
             file.write(msgspec.json.encode(point) + b"\n")
 
     def losses(self) -> list[LossPoint]:
-        """Every point that was written whole: a killed run may leave half a line."""
-        found: list[LossPoint] = []
-        for line in self._losses.read_bytes().splitlines() if self._losses.is_file() else []:
-            with contextlib.suppress(msgspec.MsgspecError):
-                found.append(msgspec.json.decode(line, type=LossPoint))
-        return found
+        return read_lines(self._losses, LossPoint)
 
 
 def _locked(handle: int) -> bool:

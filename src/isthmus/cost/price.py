@@ -41,11 +41,15 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
     )
 
 
-def preference(problem: Problem, plan: Plan) -> tuple[float, float]:
-    """What the problem minimises, and what decides among equals: (seconds, 0), or (price of a step, seconds)."""
+def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tuple[float, float]:
+    """What the problem minimises, and what decides among equals: (seconds, 0), or (price of a step, seconds).
+
+    A step takes `step_s`, by default what the plan predicts.
+    """
+    seconds = plan.predicted.step_s if step_s is None else step_s
     if problem.terms.objective == "time":
-        return plan.predicted.step_s, 0.0
-    return step_price(plan, problem.fleet).total, plan.predicted.step_s
+        return seconds, 0.0
+    return step_price(plan, problem.fleet, seconds).total, seconds
 
 
 def is_priced(fleet: Fleet) -> bool:

@@ -11,6 +11,8 @@ import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
 
+import msgspec
+
 from isthmus.cost.memory import elements, trainable
 from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
 from isthmus.fleet import Fleet
@@ -81,15 +83,8 @@ def buffer_bytes(flow: Flow, parameters: Sequence[str], averages: Averages) -> i
 
 def fastest(fleet: Fleet, group: SyncGroup) -> SyncGroup:
     """The same group with the collective that takes it least; of equally fast ones the simplest."""
-    made = (_with(group, collective) for collective in _collectives(fleet, group.devices))
+    made = (msgspec.structs.replace(group, collective=collective) for collective in _collectives(fleet, group.devices))
     return min(made, key=lambda g: group_s(fleet, g))
-
-
-def _with(group: SyncGroup, collective: Collective) -> SyncGroup:
-    return SyncGroup(
-        devices=group.devices, parameters=group.parameters, size_bytes=group.size_bytes,
-        iterations=group.iterations, collective=collective,
-    )  # fmt: skip
 
 
 def _collectives(fleet: Fleet, devices: Sequence[str]) -> Iterator[Collective]:

@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
 
+from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluation
 from isthmus.protocol.federated_events import Record
@@ -75,9 +75,4 @@ class History:
             file.write(msgspec.json.encode(line) + b"\n")
 
     def lines(self) -> list[RoundLine]:
-        """Every line that was written whole: a killed run may leave half a one."""
-        found: list[RoundLine] = []
-        for line in self._path.read_bytes().splitlines() if self._path.is_file() else []:
-            with contextlib.suppress(msgspec.MsgspecError):
-                found.append(msgspec.json.decode(line, type=RoundLine))
-        return found
+        return read_lines(self._path, RoundLine)

@@ -35,9 +35,6 @@ _SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-def scheme_names() -> list[str]:
-    return sorted(_SCHEMES)
-
 
 def scheme(name: str) -> Scheme:
     """Raises UserError for an unknown name."""

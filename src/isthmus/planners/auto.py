@@ -15,7 +15,7 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference, step_price
+from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
@@ -74,9 +74,12 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     network, blocks = network_of(problem), Blocks(problem)
     near = narrowed(problem, network, blocks)
     if near is not problem:
-        found = [*_near(problem, near, score), *_wide(problem)]
-        if not found:
-            return auto(near, score)  # which says what is short
+        found = list(_wide(problem))
+        try:
+            found.insert(0, build_replicas(problem, layouts_of(auto(near, score)), planner="auto"))
+        except FleetTooSmall:
+            if not found:
+                raise
         plan = min(found, key=lambda plan: preference(problem, plan))
         return _certified(problem, plan, _bound(problem, network, blocks, None), near.fleet.names)
     refused: FleetTooSmall | None = None
@@ -102,21 +105,8 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         raise refused
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
-        plans = sorted(plans[:MOST_SCORED], key=lambda plan: _judged(problem, plan, score(plan)))
+        plans = sorted(plans[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
     return _certified(problem, plans[0], bound, problem.fleet.names)
-
-
-def _judged(problem: Problem, plan: Plan, step_s: float) -> float:
-    """What the problem minimises, where a step of the plan takes `step_s`."""
-    if problem.terms.objective == "time":
-        return step_s
-    return step_price(plan, problem.fleet, step_s).total
-
-
-def _near(problem: Problem, near: Problem, score: Score | None) -> Iterator[Plan]:
-    """What is found on a part of the fleet, as a plan for the whole."""
-    with contextlib.suppress(FleetTooSmall):
-        yield build_replicas(problem, layouts_of(auto(near, score)), planner="auto")
 
 
 def _wide(problem: Problem) -> Iterator[Plan]:

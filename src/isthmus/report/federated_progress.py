@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
+from isthmus.report.plain import plain
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration, format_size
 
@@ -66,9 +67,8 @@ class FederatedProgress:
             self.note(_sentence(line, self._rounds))
 
     def note(self, text: str) -> None:
-        """Say something now; it may quote another party, which must not steer the terminal."""
-        plain = "".join(c if c.isprintable() else " " for c in text)
-        self._console.print(Text(plain), soft_wrap=True, highlight=False)
+        """Say something now."""
+        self._console.print(Text(plain(text)), soft_wrap=True, highlight=False)
 
 
 def _sentence(line: RoundLine, rounds: int) -> str:

@@ -15,6 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.plan import Plan
+from isthmus.report.plain import plain
 from isthmus.units import format_duration, format_size
 
 MOST_ROWS = 8
@@ -99,9 +100,7 @@ class Progress:
         self._line(text)
 
     def _line(self, text: str) -> None:
-        # Notes may quote another party: nothing that it wrote may steer the terminal.
-        plain = "".join(c if c.isprintable() else " " for c in text)
-        self._console.print(Text(plain), soft_wrap=True, highlight=False)
+        self._console.print(Text(plain(text)), soft_wrap=True, highlight=False)
 
 
 class _View:

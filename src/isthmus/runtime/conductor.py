@@ -4,10 +4,9 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import signal
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -33,6 +32,7 @@ from isthmus.protocol.events import (
 )
 from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.interrupting import interruptible
 from isthmus.runtime.lanes import SendLane
 from isthmus.runtime.losses import Losses
 from isthmus.runtime.messages import (
@@ -138,7 +138,7 @@ class Conductor:
         """
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         try:
-            with self._interruptible():
+            with interruptible(lambda: self._heard.put(Interrupted())):
                 finish = self._loop(Losses(ended))
             ended_s = time.monotonic()
             for lane in self._lanes.values():
@@ -150,25 +150,6 @@ class Conductor:
             outcome=finish.outcome, reason=str(self._failure or finish.reason), failure=self._failure,
             spans=tuple(self._spans), late_s=self._late_s, elapsed_s=ended_s - (self._origin_s or ended_s),
         )  # fmt: skip
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Generator[None]:
-        """Ctrl-C becomes an event; a second one raises."""
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = signal.getsignal(signal.SIGINT)
-
-        def interrupt(*_: object) -> None:
-            # Not `previous`: a process that was started in the background inherits a Ctrl-C that is ignored.
-            signal.signal(signal.SIGINT, signal.default_int_handler)
-            self._heard.put(Interrupted())
-
-        signal.signal(signal.SIGINT, interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
     def _beat(self) -> None:
         """In a thread of its own: a hook or a slow disk may hold up the conducting one for long."""

@@ -4,11 +4,10 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import signal
 import sys
 import threading
 import time
-from collections.abc import Callable, Generator, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 from torch import Tensor
@@ -44,6 +43,7 @@ from isthmus.runtime.federated_messages import (
     ToldMessage,
     TurnMessage,
 )
+from isthmus.runtime.interrupting import interruptible
 from isthmus.runtime.messages import AnyMessage, Failed, HaltMessage, Heartbeat, Join, ReadyMessage
 from isthmus.runtime.post import SWITCH_S, Post, headers_of
 from isthmus.runtime.reception import Heard, Reception
@@ -111,7 +111,7 @@ class FederatedConductor:
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
-            with self._interruptible():
+            with interruptible(lambda: self._heard.put(Interrupted())):
                 finish = self._loop(ended)
             for post in self._posts.values():
                 post.flush()
@@ -127,23 +127,6 @@ class FederatedConductor:
         """Sent and received so far, whole frames, of all executors."""
         counts = [self.reception.channel(name).statistics() for name in self._posts]
         return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
-
-    @contextlib.contextmanager
-    def _interruptible(self) -> Generator[None]:
-        if threading.current_thread() is not threading.main_thread():
-            yield
-            return
-        previous = signal.getsignal(signal.SIGINT)
-
-        def interrupt(*_: object) -> None:
-            signal.signal(signal.SIGINT, signal.default_int_handler)  # a second one ends at once
-            self._heard.put(Interrupted())
-
-        signal.signal(signal.SIGINT, interrupt)
-        try:
-            yield
-        finally:
-            signal.signal(signal.SIGINT, previous)
 
     def _beat(self) -> None:
         while not self._over.wait(self._patience_s / 4):

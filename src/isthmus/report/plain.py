@@ -1,0 +1,8 @@
+"""Text that may quote a file or another party: nothing that it says may steer the terminal."""
+
+from __future__ import annotations
+
+
+def plain(text: str) -> str:
+    """One line: a space for whatever does not print."""
+    return "".join(c if c.isprintable() else " " for c in text)
