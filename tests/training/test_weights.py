@@ -67,7 +67,7 @@ def _checkpoint(folder: Path, tensors: dict[str, Tensor]) -> Path:
 
 def test_resume_takes_weights_and_optimizer_state_by_name(tmp_path: Path) -> None:
     weights = {"w": torch.zeros(2), "constant": torch.zeros(1)}
-    found = resume(weights, {"w"}, ADAMW, _checkpoint(tmp_path, {"w": torch.ones(2), **STATE}))
+    found, _ = resume(weights, {"w"}, ADAMW, _checkpoint(tmp_path, {"w": torch.ones(2), **STATE}))
     assert torch.equal(found["w"], torch.ones(2)) and torch.equal(found["constant"], torch.zeros(1))
     assert found.keys() == {"w", "constant", *STATE}
     assert torch.equal(weights["w"], torch.zeros(2)), "what was given is not changed"
