@@ -33,6 +33,7 @@ def question_of(problem: Problem) -> Question:
     return Question(
         graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
         micro_batches=problem.micro_batches, schedule=problem.schedule, speed_scale=problem.speed_scale,
+        recompute=problem.recompute,
         state=StateBytes(
             master=state.master_bytes, gradient=state.gradient_bytes, optimizer=state.optimizer_bytes
         ),
@@ -45,29 +46,44 @@ def best_step_s(problem: Problem) -> float:
 
 
 class _Pipeline:
+    """With the best choice of stages that recompute, for each share."""
+
     def __init__(self, question: Question, graph: CutGraph, devices: tuple[str, ...]) -> None:
         self.graph, self.devices = graph, devices
         self._question, self._steps_s = question, dict[int, float]()
-        free = [
-            question.fleet.device(name).memory_bytes - part.memory_bytes(0)
-            for name, part in zip(devices, graph.parts, strict=True)
-        ]
-        self._held = [
-            -1 if room < 0 else room // part.kept_bytes if part.kept_bytes else question.micro_batches
-            for room, part in zip(free, graph.parts, strict=True)
-        ]
 
     @cached_property
-    def _timed(self) -> Timed:
-        return Timed(self._question, self.graph, self.devices)
+    def _choices(self) -> list[tuple[list[int], Timed]]:
+        """Micro-batches held per stage, and times."""
+        stages = len(self.devices)
+        plain = self._held([False] * stages)
+        short = [held < self._question.micro_batches for held in plain] if self._question.recompute else []
+        choices = itertools.product(*((False, True) if s else (False,) for s in short)) if any(short) else ()
+        found = [(plain, Timed(self._question, self.graph, self.devices, [False] * stages))]
+        return found + [
+            (self._held(again), Timed(self._question, self.graph, self.devices, again))
+            for again in choices if any(again)
+        ]  # fmt: skip
+
+    def _held(self, recompute: Sequence[bool]) -> list[int]:
+        found: list[int] = []
+        for name, part, again in zip(self.devices, self.graph.parts, recompute, strict=True):
+            free = self._question.fleet.device(name).memory_bytes - part.memory_bytes(0, again)
+            each = part.kept_bytes(again)
+            found.append(-1 if free < 0 else free // each if each else self._question.micro_batches)
+        return found
 
     def step_s(self, micro_batches: int) -> float:
         """Of this share; infinite where it does not fit."""
         if micro_batches not in self._steps_s:
             least = micro_batches if self._question.schedule == "gpipe" else 1
-            limits = [min(micro_batches, held) for held in self._held]
-            fits = min(limits) >= least
-            self._steps_s[micro_batches] = self._timed.step_s(limits, micro_batches) if fits else math.inf
+            self._steps_s[micro_batches] = min(
+                (
+                    timed.step_s([min(micro_batches, h) for h in held], micro_batches)
+                    for held, timed in self._choices if min(held) >= least
+                ),
+                default=math.inf,
+            )  # fmt: skip
         return self._steps_s[micro_batches]
 
     def count(self, time_s: float) -> int:

@@ -60,6 +60,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
     data_holder: str | tuple[str, ...] = ()
     """A device or a region that has the data, or several: only they read it. None: the data are everywhere."""
+    recompute: bool = True
+    """Whether stages short of memory may run their forward twice instead of keeping what it saves."""
     labels_stay: bool = False
     """Labels do not leave the data holders: they run the last part of the model as well as the first."""
 
@@ -218,6 +220,7 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         return Problem(
             flow=self.flow, fleet=fleet, micro_batch_size=self.job.micro_batch_size, micro_batches=t.micro_batches,
             schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job), terms=terms_of(self.job, fleet),
+            recompute=self.job.plan.recompute,
         )  # fmt: skip
 
 

@@ -173,7 +173,8 @@ def test_what_does_not_fit_is_named_with_the_missing_bytes() -> None:
 
 def test_memory_for_fewer_micro_batches_throttles_the_prediction() -> None:
     roomy = build_plan(problem(micro_batches=9), ["p", "q", "r"], [2, 3], planner="test")
-    tight = build_plan(problem(three_devices(530), micro_batches=9), ["p", "q", "r"], [2, 3], planner="test")
+    keeping = problem(three_devices(530), micro_batches=9, recompute=False)
+    tight = build_plan(keeping, ["p", "q", "r"], [2, 3], planner="test")
     assert roomy.replica.schedule.in_flight[1] > tight.replica.schedule.in_flight[1] == 2
     assert tight.predicted.bottleneck == "memory of device q (2 micro-batches in flight)"
     gained = tight.predicted.step_s - roomy.predicted.step_s

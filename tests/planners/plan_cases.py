@@ -6,9 +6,10 @@ import itertools
 import random
 from collections.abc import Iterator, Sequence
 
+import msgspec
+
 from isthmus.cost import Problem, place
-from isthmus.cost.assemble import Placement
-from isthmus.cost.memory import stage_memory
+from isthmus.cost.placement import Placement, recomputing
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec, cuts
 from isthmus.plan import classic_in_flight
@@ -75,6 +76,12 @@ def random_graph(seed: int, operators: int) -> OpGraph:
     return OpGraph(name=f"random-{seed}", mode="train", ops=tuple(ops), loss=Ref("loss"))
 
 
+def saving(graph: OpGraph, times: int) -> OpGraph:
+    """The graph with operators that save so many times as much for backward: then recomputing pays more often."""
+    more = (msgspec.structs.replace(op, saved_bytes=Affine(times * op.saved_bytes.per_sample)) for op in graph.ops)
+    return msgspec.structs.replace(graph, ops=tuple(more))
+
+
 def fleet_of(
     speeds: Sequence[float], seed: int = 0, *, memory: Sequence[int] | None = None, name: str = "hand"
 ) -> Fleet:
@@ -101,9 +108,13 @@ def problem_of(
 
 
 def every_cut(problem: Problem, order: Sequence[str]) -> Iterator[Placement]:
+    """With every choice of stages that recompute, where the problem allows it."""
     positions = [c.position for c in cuts(problem.flow)]
+    choices = list(itertools.product((False, True) if problem.recompute else (False,), repeat=len(order)))
     for boundaries in itertools.combinations(positions, len(order) - 1):
-        yield place(problem, order, boundaries)
+        placed = place(problem, order, boundaries)
+        for recompute in choices:
+            yield recomputing(placed, recompute)
 
 
 def fits(placed: Placement) -> bool:
@@ -111,13 +122,14 @@ def fits(placed: Placement) -> bool:
     problem = placed.problem
     held = classic_in_flight(problem.schedule, len(placed.order), problem.micro_batches)
     return all(
-        stage_memory(problem, graph, k).total <= problem.fleet.device(name).memory_bytes
-        for graph, k, name in zip(placed.graphs, held, placed.order, strict=True)
+        size.memory(k, again).total <= problem.fleet.device(name).memory_bytes
+        for size, again, k, name in zip(placed.sizes, placed.recompute, held, placed.order, strict=True)
     )
 
 
 def brute_force(problem: Problem, orders: Sequence[Sequence[str]]) -> float:
-    """The least closed-form step time over all orders given and all cuts; infinite where nothing fits."""
+    """The least closed-form step time over all orders given, all cuts and all choices of what recomputes; infinite
+    where nothing fits."""
     return min(
         (p.times.step_s(problem.micro_batches) for order in orders for p in every_cut(problem, order) if fits(p)),
         default=float("inf"),

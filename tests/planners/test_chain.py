@@ -214,13 +214,20 @@ def test_memory_decides_how_many_micro_batches_are_in_flight_and_is_in_the_predi
     assert roomy.certificate is not None
     assert (len(roomy.stages), roomy.certificate.gap) == (2, 0)
     most = max(s.memory.total for s in roomy.stages)
-    tight = _fleet([1e8, 1e8], latency=0.5, bandwidth=1e9, memory=most // 2)
-    squeezed = plan("chain", problem_of(graph, tight, micro_batches=32))
+    fleet = _fleet([1e8, 1e8], latency=0.5, bandwidth=1e9, memory=most // 2)
+    tight, keeping = (problem_of(graph, fleet, micro_batches=32, recompute=allowed) for allowed in (True, False))
+    squeezed = plan("chain", keeping)
     assert all(s.memory.total <= most // 2 for s in squeezed.stages)
     assert max(squeezed.replica.schedule.in_flight) < max(roomy.replica.schedule.in_flight)
-    unaware = build_plan(problem_of(graph, tight, micro_batches=32), ["d0", "d1"], roomy.boundaries(), planner="same")
+    unaware = build_plan(keeping, ["d0", "d1"], roomy.boundaries(), planner="same")
     assert unaware.predicted.bottleneck.startswith("memory of device d0")
     assert roomy.predicted.step_s < squeezed.predicted.step_s < 0.9 * unaware.predicted.step_s
+    # A first stage that recomputes holds as many as it wants: slower than with room, faster than throttled.
+    again = plan("chain", tight)
+    assert [s.recompute for s in again.stages] == [True, False]
+    assert all(s.memory.total <= most // 2 for s in again.stages)
+    assert again.certificate is not None and again.certificate.gap == 0
+    assert roomy.predicted.step_s < again.predicted.step_s < squeezed.predicted.step_s
 
 
 def test_too_small_a_fleet_names_a_device_and_the_missing_bytes() -> None:

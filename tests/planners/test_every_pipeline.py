@@ -8,9 +8,9 @@ import random
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import all_orders_of, fleet_of, problem_of, random_graph
+from plan_cases import all_orders_of, fleet_of, problem_of, random_graph, saving
 
-from isthmus.cost import Problem, build_plan
+from isthmus.cost import Problem, build_plan, place
 from isthmus.errors import FleetTooSmall
 from isthmus.graph import cuts
 from isthmus.planners import plan
@@ -20,34 +20,44 @@ from isthmus.planners.fastest import EXACT_SCOPE, THROTTLED_SCOPE
 from isthmus.planners.network import network_of
 
 
-def tight_problem(seed: int, operators: int, devices: int) -> Problem:
-    """Devices that hold between half and one and a half of what an even share of the model needs."""
+def tight_problem(seed: int, operators: int, devices: int, *, saved: int = 1, schedule: str = "1f1b") -> Problem:
+    """Devices that hold between half and one and a half of what an even share of the model needs.
+
+    `saved` multiplies what operators save, so that recomputing pays now and then; one problem in four forbids it.
+    """
     rng = random.Random(seed)
-    graph = random_graph(seed, operators)
+    graph = saving(random_graph(seed, operators), saved)
+    held = 4 if schedule == "gpipe" else rng.choice([1, 2])
     whole = problem_of(graph, fleet_of([1.0], 0, memory=[1 << 40]))
-    need = build_plan(whole, ["d0"], [], planner="hand").stages[0].memory.total
+    need = place(whole, ["d0"], []).sizes[0].memory(held).total
     memory = [int(need * rng.uniform(0.5, 1.5) / devices) + 1 for _ in range(devices)]
-    return problem_of(graph, fleet_of([rng.choice([1, 2, 5]) for _ in range(devices)], seed, memory=memory))
+    fleet = fleet_of([rng.choice([1, 2, 5]) for _ in range(devices)], seed, memory=memory)
+    return problem_of(graph, fleet, schedule=schedule, micro_batches=rng.choice([4, 12]), recompute=seed % 4 > 0)
 
 
 def best_of_all(problem: Problem) -> float:
-    """The least predicted step time of every order and cut that fits; infinite where none does."""
+    """The least predicted step time of every order, cut and choice of what recomputes; infinite where none fits."""
     positions = [cut.position for cut in cuts(problem.flow)]
     best = float("inf")
     for order in all_orders_of(problem.fleet):
+        choices = list(itertools.product((False, True) if problem.recompute else (False,), repeat=len(order)))
         for boundaries in itertools.combinations(positions, len(order) - 1):
-            try:
-                made = build_plan(problem, order, boundaries, planner="hand")
-            except FleetTooSmall:
-                continue
-            best = min(best, made.predicted.step_s)
+            for recompute in choices:
+                try:
+                    made = build_plan(problem, order, boundaries, planner="hand", recompute=recompute)
+                except FleetTooSmall:
+                    continue
+                best = min(best, made.predicted.step_s)
     return best
 
 
-@settings(max_examples=60, deadline=None)
-@given(st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 3))
-def test_chain_is_the_best_of_all_plans(seed: int, operators: int, devices: int) -> None:
-    problem = tight_problem(seed, operators, devices)
+@settings(max_examples=100, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(3, 6), st.integers(1, 3), st.sampled_from([1, 12, 40]),
+    st.sampled_from(["1f1b", "gpipe"]),
+)  # fmt: skip
+def test_chain_is_the_best_of_all_plans(seed: int, operators: int, devices: int, saved: int, schedule: str) -> None:
+    problem = tight_problem(seed, operators, devices, saved=saved, schedule=schedule)
     best = best_of_all(problem)
     if best == float("inf"):
         with pytest.raises(FleetTooSmall):
@@ -58,6 +68,19 @@ def test_chain_is_the_best_of_all_plans(seed: int, operators: int, devices: int)
     assert made.predicted.step_s == pytest.approx(best)
     assert made.certificate.gap == 0
     assert made.certificate.scope in (EXACT_SCOPE, THROTTLED_SCOPE)
+
+
+@pytest.mark.parametrize("schedule", ["1f1b", "gpipe"])
+def test_in_some_of_these_stages_recompute(schedule: str) -> None:
+    found = set[bool]()
+    for seed in range(120):
+        try:
+            made = plan("chain", tight_problem(seed, 5, 3, saved=12, schedule=schedule))
+        except FleetTooSmall:
+            continue
+        found |= {stage.recompute for stage in made.stages}
+        assert seed % 4 or not any(stage.recompute for stage in made.stages), "it is forbidden"
+    assert found == {True, False}
 
 
 def test_some_of_these_are_throttled_by_memory() -> None:

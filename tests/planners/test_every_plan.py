@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import fleet_of, problem_of, random_graph
+from plan_cases import fleet_of, problem_of, random_graph, saving
 
 from isthmus.cost import Problem, build_replicas, layouts_of
 from isthmus.errors import FleetTooSmall
@@ -44,15 +44,24 @@ def test_auto_equals_brute_force_on_small_fleets(seed: int) -> None:
     assert verify(found, question_of(problem)).holds
 
 
-@settings(max_examples=30, deadline=None)
-@given(st.integers(0, 10**6), st.integers(2, 4), st.integers(2, 5), st.sampled_from([1, 2, 3, 5]))
-def test_odd_graphs_are_settled_and_bounds_are_below(seed: int, devices: int, operators: int, count: int) -> None:
+def odd_problem(seed: int, devices: int, operators: int, count: int, saved: int) -> Problem:
     """Skips, shared parameters, frozen ones, integers; memory that binds; every link its own."""
     source = random.Random(seed)
     memory = [source.randint(150, 3000) for _ in range(devices)] if seed % 2 else None
     fleet = fleet_of([source.uniform(5, 50) for _ in range(devices)], seed, memory=memory)
     schedule = source.choice(["gpipe", "1f1b"])
-    problem = problem_of(random_graph(seed, operators), fleet, micro_batches=count, schedule=schedule)
+    graph = saving(random_graph(seed, operators), saved)
+    return problem_of(graph, fleet, micro_batches=count, schedule=schedule, recompute=seed % 3 > 0)
+
+
+@settings(max_examples=40, deadline=None)
+@given(
+    st.integers(0, 10**6), st.integers(2, 4), st.integers(2, 5), st.sampled_from([1, 2, 3, 5]), st.sampled_from([1, 9])
+)
+def test_odd_graphs_are_settled_and_bounds_are_below(
+    seed: int, devices: int, operators: int, count: int, saved: int
+) -> None:
+    problem = odd_problem(seed, devices, operators, count, saved)
     best_s = best_step_s(problem)
     network, blocks = network_of(problem), Blocks(problem)
     settled = every_plan(problem, network, blocks, float("inf"))
@@ -66,6 +75,16 @@ def test_odd_graphs_are_settled_and_bounds_are_below(seed: int, devices: int, op
     gradient_bytes = float(sum(v.gradient_bytes for v in blocks.variables))
     bounds = pooled_bound_s(network, blocks, count), replicas_bound_s(network, blocks, count, gradient_bytes)
     assert 0 < min(bounds) <= best_s * (1 + 1e-9)
+
+
+def test_in_some_of_these_stages_recompute() -> None:
+    found = set[bool]()
+    for seed in range(1, 60, 2):
+        problem = odd_problem(seed, 3, 4, 5, 9)
+        settled = every_plan(problem, network_of(problem), Blocks(problem), float("inf"))
+        if settled is not None and settled.plan is not None:
+            found |= {stage.recompute for replica in settled.plan.replicas for stage in replica.stages}
+    assert found == {True, False}
 
 
 @pytest.mark.parametrize("seed", (1, 4, 13, 25, 34))

@@ -13,7 +13,6 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, random_graph, tensor
 
 from isthmus.cost import Problem, place
-from isthmus.cost.memory import stage_memory
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route, topology
 from isthmus.graph import OpGraph, Ref
@@ -174,8 +173,8 @@ def least_compute_s(problem: Problem, order: Sequence[str], held: int) -> float:
             for boundaries in itertools.combinations(range(1, count), size - 1):
                 placed = place(problem, names, boundaries)
                 if all(
-                    stage_memory(problem, g, held).total <= problem.fleet.device(n).memory_bytes
-                    for g, n in zip(placed.graphs, names, strict=True)
+                    size.memory(held).total <= problem.fleet.device(n).memory_bytes
+                    for size, n in zip(placed.sizes, names, strict=True)
                 ):
                     best = min(best, max(placed.times.compute_s))
     return best
@@ -187,7 +186,7 @@ def test_where_memory_is_short_devices_are_filled_evenly(seed: int, operators: i
     rng = random.Random(seed)
     graph = chain_graph(seed, operators)
     whole = problem_of(graph, fleet_of([1.0]), micro_batches=1)
-    need = stage_memory(whole, place(whole, ["d0"], []).graphs[0], 1).total
+    need = place(whole, ["d0"], []).sizes[0].memory(1).total
     memory = [int(need * room * rng.uniform(0.3, 1)) for _ in range(3)]
     problem = problem_of(graph, fleet_of([1.0, 2.0, 4.0], seed, memory=memory), micro_batches=1)
     roomy = plan("op-fence", problem_of(graph, fleet_of([1.0, 2.0, 4.0], seed), micro_batches=1))

@@ -8,7 +8,7 @@ import msgspec
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph
+from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph, saving
 
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state
 from isthmus.errors import FleetTooSmall, UserError
@@ -25,7 +25,7 @@ def question_of(problem: Problem) -> Question:
     return Question(
         graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
         micro_batches=problem.micro_batches, schedule=problem.schedule, speed_scale=problem.speed_scale,
-        terms=problem.terms,
+        terms=problem.terms, recompute=problem.recompute,
         state=StateBytes(
             master=problem.state.master_bytes, gradient=problem.state.gradient_bytes,
             optimizer=problem.state.optimizer_bytes,
@@ -58,18 +58,21 @@ def check(plan: Plan, problem: Problem) -> Verdict:
     micro_batches=st.integers(1, 6),
     schedule=st.sampled_from(["1f1b", "gpipe"]),
     memory=st.sampled_from([1 << 40, 6000, 2500]),
+    saved=st.sampled_from([1, 30]),
+    recompute=st.booleans(),
 )
 @settings(max_examples=60, deadline=None)
 def test_every_plan_of_ours_passes(
-    planner: str, seed: int, devices: int, units: int, micro_batches: int, schedule: str, memory: int
-) -> None:
+    planner: str, seed: int, devices: int, units: int, micro_batches: int, schedule: str, memory: int, saved: int,
+    recompute: bool,
+) -> None:  # fmt: skip
     if planner == "auto":
         memory = 1 << 40  # where memory is short, its bound is `chain`'s, which speaks of the classic schedule only
     fleet = fleet_of([1 + (seed * (k + 3)) % 7 for k in range(devices)], seed, memory=[memory] * devices)
     state = parameter_state("adamw")
     problem = problem_of(
-        random_graph(seed, units), fleet, micro_batches=micro_batches, schedule=schedule, state=state,
-        speed_scale={"d0": 0.5},
+        saving(random_graph(seed, units), saved), fleet, micro_batches=micro_batches, schedule=schedule, state=state,
+        speed_scale={"d0": 0.5}, recompute=recompute,
     )  # fmt: skip
     try:
         plan = make_plan(planner, problem)
@@ -77,6 +80,7 @@ def test_every_plan_of_ours_passes(
         return
     found = check(plan, problem)
     assert found.checked > 20
+    assert recompute or not any(stage.recompute for replica in plan.replicas for stage in replica.stages)
     assert found.bound.method == ("none" if planner == "even" else "brute force")
 
 
@@ -189,7 +193,7 @@ def at(built: Built, path: tuple[str | int, ...]) -> Built:
 def two_replicas() -> tuple[Plan, Problem]:
     """Edges, a skip, a shared parameter, groups and a certificate: a figure in every field."""
     problem = problem_of(random_graph(29, 6), two_sites(9.0, 1), micro_batches=6, state=parameter_state("adam"))
-    layouts = [Layout(("d2", "d0"), (3,), 2), Layout(("d1", "d3"), (2,), 4)]
+    layouts = [Layout(("d2", "d0"), (3,), 2, (True, False)), Layout(("d1", "d3"), (2,), 4)]
     plan = build_replicas(problem, layouts, planner="hand")
     step_s = plan.predicted.step_s
     certificate = Certificate(lower_bound=step_s / 100, gap=99.0, scope="nearly nothing")
@@ -208,7 +212,9 @@ def test_every_field_that_is_tampered_with_is_caught() -> None:
             continue
         value = at(built, path)
         others: list[Built] = [f"{value}x"] if isinstance(value, str) else []
-        if isinstance(value, int):
+        if isinstance(value, bool):
+            others = [not value]
+        elif isinstance(value, int):
             others = [value + 1, value - 1] if value else [value + 1]  # below 0 is no plan document
         elif isinstance(value, float):
             others = [value * 1.00001 + 1e-6, -1.0]

@@ -24,9 +24,11 @@ from isthmus.report import (
     explanation_text,
     improvements,
     least_headroom,
+    plan_table,
     ranked,
     verdict_table,
 )
+from isthmus.report.seats import seats_of
 from isthmus.report.what_if import with_device
 from isthmus.verify import BoundCheck, Difference, Verdict
 
@@ -64,8 +66,10 @@ def fleet(speeds: Sequence[float], bandwidth: float = 1000.0, *, memory: int = 1
     return Fleet(name="hand", devices=devices, links=links)
 
 
-def problem(on: Fleet, micro_batches: int = 8, units: int = UNITS) -> Problem:
-    return Problem(flow=Flow(graph(units)), fleet=on, micro_batch_size=1, micro_batches=micro_batches)
+def problem(on: Fleet, micro_batches: int = 8, units: int = UNITS, *, recompute: bool = True) -> Problem:
+    return Problem(
+        flow=Flow(graph(units)), fleet=on, micro_batch_size=1, micro_batches=micro_batches, recompute=recompute
+    )
 
 
 def told(what: RenderableType) -> str:
@@ -106,11 +110,26 @@ def test_an_uplink_and_memory_that_hold_a_plan_up_are_named() -> None:
     asked = problem(slow)
     plan = build_plan(asked, ["d0", "d1"], [6], planner="hand")
     assert improvements(asked, plan)[0].what == "twice the uplink of east"
-    tight = problem(fleet([1e3, 1e3], 1e3, memory=330))
+    tight = problem(fleet([1e3, 1e3], 1e3, memory=330), recompute=False)
     plan = build_plan(tight, ["d0", "d1"], [6], planner="hand")
     assert plan.predicted.bottleneck.startswith("memory of device")
     assert "twice the memory" in improvements(tight, plan)[0].what
     assert "at once" in explain(tight, plan).bottleneck[0]
+
+
+def test_a_stage_that_recomputes_is_told() -> None:
+    tight = problem(fleet([1e3, 1e3], 1e3, memory=330))
+    plan = build_plan(tight, ["d0", "d1"], [6], planner="hand")
+    assert [stage.recompute for stage in plan.stages] == [True, False]
+    # 6 operators of 100 FLOPs and 8 saved bytes; 120 bytes of weights, 120 of gradients
+    (line,) = [line for line in explain(tight, plan).stages if "again" in line]
+    assert line == (
+        "d0 computes its forward again in each backward, 600 ms: it keeps 4 B per micro-batch in flight and 48 B once, "
+        "and would keep 48 B each otherwise, which leaves room for 1"
+    )
+    assert explain(tight, plan).stages[0].startswith("d0: operators 0..5, 50.0% of the FLOPs, computes 100% ")
+    assert "recomputes F in B" in told(plan_table(plan, tight.fleet))
+    assert [seat.label for seat in seats_of(plan, tight.fleet)[0]] == ["0*", "1"]
 
 
 def test_an_explanation_says_what_holds_the_plan_up_and_by_how_much() -> None:

@@ -38,8 +38,9 @@ class Pipeline:
 
     def __init__(
         self, captured: Captured, boundaries: Sequence[int], weights: Mapping[str, Tensor], config: EngineConfig,
-        packings: Packings = lambda source, target: None,
+        packings: Packings = lambda source, target: None, *, recompute: Sequence[bool] = (),
     ) -> None:  # fmt: skip
+        """Stage k recomputes if `recompute[k]` says so, none without it."""
         flow, eval_flow = Flow(captured.train), Flow(captured.eval)
         stage_of = assign(flow, boundaries)
         self.captured = captured
@@ -52,8 +53,10 @@ class Pipeline:
         ]
         self.eval_stages = (*evaluation, *nothing)
         self.engines = [
-            TorchEngine(t, e, config, {k: v.clone() for k, v in weights.items()})
-            for t, e in zip(self.stages, self.eval_stages, strict=True)
+            TorchEngine(t, e, config, {k: v.clone() for k, v in weights.items()}, recompute=again)
+            for t, e, again in zip(
+                self.stages, self.eval_stages, recompute or [False] * len(self.stages), strict=True
+            )
         ]
         both = (*captured.train.ops, *captured.eval.ops)
         self.placeholders = {op.target: op.name for op in both if op.kind == "placeholder"}

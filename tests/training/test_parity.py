@@ -4,13 +4,16 @@ from __future__ import annotations
 
 import functools
 import random
+import weakref
 
 import pytest
 import torch
 from in_process import Pipeline, batches, capture_of, copies, module_of, random_cut, weights_of
 from torch import Tensor
+from torch.autograd.graph import saved_tensors_hooks
 from zoo import CASES, MODELS, SENTENCE, Dropouts, X, model
 
+from isthmus.graph import Ref
 from isthmus.graph.capture import Captured
 from isthmus.training.engine import EngineConfig
 from isthmus.training.plain import plain_loss, plain_step
@@ -57,6 +60,50 @@ def test_loss_gradients_and_buffers_equal_the_plain_module(name: str, seed: int)
     expected_loss = plain_loss(module, copies(data))
     exact = name not in FUSED_IN_EVAL
     assert pipeline.evaluate(copies(data)) == (expected_loss if exact else pytest.approx(expected_loss, rel=1e-6))
+
+
+@pytest.mark.parametrize("name", [*MODELS, *CASES])
+def test_recomputing_changes_no_bit(name: str):
+    """Loss, gradients, buffers and a second step are those of stages that keep what they save, whoever recomputes."""
+    build, columns = model(name)
+    data = [batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(2)]
+    generator = random.Random(name)
+    cut = random_cut(captured(name), generator)
+    some = [generator.random() < 0.5 for _ in cut]
+    found = [
+        Pipeline(captured(name), cut, weights_of(build, captured(name)), CONFIG, recompute=recompute)
+        for recompute in ((), [True] * (len(cut) + 1), [not any(some), *some])
+    ]
+    steps = [[pipeline.step(number, copies(d)) for number, d in enumerate(data)] for pipeline in found]
+    for pipeline, told in zip(found[1:], steps[1:], strict=True):
+        assert [loss for loss, _ in told] == [loss for loss, _ in steps[0]]
+        for (_, gradients), (_, expected) in zip(told, steps[0], strict=True):
+            assert_equal(gradients, expected, bitwise=True)
+        assert_equal(pipeline.state(), found[0].state(), bitwise=True)
+
+
+def test_recomputing_drops_what_the_forward_saved():
+    """Between forward and backward only what was received is kept: nothing that autograd saved is still alive."""
+    build, columns = model("gpt")
+    (batch,) = batches(columns, 1, 2)
+    inputs = {Ref(op.name): batch[op.target] for op in captured("gpt").train.ops if op.kind == "placeholder"}
+
+    def saved_and_alive(recompute: bool) -> list[bool]:
+        alive: list[weakref.ref[Tensor]] = []
+
+        def pack(tensor: Tensor) -> Tensor:
+            copy = tensor.detach().clone()
+            alive.append(weakref.ref(copy))
+            return copy
+
+        weights = weights_of(build, captured("gpt"))
+        (engine,) = Pipeline(captured("gpt"), [], weights, CONFIG, recompute=[recompute]).engines
+        with saved_tensors_hooks(pack, lambda tensor: tensor):
+            engine.forward(0, 0, inputs)
+        return [reference() is not None for reference in alive]
+
+    assert len(saved_and_alive(False)) == len(saved_and_alive(True)) > 10
+    assert all(saved_and_alive(False)) and not any(saved_and_alive(True))
 
 
 def test_the_claims_above_are_not_empty():

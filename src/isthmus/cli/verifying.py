@@ -20,7 +20,7 @@ def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> in
     question = Question(
         graph=prepare(job).captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
         micro_batches=job.training.micro_batches, schedule=job.schedule, period=job.sync.period,
-        state=_state(job), terms=terms_of(job, fleet),
+        state=_state(job), terms=terms_of(job, fleet), recompute=job.plan.recompute,
     )  # fmt: skip
     verdict = verify(plan, question)
     if json:

@@ -1,8 +1,9 @@
 """What a plan costs: compute, transfer, memory, and the time of a step."""
 
-from isthmus.cost.assemble import Layout, Placement, build_plan, build_replicas, layouts_of, place, with_sync
+from isthmus.cost.assemble import Layout, build_plan, build_replicas, layouts_of, with_sync
 from isthmus.cost.compressed import with_edges
 from isthmus.cost.in_flight import Room, in_flight_limits
+from isthmus.cost.placement import Placement, place
 from isthmus.cost.price import Price, is_priced, preference, step_price
 from isthmus.cost.problem import OPTIMIZER_TENSORS, ParameterState, Problem, SyncPolicy, parameter_state
 from isthmus.cost.respect import broken_term

@@ -7,7 +7,7 @@ from isthmus.graph import StageGraph
 
 
 def stage_flops(problem: Problem, stage: StageGraph) -> tuple[int, int]:
-    """(forward, backward) FLOPs of one micro-batch."""
+    """(forward, backward) FLOPs of one micro-batch, nothing recomputed."""
     pairs = [problem.flops(op) for op in stage.ops]
     return sum(f for f, _ in pairs), sum(b for _, b in pairs)
 

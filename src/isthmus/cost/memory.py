@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from dataclasses import dataclass
 
 from isthmus.cost.problem import Problem
 from isthmus.graph import Op, StageGraph
@@ -32,17 +33,44 @@ def variable_bytes(problem: Problem, op: Op, *, borrowed: bool) -> StageMemory:
     )
 
 
-def micro_batch_bytes(problem: Problem, stage: StageGraph) -> int:
-    """Kept per micro-batch in flight: what autograd saves, and what was received forward."""
-    saved = sum(problem.saved_bytes(op) for op in stage.ops)
-    return saved + sum(c.spec.nbytes(problem.micro_batch_size) for c in stage.receives)
+@dataclass(frozen=True, kw_only=True)
+class StageBytes:
+    """What a stage's memory is made of, whatever it holds in flight. The last three are per micro-batch."""
+
+    weights: int
+    gradients: int
+    optimizer: int
+    saved: int
+    """By autograd, for backward."""
+    received: int
+    columns: int
+    """Of the batch, which the stage reads from its own data. Where autograd needs them they are in `saved`."""
+
+    def kept(self, recompute: bool) -> int:
+        """Per micro-batch in flight: what was received, and what is saved or, to run the forward again, read."""
+        return self.received + (self.columns if recompute else self.saved)
+
+    def memory(self, in_flight: int, recompute: bool = False) -> StageMemory:
+        return StageMemory(
+            weights=self.weights, gradients=self.gradients, optimizer=self.optimizer,
+            activations=in_flight * self.kept(recompute), recomputed=self.saved if recompute else 0,
+        )  # fmt: skip
+
+    def most_in_flight(self, capacity_bytes: int, wanted: int, recompute: bool = False) -> int:
+        """How many micro-batches fit, `wanted` at most; below 1 where not even one does."""
+        free, each = capacity_bytes - self.memory(0, recompute).total, self.kept(recompute)
+        if not each:
+            return wanted if free >= 0 else 0
+        return min(wanted, free // each)
 
 
-def stage_memory(problem: Problem, stage: StageGraph, in_flight: int) -> StageMemory:
+def bytes_of(problem: Problem, stage: StageGraph) -> StageBytes:
     parts = [variable_bytes(problem, op, borrowed=op.name in stage.borrows) for op in stage.variables()]
-    return StageMemory(
+    return StageBytes(
         weights=sum(p.weights for p in parts),
         gradients=sum(p.gradients for p in parts),
         optimizer=sum(p.optimizer for p in parts),
-        activations=in_flight * micro_batch_bytes(problem, stage),
+        saved=sum(problem.saved_bytes(op) for op in stage.ops),
+        received=sum(c.spec.nbytes(problem.micro_batch_size) for c in stage.receives),
+        columns=sum(problem.column_bytes[name] for name in stage.columns),
     )

@@ -87,6 +87,8 @@ class Problem:
     """lambda of FusionLLM's S = lambda * S*, per device; 1 where absent."""
     terms: Terms = field(default_factory=Terms)
     """With data holders, `flow` becomes one whose columns are all read by the first stage."""
+    recompute: bool = True
+    """Whether a stage may run its forward again instead of keeping what it saves for backward."""
 
     def __post_init__(self) -> None:
         if self.flow.columns_first != bool(self.terms.data_holders):
@@ -161,6 +163,12 @@ class Problem:
     @cached_property
     def cumulative_forward_flops(self) -> tuple[int, ...]:
         return tuple(itertools.accumulate((self.flops(op)[0] for op in self.flow.operators), initial=0))
+
+    @cached_property
+    def column_bytes(self) -> dict[str, int]:
+        """Bytes of each batch column in one micro-batch."""
+        placeholders = (op for op in self.flow.graph.ops if op.kind == "placeholder")
+        return {op.target: op.outputs[0].nbytes(self.micro_batch_size) for op in placeholders}
 
     @cached_property
     def cumulative_saved_bytes(self) -> tuple[int, ...]:

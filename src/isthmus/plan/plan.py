@@ -17,7 +17,7 @@ from isthmus.plan.compression import Compression
 from isthmus.plan.schedule import Schedule
 from isthmus.plan.terms import Terms
 
-PLAN_VERSION = 3
+PLAN_VERSION = 4
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -30,10 +30,12 @@ class StageMemory(msgspec.Struct, frozen=True, kw_only=True):
     optimizer: NotNegative
     activations: NotNegative
     """Kept between forward and backward, for all micro-batches in flight at once."""
+    recomputed: NotNegative = 0
+    """What a stage that recomputes saves for one micro-batch, from its second forward to the end of its backward."""
 
     @property
     def total(self) -> int:
-        return self.weights + self.gradients + self.optimizer + self.activations
+        return self.weights + self.gradients + self.optimizer + self.activations + self.recomputed
 
 
 class Stage(msgspec.Struct, frozen=True, kw_only=True):
@@ -48,8 +50,11 @@ class Stage(msgspec.Struct, frozen=True, kw_only=True):
     last_op: str
     flops_forward: NotNegative
     flops_backward: NotNegative
+    """With the second forward, where the stage recomputes."""
     parameter_bytes: NotNegative
     memory: StageMemory
+    recompute: bool = False
+    """Keep only what was received between forward and backward, and run the forward again when the backward is due."""
 
 
 class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

@@ -7,7 +7,7 @@ place k + 1; a stage is a run of blocks [a, b).
 from __future__ import annotations
 
 import bisect
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
 from typing import NamedTuple
 
@@ -43,17 +43,31 @@ class Variable(NamedTuple):
 
 
 class Blocks:
-    """Blocks between `places`, which are positions in `flow.operators` where a cut is legal (default: all)."""
+    """Blocks between `places`, which are positions in `flow.operators` where a cut is legal (default: all).
 
-    def __init__(self, problem: Problem, places: Sequence[int] | None = None) -> None:
+    With `recompute` every stage runs its forward twice.
+    """
+
+    def __init__(self, problem: Problem, places: Sequence[int] | None = None, *, recompute: bool = False) -> None:
         inner = legal_places(problem) if places is None else places
         self.problem = problem
         self.places: tuple[int, ...] = (0, *inner, len(problem.flow.operators))
         self.count = len(self.places) - 1
         take = np.array(self.places)
         self.work: Floats = np.array(problem.cumulative_flops, dtype=np.float64)[take]
+        self.forward_work: Floats = np.array(problem.cumulative_forward_flops, dtype=np.float64)[take]
         self.saved: Floats = np.array(problem.cumulative_saved_bytes, dtype=np.float64)[take]
+        """Of the first k blocks, kept per micro-batch in flight, besides what is received."""
+        self.once: Floats = np.zeros_like(self.saved)
+        """Kept for the one micro-batch whose backward runs."""
         self._position = {op.name: i for i, op in enumerate(problem.flow.operators)}
+        self.recompute = recompute
+        if recompute:
+            self.work = self.work + self.forward_work
+            self.saved, self.once = self.columns, self.saved
+
+    def recomputing(self) -> Blocks:
+        return Blocks(self.problem, self.places[1:-1], recompute=True)
 
     @cached_property
     def last_start(self) -> int:
@@ -87,6 +101,16 @@ class Blocks:
             item = self._item(None, self._users(op), size, size)
             found += [item._replace(per_step=True)] if item else []
         return tuple(found)
+
+    @cached_property
+    def columns(self) -> Floats:
+        """Bytes per micro-batch of the batch columns that stages made of the first k blocks read themselves."""
+        flow, found = self.problem.flow, np.zeros(self.count + 1)
+        for op in flow.graph.ops:
+            uses = [self._position[c] for c in flow.consumers.get(Ref(op.name), ())] if op.kind == "placeholder" else []
+            if uses:
+                found[self.block_of(min(uses)) + 1] += self.problem.column_bytes[op.target]
+        return found.cumsum()
 
     def _item(self, made: int | None, uses: list[int], forward: int, backward: int) -> Item | None:
         """None where no cut can separate the uses. What no operator makes is held by its first user."""
@@ -158,4 +182,12 @@ def coarse(blocks: Blocks, most: int) -> Blocks:
         group = int((blocks.work[boundary] / total + boundary / blocks.count) / 2 * (most - 1))
         offer = (blocks.live_bytes(boundary), boundary)
         best[group] = min(best.get(group, offer), offer)
-    return Blocks(blocks.problem, [blocks.places[b] for _, b in sorted(best.values(), key=lambda pair: pair[1])])
+    places = [blocks.places[b] for _, b in sorted(best.values(), key=lambda pair: pair[1])]
+    return Blocks(blocks.problem, places, recompute=blocks.recompute)
+
+
+def alternatives(blocks: Blocks) -> Iterator[Blocks]:
+    """The blocks, and as stages that recompute where the schedule says how many micro-batches they must hold."""
+    yield blocks
+    if blocks.problem.schedule == "gpipe" and blocks.problem.recompute:
+        yield blocks.recomputing()

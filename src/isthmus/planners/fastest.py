@@ -28,7 +28,7 @@ EXACT_SCOPE = (
 )
 THROTTLED_SCOPE = (
     "all orders and subsets of the devices, all cuts of the operator order, as many micro-batches in flight as memory "
-    "allows, closed form"
+    "allows, stages that recompute or not, closed form"
 )
 POOLED_SCOPE = (
     "all orders and subsets of the devices, all cuts; the bound pools speeds and takes the cheapest links, and not "
@@ -53,12 +53,15 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = _plans(problem, [best])
     closed_form_s = best.step_s if best else 0.0
-    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind.
+    # Where memory throttles the pipeline, the closed form is not the whole story: search again with it in mind, and
+    # for stages that recompute.
     throttled = problem.schedule != "gpipe" and not any(
         p.predicted.step_s <= closed_form_s * (1 + TOLERANCE) for p in plans
     )
     if throttled:
         plans += _plans(problem, [OrderSearch(problem, network, blocks, throttled=True).run()])
+    if problem.recompute and (throttled or not plans):
+        plans += _plans(problem, [OrderSearch(problem, network, blocks.recomputing()).run()])
     plans += _baseline(problem)
     tight = throttled or _memory_binds(problem, network, blocks)
     if classic.exhaustive and ((tight and settle) or problem.terms.labels_stay):
@@ -78,8 +81,9 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
 
 def _memory_binds(problem: Problem, network: Network, blocks: Blocks) -> bool:
     """Whether some device could not hold the whole model with the micro-batches of the classic schedule."""
-    held = min(problem.micro_batches, len(network.names) + problem.terms.labels_stay)
-    return problem.schedule != "gpipe" and stage_bytes(blocks, 0, blocks.count, held) > float(network.memory.min())
+    most = problem.micro_batches
+    held = most if problem.schedule == "gpipe" else min(most, len(network.names) + problem.terms.labels_stay)
+    return stage_bytes(blocks, 0, blocks.count, held) > float(network.memory.min())
 
 
 def _plans(problem: Problem, found: Sequence[Found | None]) -> list[Plan]:

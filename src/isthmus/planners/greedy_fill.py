@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall
-from isthmus.planners.blocks import Blocks
+from isthmus.planners.blocks import Blocks, alternatives
 from isthmus.planners.network import Network
 from isthmus.planners.pins import pins_of
 from isthmus.planners.relaxation import Path
@@ -20,6 +20,17 @@ def greedy_fill(problem: Problem, network: Network, blocks: Blocks) -> Path:
     Raises FleetTooSmall, which names the device that is left with more than it holds, and by how many bytes; and the
     data holder where it is the one.
     """
+    refused: FleetTooSmall | None = None
+    for cut in alternatives(blocks):
+        try:
+            return _greedy(problem, network, cut)
+        except FleetTooSmall as error:
+            refused = error
+    assert refused is not None, "the blocks are an alternative"
+    raise refused
+
+
+def _greedy(problem: Problem, network: Network, blocks: Blocks) -> Path:
     pins = pins_of(problem, network)
     order = sorted(range(len(network.names)), key=lambda d: -float(network.memory[d]))
     filling = _Filling(problem, network, blocks, problem.micro_batches if problem.schedule == "gpipe" else 1)
@@ -104,13 +115,13 @@ def _why(problem: Problem, name: str) -> str:
 
 def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
     """Memory of the stage [start, end); it never shrinks as `end` grows."""
-    fixed = 0
+    fixed = int(blocks.once[end] - blocks.once[start])
     for variable in blocks.variables:
         at = bisect.bisect_left(variable.uses, start)
         if at < len(variable.uses) and variable.uses[at] < end:
             fixed += variable.borrowed_bytes if at else variable.owned_bytes
-    saved = int(blocks.saved[end] - blocks.saved[start])
+    kept = int(blocks.saved[end] - blocks.saved[start])
     for number, use in blocks.live[start]:
         item = blocks.items[number]
-        saved += item.forward_bytes if use < end and not item.per_step else 0
-    return fixed + in_flight * saved
+        kept += item.forward_bytes if use < end and not item.per_step else 0
+    return fixed + in_flight * kept

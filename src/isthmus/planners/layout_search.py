@@ -38,10 +38,13 @@ def shifted(problem: Problem, layouts: Sequence[Layout], places: Sequence[int]) 
     def trials(now: Trial) -> Iterator[Trial]:
         return (_trial(problem, other) for other in _moves(now.layouts, problem.fleet.names, places))
 
-    start = Trial(tuple(layouts), build_replicas(problem, layouts, planner="auto"))
+    start = Trial(tuple(x._replace(recompute=None) for x in layouts), build_replicas(problem, layouts, planner="auto"))
     best = first_improvement(
-        start, trials, lambda trial: _judged(problem, trial),
-        most=MOST_TRIALS * 1_000 // len(problem.flow.operators), tolerance=TOLERANCE,
+        start,
+        trials,
+        lambda trial: _judged(problem, trial),
+        most=MOST_TRIALS * 1_000 // len(problem.flow.operators),
+        tolerance=TOLERANCE,
     )
     assert best.plan is not None, "what does not fit improves nothing"
     return best.plan

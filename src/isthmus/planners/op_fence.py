@@ -16,7 +16,7 @@ import numpy as np
 
 from isthmus.cost import Problem, build_plan
 from isthmus.plan import Plan, classic_in_flight
-from isthmus.planners.blocks import Blocks
+from isthmus.planners.blocks import Blocks, alternatives
 from isthmus.planners.communities import communities, visiting_order
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.network import Floats, Network, network_of
@@ -55,11 +55,11 @@ def _cut(problem: Problem, network: Network, blocks: Blocks, fence: Sequence[int
     def fewest(stages: int) -> tuple[int, ...]:
         return (problem.micro_batches if problem.schedule == "gpipe" else 1,) * stages
 
-    for in_flight in (classic, fewest):
-        if _fits(network, blocks, share, in_flight(len(share.devices))):
+    for in_flight, kept in itertools.product((classic, fewest), alternatives(blocks)):
+        if _fits(network, kept, share, in_flight(len(share.devices))):
             return share
         # All of the fence: a device without a share may have the memory that is wanted.
-        if (filled := _filled(network, blocks, fence, in_flight(len(fence)))) is not None:
+        if (filled := _filled(network, kept, fence, in_flight(len(fence)))) is not None:
             return filled
     return greedy_fill(problem, network, blocks)
 

@@ -56,7 +56,7 @@ class StageTables:
         self.early = self._received("early")
         self.other = self._received("other")
         self.total = self.near + self.early + self.other
-        self.fixed_bytes = self._variables()
+        self.fixed_bytes = self._variables() + self._span(blocks.once)
         self.micro_batch_bytes = self._span(blocks.saved) + self.total.forward
 
     def _span(self, cumulative: Floats) -> Floats:

@@ -168,7 +168,7 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
             )
         period_s = _period_s(p, replica)
         for k, stage in enumerate(replica.stages):
-            share = (stage.flops_forward + stage.flops_backward) / work
+            share = (problem.cumulative_flops[stage.last + 1] - problem.cumulative_flops[stage.first]) / work
             room = problem.fleet.device(stage.device).memory_bytes
             yield (
                 f"{stage.device}: operators {stage.first}..{stage.last}, {share:.1%} of the FLOPs, computes "
@@ -176,6 +176,20 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
                 f"{format_size(stage.memory.total)} of {format_size(room)}, "
                 f"{replica.schedule.in_flight[k]} micro-batches in flight"
             )
+            if stage.recompute:
+                yield f"{stage.device} {_recomputes(p, replica, k)}"
+
+
+def _recomputes(placed: Placement, replica: Replica, stage: int) -> str:
+    """What a stage pays for running its forward twice, and what it gets."""
+    size, again = placed.sizes[stage], replica.stages[stage].memory
+    room = placed.problem.fleet.device(placed.order[stage]).memory_bytes
+    most = max(0, size.most_in_flight(room, replica.micro_batches))
+    return (
+        f"computes its forward again in each backward, {format_duration(placed.times.forward_s[stage])}: it keeps "
+        f"{format_size(size.kept(True))} per micro-batch in flight and {format_size(again.recomputed)} once, and would "
+        f"keep {format_size(size.kept(False))} each otherwise, which leaves room for {most}"
+    )
 
 
 def _links(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterator[str]:

@@ -28,7 +28,7 @@ from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
 from isthmus.plan import Plan
-from isthmus.report.seats import Seat, Use, seats_of, uses_of
+from isthmus.report.seats import RECOMPUTES, Seat, Use, seats_of, uses_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5
@@ -206,6 +206,8 @@ def _draw_words(
         "one stage" if len(plan.devices) == 1 else f"{len(plan.devices)} stages"
     )  # fmt: skip
     lines = f"planner {plan.planner}, {devices}; {plan.predicted.bottleneck} sets the period"
+    if any(stage.recompute for replica in plan.replicas for stage in replica.stages):
+        lines += f"; {RECOMPUTES}: computes its forward twice"
     if undrawn:
         lines += f"; {undrawn} devices not drawn"
     figure.text(

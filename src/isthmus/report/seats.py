@@ -14,6 +14,8 @@ from isthmus.plan import Plan
 
 MOST_DEVICES = 96
 """Beyond this a cell would be smaller than a frame: the devices in use are drawn first, and the rest is counted."""
+RECOMPUTES = "*"
+"""Behind the number of a stage that runs its forward twice."""
 _IDLE = "#D9D9D9"
 _STAGES = ("#56B4E9", "#E69F00", "#009E73", "#CC79A7", "#F0E442", "#0072B2", "#D55E00")
 """Okabe and Ito's; beyond them, stages are shades from light to dark."""
@@ -44,6 +46,7 @@ def seats_of(plan: Plan, fleet: Fleet) -> tuple[list[Seat], int]:
         colours = _stage_colours(len(replica.stages))
         for index, stage in enumerate(replica.stages):
             label = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
+            label += RECOMPUTES if stage.recompute else ""
             before = found.get(fleet.device(stage.device).name)
             if before is not None:  # a device of two stages has the colour of the first
                 label = f"{before.label}+{label}"

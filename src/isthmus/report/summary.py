@@ -40,6 +40,8 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     memory_bytes: int
     memory_available_bytes: int
     in_flight: int
+    recompute: bool
+    """Whether `backward_s` begins with the forward once more."""
     sends: tuple[Transfer, ...]
 
 
@@ -161,6 +163,7 @@ def _stages(
             memory_bytes=stage.memory.total,
             memory_available_bytes=device.memory_bytes,
             in_flight=replica.schedule.in_flight[index],
+            recompute=stage.recompute,
             sends=tuple(_sends(index, replica, fleet)),
         )
 

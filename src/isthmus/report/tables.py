@@ -90,6 +90,7 @@ def _stage_cells(stage: StageSummary, number: str, modules: dict[str, str]) -> t
         Text.assemble(
             f"{(stage.forward_s + stage.backward_s) * 1e3:.3g} ms",
             (f"\nF {stage.forward_s * 1e3:.3g} + B {stage.backward_s * 1e3:.3g}", "dim"),
+            ("\nrecomputes F in B", "dim") if stage.recompute else "",
         ),
         Text.assemble(
             f"{format_size(stage.memory_bytes)}\nof {format_size(stage.memory_available_bytes)}",

@@ -9,7 +9,7 @@ from dataclasses import replace
 import msgspec
 
 from isthmus.cost import Layout, Placement, Problem, build_replicas, in_flight_limits, layouts_of, place
-from isthmus.cost.assemble import rooms
+from isthmus.cost.placement import rooms
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
 from isthmus.errors import UserError
@@ -35,7 +35,10 @@ class Change(msgspec.Struct, frozen=True, kw_only=True):
 
 def placements(problem: Problem, plan: Plan) -> list[Placement]:
     """Each replica of the plan with its durations. UserError where the plan is not one for the problem."""
-    return [place(replace(problem, micro_batches=x.micro_batches), x.order, x.boundaries) for x in layouts_of(plan)]
+    return [
+        place(replace(problem, micro_batches=x.micro_batches), x.order, x.boundaries, x.recompute or ())
+        for x in layouts_of(plan)
+    ]
 
 
 def improvements(problem: Problem, plan: Plan) -> list[Change]:
@@ -141,7 +144,7 @@ def _pairs(plan: Plan) -> list[tuple[str, str]]:
 
 
 def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str, list[Layout]]]:
-    layouts = layouts_of(plan)
+    layouts = [layout._replace(recompute=None) for layout in layouts_of(plan)]
     busiest = sorted(
         ((problem.cumulative_flops[s.last + 1] - problem.cumulative_flops[s.first])
          / problem.speed(problem.fleet.device(s.device)), r, k)

@@ -62,6 +62,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     column_dtypes: dict[str, str]
     """Type that the graph was captured with, which for bf16 differs from the data's."""
     engine: EngineConfig
+    recompute: bool = False
+    """Run the forward again in the backward instead of keeping what it saves."""
     data: DataSpec
     fingerprints: dict[str, str] = {}
     """Of the coordinator's copy of the data, by split."""

@@ -186,7 +186,9 @@ def _set_up(control: _Control, listener: Listener, identity: Identity | None) ->
     data = stage_data(assignment, foreign=identity is not None)
     weights, tensors = control.next(Weights)
     values = {h.name: t for h, t in zip(weights.tensors, tensors, strict=True)}
-    engine = TorchEngine(assignment.train, assignment.evaluation, assignment.engine, values)
+    engine = TorchEngine(
+        assignment.train, assignment.evaluation, assignment.engine, values, recompute=assignment.recompute
+    )
     executor = Executor(assignment, engine, data, control.inbox, control.report)
     executor.links = Links(
         assignment, channels, expected_parcels(assignment), expected_parts(assignment), control.inbox, executor.record

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from typing import Literal, Protocol, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import msgspec
 import torch
@@ -109,6 +109,14 @@ class _Flight:
         self.loss = loss
 
 
+class _Again(NamedTuple):
+    """What it takes to run the forward of a micro-batch again: written buffers are those of before."""
+
+    step: int
+    inputs: Mapping[Ref, Tensor]
+    written: Mapping[Ref, Tensor]
+
+
 class TorchEngine:
     """Torch as the engine.
 
@@ -118,6 +126,10 @@ class TorchEngine:
 
     The order of every sum is that of eager autograd: torch runs backward nodes in the reverse order of their
     creation, so gradients from later stages come first, and parameters sum over micro-batches in order.
+
+    A stage that recomputes drops what autograd saved as soon as its forward is done. Both forwards run with autograd
+    on: kernels may be chosen by it, and the bits must be the same. Without it the first would save less, but what the
+    second saves is needed all the same, and only one of a stage's tasklets runs at a time.
     """
 
     def __init__(
@@ -127,11 +139,14 @@ class TorchEngine:
         config: EngineConfig,
         weights: Mapping[str, Tensor],
         device: torch.device | None = None,
+        *,
+        recompute: bool = False,
     ) -> None:
         """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them."""
         self.train = train
         self.evaluation = evaluation
         self.config = config
+        self.recompute = recompute
         self.device = device or torch.device("cpu")
         self._variables: dict[str, Tensor] = {}
         self._master: dict[str, nn.Parameter] = {}
@@ -146,7 +161,7 @@ class TorchEngine:
         self._optimizers = Optimizers(config.optimizers, self._master)
         self._optimizers.load(weights)
         self._gradients: dict[str, Tensor] = {}
-        self._flights: dict[int, _Flight] = {}
+        self._flights: dict[int, _Flight | _Again] = {}
         self._told: dict[str, list[tuple[float, float]]] = {"train": [], "eval": []}
         size = config.micro_batch_size
         self._program = Program(train, "train", batch=size, device=self.device, seed=config.seed)
@@ -171,25 +186,32 @@ class TorchEngine:
         self._variables[op.name] = master if master.dtype == dtype else value.to(dtype).clone().requires_grad_()
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        due = {c.value for c in self.train.receives if c.gradient}
-        leaves = {ref: t.detach().requires_grad_() for ref, t in inputs.items() if ref in due}
-        values = {Ref(name): t for name, t in self._variables.items()}
-        values |= {Ref(name): self._variables[name].clone() for name in self._written}
-        values |= inputs
-        values |= leaves
-        self._program.run(values, step, micro_batch)
+        before = _Again(step, dict(inputs), {Ref(name): self._variables[name] for name in self._written})
+        flight, values = self._run(micro_batch, before)
         self._variables |= {name: values[Ref(name)].detach() for name in self._written}
         self._tally("train", values, self.train)
+        if flight.roots or flight.loss is not None:
+            self._flights[micro_batch] = before if self.recompute else flight
+        return {c.value: values[c.value].detach() for c in self.train.sends}
+
+    def _run(self, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
+        due = {c.value for c in self.train.receives if c.gradient}
+        leaves = {ref: t.detach().requires_grad_() for ref, t in start.inputs.items() if ref in due}
+        values = {Ref(name): t for name, t in self._variables.items()}
+        values |= {ref: t.clone() for ref, t in start.written.items()}
+        values |= start.inputs
+        values |= leaves
+        self._program.run(values, start.step, micro_batch)
         loss = values[self.train.loss] if self.train.loss is not None else None
         roots = {c.value: values[c.value] for c in self.train.sends if c.gradient}
-        if roots or loss is not None:
-            self._flights[micro_batch] = _Flight(leaves, roots, loss)
-        return {c.value: values[c.value].detach() for c in self.train.sends}
+        return _Flight(leaves, roots, loss), values
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         flight = self._flights.pop(micro_batch, None)
         if flight is None:  # nothing on this stage needs a gradient
             return {}
+        if isinstance(flight, _Again):
+            flight, _ = self._run(micro_batch, flight)
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         if flight.loss is not None and flight.loss.requires_grad:

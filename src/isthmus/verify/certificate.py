@@ -16,7 +16,7 @@ import msgspec
 from isthmus.errors import UserError
 from isthmus.plan import Certificate
 from isthmus.verify.bound import own_bound_s, own_price_bound
-from isthmus.verify.cutting import CutGraph, cut
+from isthmus.verify.cutting import CutGraph, Part, cut
 from isthmus.verify.price import paid
 from isthmus.verify.reading import Reading
 from isthmus.verify.sums import in_shards, sums_s
@@ -27,6 +27,8 @@ MOST_DEVICES = 5
 MOST_PLACES = 12
 """Up to here every order of every subset and every cut are tried: at most 90,000 pipelines."""
 MOST_NEAR = 240
+MOST_SUBSETS = 5
+"""Stages short of memory up to which every set of them is tried as the set that recomputes; beyond, the first k."""
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""
 CLASSIC_SCOPE = "memory of the classic schedule"
@@ -39,6 +41,8 @@ class Setup(NamedTuple):
     devices: tuple[str, ...]
     starts: tuple[int, ...]
     micro_batches: int
+    recompute: tuple[bool, ...] | None = None
+    """Which stages compute their forward twice; None for the best choice found."""
 
 
 class Found(NamedTuple):
@@ -108,6 +112,7 @@ class _Maker:
     def __init__(self, reading: Reading, classic: bool, priced: bool) -> None:
         self.reading, self._question, self._classic, self.priced = reading, reading.question, classic, priced
         self._cut = cache(self._cut_graph)
+        self._best_s = float("inf")
 
     def judged(self, setups: Sequence[Setup]) -> float:
         if not all(self._respects(setup) for setup in setups):
@@ -120,9 +125,12 @@ class _Maker:
         sync = in_shards([(s.devices, g) for s, g in zip(setups, cuts, strict=True)])
         sync = msgspec.structs.replace(sync, period=self._question.period)  # once in so many steps
         step_s = slowest_s + sums_s(self._question.fleet, sync)
+        if not self.priced:
+            self._best_s = min(self._best_s, step_s)
         if not self.priced or step_s == float("inf"):
             return step_s
-        timed = [Timed(self._question, g, s.devices) for s, g in zip(setups, cuts, strict=True)]
+        none = [(False,) * len(s.devices) for s in setups]  # what is sent does not depend on it
+        timed = [Timed(self._question, g, s.devices, n) for s, g, n in zip(setups, cuts, none, strict=True)]
         return paid(self._question.fleet, timed, [s.micro_batches for s in setups], sync, step_s)
 
     def _respects(self, setup: Setup) -> bool:
@@ -143,25 +151,55 @@ class _Maker:
             return None
 
     def _pipeline_s(self, setup: Setup, graph: CutGraph) -> float:
-        limits = self._limits(setup, graph)
+        if setup.recompute is not None:
+            return self._chosen_s(setup, graph, setup.recompute)
+        none = (False,) * len(setup.devices)
+        found_s = self._chosen_s(setup, graph, none)
+        if not self._question.recompute:
+            return found_s
+        timed = Timed(self._question, graph, setup.devices, none)
+        unhindered_s = timed.step_s([setup.micro_batches] * len(none), setup.micro_batches)
+        if unhindered_s >= min(found_s * (1 - CLOSE), self._best_s):  # no choice makes it the best
+            return found_s
+        return min([found_s, *(self._chosen_s(setup, graph, again) for again in self._choices(setup, graph))])
+
+    def _choices(self, setup: Setup, graph: CutGraph) -> Iterator[tuple[bool, ...]]:
+        """Sets of stages that recompute, of those that hold fewer than all micro-batches otherwise."""
+        scarce = [
+            stage for stage, (device, part) in enumerate(zip(setup.devices, graph.parts, strict=True))
+            if setup.devices.count(device) > 1 or self._most(setup, device, part, False) < setup.micro_batches
+        ]  # fmt: skip
+        for count in range(1, len(scarce) + 1):
+            few = len(scarce) <= MOST_SUBSETS
+            for chosen in itertools.combinations(scarce, count) if few else [scarce[:count]]:
+                yield tuple(stage in chosen for stage in range(len(setup.devices)))
+
+    def _chosen_s(self, setup: Setup, graph: CutGraph, recompute: tuple[bool, ...]) -> float:
+        limits = self._limits(setup, graph, recompute)
         if limits is None:
             return float("inf")
-        return Timed(self._question, graph, setup.devices).step_s(limits, setup.micro_batches)
+        return Timed(self._question, graph, setup.devices, recompute).step_s(limits, setup.micro_batches)
 
-    def _limits(self, setup: Setup, graph: CutGraph) -> list[int] | None:
+    def _most(self, setup: Setup, device: str, part: Part, recompute: bool) -> int:
+        """Micro-batches that the device holds of this stage alone; below 0 where it does not fit at all."""
+        room = self._question.fleet.device(device).memory_bytes - part.memory_bytes(0, recompute)
+        each = part.kept_bytes(recompute)
+        return -1 if room < 0 else min(setup.micro_batches, room // each) if each else setup.micro_batches
+
+    def _limits(self, setup: Setup, graph: CutGraph, recompute: tuple[bool, ...]) -> list[int] | None:
         """As many as fit, the least for all stages first; where stages share a device, the first takes what is left."""
         least = [self._least(setup, stage) for stage in range(len(setup.devices))]
         free = {device: self._question.fleet.device(device).memory_bytes for device in setup.devices}
-        for device, part, count in zip(setup.devices, graph.parts, least, strict=True):
-            free[device] -= part.memory_bytes(count)
+        for device, part, count, again in zip(setup.devices, graph.parts, least, recompute, strict=True):
+            free[device] -= part.memory_bytes(count, again)
         if min(free.values()) < 0:
             return None
         found: list[int] = []
-        for device, part, count in zip(setup.devices, graph.parts, least, strict=True):
-            more = setup.micro_batches - count
-            if part.kept_bytes:
-                more = min(more, free[device] // part.kept_bytes)
-                free[device] -= more * part.kept_bytes
+        for device, part, count, again in zip(setup.devices, graph.parts, least, recompute, strict=True):
+            more, each = setup.micro_batches - count, part.kept_bytes(again)
+            if each:
+                more = min(more, free[device] // each)
+                free[device] -= more * each
             found.append(count + more)
         return found
 
@@ -186,14 +224,16 @@ def _every_pipeline(reading: Reading) -> Iterator[list[Setup]]:
 
 
 def _near(reading: Reading, setups: Sequence[Setup]) -> Iterator[list[Setup]]:
-    """Plans that differ from the document's in one thing, of all kinds in turn."""
+    """Plans that differ from the document's in one thing, of all kinds in turn; each with its best choice of stages
+    that recompute."""
+    setups = [setup._replace(recompute=None) for setup in setups]
     kinds: list[Iterable[list[Setup]]] = []
     used = {device for setup in setups for device in setup.devices}
     idle = [name for name in reading.question.fleet.names if name not in used]
     for number, setup in enumerate(setups):
         for changes in (_moved(reading, setup), _swapped(setup), _merged(setup), _replaced(setup, idle)):
             kinds.append(_with(setups, number, changes))
-    kinds.append(_shared_otherwise(setups))
+    kinds += [_shared_otherwise(setups), [setups]]
     in_turn = (plan for row in itertools.zip_longest(*kinds) for plan in row if plan is not None)
     return itertools.islice(in_turn, MOST_NEAR)
 

@@ -38,12 +38,15 @@ def verify(plan: Plan, question: Question) -> Verdict:
         where = f"replicas[{number}]"
         for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
             _stage(ledger, f"{where}.stages[{index}]", stage, part, replica.schedule.in_flight[index])
+            allowed = question.recompute or not stage.recompute
+            ledger.judge(f"{where}.stages[{index}].recompute", allowed, stage.recompute, "false: the job forbids it")
             _ends(ledger, f"{where}.stages[{index}]", stage, reading)
         _memory(ledger, where, replica, graph, question)
         _edges(ledger, where, replica, graph)
         _shared(ledger, where, replica, graph)
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
-        timed.append(Timed(question, packed, [stage.device for stage in replica.stages]))
+        again = [stage.recompute for stage in replica.stages]
+        timed.append(Timed(question, packed, [stage.device for stage in replica.stages], again))
     averaging_s = _sync(ledger, plan, graphs, question)
     step_s = _predicted(ledger, plan, timed, averaging_s)
     sync = plan.sync if not ledger.differences else Sync()  # what is not well formed has no rounds to be paid for
@@ -56,7 +59,7 @@ def verify(plan: Plan, question: Question) -> Verdict:
 def _setup(replica: Replica) -> Setup:
     return Setup(
         tuple(stage.device for stage in replica.stages), tuple(stage.first for stage in replica.stages),
-        replica.micro_batches,
+        replica.micro_batches, tuple(stage.recompute for stage in replica.stages),
     )  # fmt: skip
 
 
@@ -131,7 +134,7 @@ def _memory(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, quest
     for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
         words, before = needs.get(stage.device, ("", 0))
         words = f"{words} + stages[{index}]" if words else f"{where}.stages[{index}]"
-        needs[stage.device] = words, before + part.memory_bytes(replica.schedule.in_flight[index])
+        needs[stage.device] = words, before + part.memory_bytes(replica.schedule.in_flight[index], stage.recompute)
     for device, (words, need) in needs.items():
         room = question.fleet.device(device).memory_bytes
         ledger.judge(f"{words}.memory", need <= room, need, f"at most {room} on {device}")
@@ -154,12 +157,14 @@ def _cut_as_stated(ledger: Ledger, plan: Plan, reading: Reading) -> list[CutGrap
 
 def _stage(ledger: Ledger, where: str, stage: Stage, part: Part, in_flight: int) -> None:
     ledger.same(f"{where}.flops_forward", stage.flops_forward, part.forward_flops)
-    ledger.same(f"{where}.flops_backward", stage.flops_backward, part.backward_flops)
+    ledger.same(f"{where}.flops_backward", stage.flops_backward, part.backward_work(stage.recompute))
     ledger.same(f"{where}.parameter_bytes", stage.parameter_bytes, part.parameter_bytes)
     ledger.same(f"{where}.memory.weights", stage.memory.weights, part.weights)
     ledger.same(f"{where}.memory.gradients", stage.memory.gradients, part.gradients)
     ledger.same(f"{where}.memory.optimizer", stage.memory.optimizer, part.optimizer)
-    ledger.same(f"{where}.memory.activations", stage.memory.activations, in_flight * part.kept_bytes)
+    kept = in_flight * part.kept_bytes(stage.recompute)
+    ledger.same(f"{where}.memory.activations", stage.memory.activations, kept)
+    ledger.same(f"{where}.memory.recomputed", stage.memory.recomputed, part.saved_bytes if stage.recompute else 0)
 
 
 def _ends(ledger: Ledger, where: str, stage: Stage, reading: Reading) -> None:

@@ -19,11 +19,22 @@ class Part(NamedTuple):
     weights: int
     gradients: int
     optimizer: int
-    kept_bytes: int
-    """From forward to backward: what operators save, and what was received."""
+    saved_bytes: int
+    """By operators, for the backward."""
+    received_bytes: int
+    column_bytes: int
 
-    def memory_bytes(self, in_flight: int) -> int:
-        return self.weights + self.gradients + self.optimizer + in_flight * self.kept_bytes
+    def kept_bytes(self, recompute: bool) -> int:
+        """From forward to backward: what was received, and what was saved or, to compute it again, read."""
+        return self.received_bytes + (self.column_bytes if recompute else self.saved_bytes)
+
+    def memory_bytes(self, in_flight: int, recompute: bool) -> int:
+        again = self.saved_bytes if recompute else 0
+        return self.weights + self.gradients + self.optimizer + again + in_flight * self.kept_bytes(recompute)
+
+    def backward_work(self, recompute: bool) -> int:
+        """FLOPs of the backward; those of a second forward come first."""
+        return self.backward_flops + (self.forward_flops if recompute else 0)
 
 
 class Flowing(NamedTuple):
@@ -63,6 +74,9 @@ def cut(reading: Reading, starts: Sequence[int]) -> CutGraph:
     """
     flowing = _flowing(reading, starts)
     received = [sum(f.forward_bytes for f in flowing if f.target == k) for k in range(len(starts))]
+    columns = [0] * len(starts)
+    for value in reading.values:
+        columns[bisect.bisect_right(starts, value.made) - 1] += value.size_bytes if value.column else 0
     ends = [*starts[1:], len(reading.operators)]
     held, lent, owners = _variables(reading, starts)
     parts = tuple(
@@ -70,7 +84,9 @@ def cut(reading: Reading, starts: Sequence[int]) -> CutGraph:
             reading.work[0][end] - reading.work[0][start],
             reading.work[1][end] - reading.work[1][start],
             *held[k],
-            kept_bytes=reading.kept[end] - reading.kept[start] + received[k],
+            saved_bytes=reading.kept[end] - reading.kept[start],
+            received_bytes=received[k],
+            column_bytes=columns[k],
         )
         for k, (start, end) in enumerate(zip(starts, ends, strict=True))
     )

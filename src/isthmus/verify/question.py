@@ -60,6 +60,8 @@ class Question:
     speed_scale: Mapping[str, float] = field(default_factory=_as_stated)
     """Factor on a device's stated speed; 1 where absent."""
     terms: Terms = field(default_factory=Terms)
+    recompute: bool = True
+    """Whether a stage may run its forward twice."""
 
     def __post_init__(self) -> None:
         if self.graph.mode != "train":

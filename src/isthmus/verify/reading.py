@@ -28,6 +28,8 @@ class Value(NamedTuple):
     """Those of the users that send a gradient back."""
     elements: int
     size_bytes: int
+    column: bool
+    """Of the batch: read where it is first used."""
 
 
 class Variable(NamedTuple):
@@ -116,6 +118,7 @@ class Reading:
                             returns=tuple(sorted(self.position[n] for n in takers if self._sends_back(ref, n))),
                             elements=math.prod(spec.shape_at(size)),
                             size_bytes=spec.nbytes(size),
+                            column=op.kind == "placeholder",
                         )
                     )
         return tuple(found)

@@ -16,14 +16,18 @@ from isthmus.verify.question import Question
 
 
 class Timed:
-    """A cut graph with stage k on `devices[k]`."""
+    """A cut graph with stage k on `devices[k]`, which computes its forward twice if `recompute[k]` says so."""
 
-    def __init__(self, question: Question, graph: CutGraph, devices: Sequence[str]) -> None:
+    def __init__(
+        self, question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]
+    ) -> None:
         self.graph = graph
         self.devices = tuple(devices)
         speeds = [question.flops_per_s(device) for device in devices]
         self.forward_s = [p.forward_flops / v for p, v in zip(graph.parts, speeds, strict=True)]
-        self.backward_s = [p.backward_flops / v for p, v in zip(graph.parts, speeds, strict=True)]
+        self.backward_s = [
+            p.backward_work(again) / v for p, v, again in zip(graph.parts, speeds, recompute, strict=True)
+        ]
         self._fleet = question.fleet
         self._next: dict[int, list[tuple[int, float, float]]] = {k: [] for k in range(len(devices))}
         for f in graph.flowing:

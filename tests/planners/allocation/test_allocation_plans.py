@@ -12,7 +12,6 @@ from hypothesis import strategies as st
 from plan_cases import all_orders_of, every_cut, fleet_of, gpt_graph, problem_of, random_graph
 
 from isthmus.cost import Problem, place
-from isthmus.cost.memory import stage_memory
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Fleet, Link, Links
 from isthmus.plan import Plan
@@ -51,7 +50,7 @@ def test_certified_stages_are_bounded_from_below_for_every_plan(
     held = int(made.certificate.scope.split("memory for ")[1].split()[0])
     for order in all_orders_of(problem.fleet):
         for placed in every_cut(problem, order):
-            sizes = [stage_memory(problem, g, held).total for g in placed.graphs]
+            sizes = [size.memory(held).total for size in placed.sizes]
             if all(s <= problem.fleet.device(n).memory_bytes for s, n in zip(sizes, order, strict=True)):
                 assert made.certificate.lower_bound <= placed.times.bottleneck[0] * (1 + 1e-9)
 

@@ -7,6 +7,7 @@ back) at its first block, over the device's best link. Latency is no part of it,
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
@@ -20,7 +21,7 @@ from isthmus.planners.allocation.equal_compute import equal_compute_layers
 from isthmus.planners.allocation.problem import Allocation, Ints, LayerProblem, RunTooLarge, Transfers
 from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.allocation.sky_optimal import sky_optimal_layers
-from isthmus.planners.blocks import Blocks, coarse
+from isthmus.planners.blocks import Blocks, alternatives, coarse
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.stage_tables import StageTables
@@ -78,10 +79,11 @@ class _Layers:
         return (
             f"largest compute or first receipt of a stage per micro-batch, in seconds; any order and subset of the "
             f"devices, cuts at {self.blocks.count - 1} places, memory for {self.in_flight} micro-batches in flight"
+            + (", every stage recomputing" if self.blocks.recompute else "")
         )
 
 
-def layers_of(problem: Problem, network: Network, blocks: Blocks, in_flight: int) -> LayerProblem:
+def layers_of(network: Network, blocks: Blocks, in_flight: int) -> LayerProblem:
     """The blocks as layers, with the memory of stages that hold `in_flight` micro-batches."""
     tables = StageTables(blocks)
     return LayerProblem(
@@ -127,7 +129,8 @@ def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
         )
     reason = f"{planner} gave it no layers"
     return build_plan(
-        problem, order, blocks.boundaries(cut), planner=planner, certificate=certificate,
+        problem, order, blocks.boundaries(cut), planner=planner, recompute=[layers.blocks.recompute] * len(order),
+        certificate=certificate,
         notes=dict.fromkeys(set(network.names) - set(order), reason),
     )  # fmt: skip
 
@@ -139,12 +142,12 @@ def _allocated(
     most = min(problem.micro_batches, len(network.names))
     holds = [problem.micro_batches] if problem.schedule == "gpipe" else list(dict.fromkeys((most, 1)))
     why = ""
-    for in_flight in holds:
-        layers = _Layers(layers_of(problem, network, blocks, in_flight), blocks, in_flight)
+    for in_flight, cut in itertools.product(holds, alternatives(blocks)):
+        layers = _Layers(layers_of(network, cut, in_flight), cut, in_flight)
         try:
             return layers, allocate(layers.problem)
         except FleetTooSmall as refusal:
-            why = _binding(network, blocks, in_flight, refusal)
+            why = _binding(network, cut, in_flight, refusal)
     greedy_fill(problem, network, Blocks(problem))  # raises with the device that is short, unless a placement fits
     raise FleetTooSmall(
         f"{planner} found no allocation of model {problem.flow.graph.name!r} that fits fleet {problem.fleet.name!r}, "

@@ -27,8 +27,12 @@ class CutTable:
     """[cuts, stages]: FLOPs."""
     backward_work: Floats
     fixed_bytes: Floats
-    micro_batch_bytes: Floats
-    """[cuts, stages]: kept from forward to backward, what was received among it."""
+    saved_bytes: Floats
+    """[cuts, stages]: kept from forward to backward, unless the stage recomputes."""
+    column_bytes: Floats
+    """[cuts, stages]: of the batch, kept if it recomputes."""
+    received_bytes: Floats
+    """[cuts, stages]: kept either way."""
     forward: Floats
     """[cuts, source, target]: bytes of values."""
     backward: Floats
@@ -53,7 +57,7 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
     stages = ends.shape[1] - 1
     numbers = np.arange(blocks.count)
     stage_of = (numbers[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
-    forward_work = _between(_forward_flops(blocks), ends)
+    forward_work = _between(blocks.forward_work, ends)
     shape = (len(ends), stages, stages)
     forward, backward, shared, shared_count = (np.zeros(shape) for _ in range(4))
     for item in blocks.items:
@@ -67,18 +71,14 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
         ends=ends, stage_of=stage_of, forward_work=forward_work,
         backward_work=_between(blocks.work, ends) - forward_work,
         fixed_bytes=_fixed_bytes(blocks, stage_of, stages),
-        micro_batch_bytes=_between(blocks.saved, ends) + forward.sum(axis=1),
+        saved_bytes=_between(blocks.saved, ends), column_bytes=_between(blocks.columns, ends),
+        received_bytes=forward.sum(axis=1),
         forward=forward, backward=backward, shared=shared, shared_count=shared_count,
     )  # fmt: skip
 
 
 def _between(cumulative: Floats, ends: Ints) -> Floats:
     return np.diff(cumulative[ends], axis=1)
-
-
-def _forward_flops(blocks: Blocks) -> Floats:
-    """Of the operators before each place."""
-    return np.array(blocks.problem.cumulative_forward_flops, dtype=np.float64)[list(blocks.places)]
 
 
 def _add(table: Floats, stage_of: Ints, item: Item, amount: int) -> None:

@@ -18,7 +18,8 @@ from isthmus.cost import Layout, Problem
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.joint.averaging import Averaging
 from isthmus.planners.joint.cut_table import cut_table
-from isthmus.planners.joint.pipelines import Pipelines, timed
+from isthmus.planners.joint.pipelines import Pipelines, Trials
+from isthmus.planners.joint.recomputing import likely_choice
 from isthmus.planners.joint.splits import soonest
 from isthmus.planners.network import Network
 from isthmus.planners.threshold_search import TOLERANCE
@@ -80,7 +81,8 @@ class Descent:
         """The best of the neighbours, if it is below `goal_s`: with its split, and its step in seconds."""
         count = len(next(iter(change.values())))
         self.left -= count
-        pipelines = [self._timed(change.get(r, (stages,))) for r, stages in enumerate(now)]
+        share = -(-self.problem.micro_batches // len(now))
+        pipelines = [self._timed(change.get(r, (stages,)), share) for r, stages in enumerate(now)]
         rows = np.stack(
             [np.arange(count) if r in change else np.zeros(count, dtype=np.int64) for r in range(len(now))], axis=1
         )
@@ -102,10 +104,11 @@ class Descent:
         k = max(found.rows[r] for r in change)
         return tuple(change[r][k] if r in change else s for r, s in enumerate(now)), found.shares, found.step_s
 
-    def _timed(self, several: Sequence[Stages]) -> Pipelines:
+    def _timed(self, several: Sequence[Stages], share: int) -> Pipelines:
         ends, cuts = np.unique(np.array([s.ends for s in several]), axis=0, return_inverse=True)
         order = np.array([s.order for s in several])
-        return timed(self.problem, self.network, cut_table(self.blocks, ends), cuts.reshape(-1), order)
+        trials = Trials(cut_table(self.blocks, ends), cuts.reshape(-1), order)
+        return likely_choice(self.problem, self.network, trials, share)
 
     def _changes(self, now: Replicas) -> Iterator[Change]:
         used = {d for stages in now for d in stages.order}

@@ -20,7 +20,8 @@ from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.joint.averaging import Averaging
 from isthmus.planners.joint.cut_table import Ints, cut_table, every_cut
-from isthmus.planners.joint.pipelines import Pipelines, timed
+from isthmus.planners.joint.pipelines import Pipelines, Trials
+from isthmus.planners.joint.recomputing import every_choice
 from isthmus.planners.joint.splits import Soonest, soonest
 from isthmus.planners.network import Network
 from isthmus.planners.threshold_search import TOLERANCE
@@ -31,7 +32,7 @@ MOST_CHOICES = 2_000_000
 """Of one grouping, after those are dropped that even without averaging are no better than the best plan known."""
 EVERY_PLAN_SCOPE = (
     "any number of replicas, any devices, orders, cuts of the operator order and shares of the batch, as many "
-    "micro-batches in flight as memory allows, closed form: all were tried"
+    "micro-batches in flight as memory allows, stages that recompute or not, closed form: all were tried"
 )
 
 Group = frozenset[int]
@@ -85,9 +86,8 @@ def _every_pipeline(problem: Problem, network: Network, blocks: Blocks, known_s:
         for members in itertools.combinations(range(len(network.names)), stages):
             orders = np.array(list(itertools.permutations(members)), dtype=np.int64)
             cuts, rows = np.divmod(np.arange(len(table.ends) * len(orders)), len(orders))
-            pipelines = timed(problem, network, table, cuts, orders[rows])
-            pipelines = pipelines[pipelines.fitting()]
-            found[frozenset(members)] = pipelines[np.flatnonzero(pipelines.fill_s < known_s)]
+            trials = Trials(table, cuts, orders[rows])
+            found[frozenset(members)] = every_choice(problem, network, trials, known_s)
     return found
 
 

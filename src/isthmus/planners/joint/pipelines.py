@@ -8,7 +8,7 @@ so a step only gets longer with its share m of the micro-batches.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass, fields
 from typing import NamedTuple
 
@@ -53,6 +53,19 @@ class Pipelines:
     def __getitem__(self, rows: Ints) -> Pipelines:
         return Pipelines(**{field.name: getattr(self, field.name)[rows] for field in fields(self)})
 
+    def step_s(self, micro_batches: int) -> Floats:
+        """[pipelines]: seconds of a step with so many micro-batches; infinite where they do not fit."""
+        late_s = np.where(self.held < micro_batches, self.round_trip_s / np.maximum(self.held, 1), 0.0).max(axis=1)
+        step_s = self.fill_s + (micro_batches - 1) * np.maximum(self.busy_s, late_s)
+        return np.where((self.held.min(axis=1) >= 1) & (self.most >= micro_batches), step_s, np.inf)
+
+    def put(self, rows: Ints, other: Pipelines) -> Pipelines:
+        """With these rows replaced."""
+        made = {field.name: getattr(self, field.name).copy() for field in fields(self)}
+        for name, values in made.items():
+            values[rows] = getattr(other, name)
+        return Pipelines(**made)
+
     def counts(self, rows: Ints, time_s: Floats, most: int) -> Ints:
         """Micro-batches up to `most` that each of these pipelines ends within its time."""
         spare_s = time_s * (1 + ROUNDING) - self.fill_s[rows]
@@ -74,9 +87,22 @@ class Pipelines:
         return np.minimum(high, np.maximum(held, in_time).min(axis=1))
 
 
-def timed(problem: Problem, network: Network, table: CutTable, cuts: Ints, order: Ints) -> Pipelines:
-    """Pipelines with cut `cuts[k]` of the table and stage s on device `order[k, s]`. Some may not fit: `fitting`."""
-    placed = _Placed(problem, network, table, cuts, order)
+@dataclass(frozen=True)
+class Trials:
+    """Pipelines to be timed: cut `cuts[k]` of the table, with stage s on device `order[k, s]`."""
+
+    table: CutTable
+    cuts: Ints
+    order: Ints
+
+    def __getitem__(self, rows: Ints) -> Trials:
+        return Trials(self.table, self.cuts[rows], self.order[rows])
+
+
+def timed(problem: Problem, network: Network, trials: Trials, recompute: Bools | None = None) -> Pipelines:
+    """These pipelines; in pipeline k stage s recomputes where `recompute[k, s]`. Some may not fit: `fitting`."""
+    table, cuts, order = trials.table, trials.cuts, trials.order
+    placed = _Placed(problem, network, trials, np.zeros(order.shape, dtype=bool) if recompute is None else recompute)
     compute_s = placed.forward_s + placed.backward_s
     fill_s, busy_s = compute_s.sum(axis=1), compute_s.max(axis=1)
     for message in placed.messages:
@@ -91,6 +117,13 @@ def timed(problem: Problem, network: Network, table: CutTable, cuts: Ints, order
         round_trip_s=placed.round_trips_s() if throttled else np.zeros(order.shape), held=held,
         most=held.min(axis=1) if problem.schedule == "gpipe" else np.full(len(order), np.inf),
     )  # fmt: skip
+
+
+def joined(several: Sequence[Pipelines]) -> Pipelines:
+    """All of them, of equally many stages."""
+    return Pipelines(
+        **{field.name: np.concatenate([getattr(p, field.name) for p in several]) for field in fields(Pipelines)}
+    )
 
 
 class _Message(NamedTuple):
@@ -110,10 +143,12 @@ class _Message(NamedTuple):
 class _Placed:
     """Cuts on devices, row by row."""
 
-    def __init__(self, problem: Problem, network: Network, table: CutTable, cuts: Ints, order: Ints) -> None:
-        self._problem, self._network, self._table, self._cuts, self._order = problem, network, table, cuts, order
+    def __init__(self, problem: Problem, network: Network, trials: Trials, recompute: Bools) -> None:
+        self._problem, self._network, self._recompute = problem, network, recompute
+        self._table, self._cuts, self._order = table, cuts, order = trials.table, trials.cuts, trials.order
         speed = network.speed[order]
-        self.forward_s, self.backward_s = table.forward_work[cuts] / speed, table.backward_work[cuts] / speed
+        self.forward_s = table.forward_work[cuts] / speed
+        self.backward_s = table.backward_work[cuts] / speed + recompute * self.forward_s
         self.messages = [
             self._message(source, target)
             for source, target in itertools.combinations(range(table.stages), 2)
@@ -122,8 +157,9 @@ class _Placed:
 
     def held(self) -> Floats:
         """[pipelines, stages]: micro-batches for which a stage has memory; below 0 where its state does not fit."""
-        free = self._network.memory[self._order] - self._table.fixed_bytes[self._cuts]
-        each = self._table.micro_batch_bytes[self._cuts]
+        table, cuts, again = self._table, self._cuts, self._recompute
+        free = self._network.memory[self._order] - table.fixed_bytes[cuts] - again * table.saved_bytes[cuts]
+        each = np.where(again, table.column_bytes[cuts], table.saved_bytes[cuts]) + table.received_bytes[cuts]
         held = np.full(free.shape, float(self._problem.micro_batches))
         np.floor_divide(free, each, out=held, where=each > 0)
         return np.where(free < 0, -1.0, held)

@@ -16,7 +16,7 @@ def dream_replicas(problem: Problem, plan: Plan) -> Plan:
     To `dream` a replica is a worker: what its stages do for the last micro-batch is the backward, stage by stage, and
     a stage's parameters are ready together. Messages of a step travel together, so latency counts for none of them.
     """
-    placed = [place(problem, x.order, x.boundaries) for x in layouts_of(plan)]
+    placed = [place(problem, x.order, x.boundaries, x.recompute or ()) for x in layouts_of(plan)]
     held = owners([(p.order, p.graphs) for p in placed])
     names = tuple(held)
     average_s = [_average_s(problem, held[name], buffer_bytes(problem.flow, [name], "parameters")) for name in names]

@@ -1,0 +1,117 @@
+"""A cut graph on its devices, with all durations and sizes: what a `Plan` is made of."""
+
+from __future__ import annotations
+
+import itertools
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+
+from isthmus.cost.compute import compute_s, stage_flops
+from isthmus.cost.in_flight import Room
+from isthmus.cost.memory import StageBytes, bytes_of
+from isthmus.cost.problem import Problem
+from isthmus.cost.respect import broken_term
+from isthmus.cost.steptime import Pipeline, pipeline
+from isthmus.cost.transfer import edges_of, shared_parameters
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.graph import StageGraph, assign, partition
+from isthmus.plan import Edge, SharedParameter
+from isthmus.units import format_size
+
+
+@dataclass(frozen=True)
+class Placement:
+    """One replica. Stages in order."""
+
+    problem: Problem
+    order: tuple[str, ...]
+    bounds: tuple[int, ...]
+    """0, the boundaries, and the number of operators."""
+    graphs: tuple[StageGraph, ...]
+    recompute: tuple[bool, ...]
+    flops: tuple[tuple[int, int], ...]
+    """(forward, backward) of one micro-batch; a stage that recomputes has its forward in both."""
+    sizes: tuple[StageBytes, ...]
+    edges: tuple[Edge, ...]
+    shared: tuple[SharedParameter, ...]
+    times: Pipeline
+
+
+def place(
+    problem: Problem, order: Sequence[str], boundaries: Sequence[int], recompute: Sequence[bool] = ()
+) -> Placement:
+    """Cut the graph and put stage k on `order[k]`; nothing is recomputed unless `recompute` says so, stage by stage.
+
+    Raises UserError for a wrong order or wrong boundaries, where they break the problem's terms, or for a stage that
+    recomputes where the problem forbids it.
+    """
+    if len(order) != len(boundaries) + 1:
+        raise UserError(f"plan: got {len(order)} devices for {len(boundaries) + 1} stages, expected one each")
+    if any(a == b for a, b in itertools.pairwise(order)):
+        raise UserError(f"plan: got devices {list(order)}, expected no two neighbours on the same device")
+    broken = broken_term(problem, order, boundaries)
+    if broken is not None:
+        raise UserError(f"plan: {broken}")
+    flow = problem.flow
+    graphs = partition(flow, assign(flow, boundaries))
+    flops = tuple(stage_flops(problem, g) for g in graphs)
+    edges = edges_of(flow, graphs, problem.micro_batch_size)
+    shared = shared_parameters(flow, graphs)
+    placed = Placement(
+        problem, tuple(order), (0, *boundaries, len(flow.operators)), graphs, (False,) * len(graphs), flops,
+        tuple(bytes_of(problem, g) for g in graphs), edges, shared, pipeline(problem, order, flops, edges, shared),
+    )  # fmt: skip
+    return recomputing(placed, recompute) if recompute else placed
+
+
+def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
+    """The same stages, of which others recompute. UserError as `place` says."""
+    if len(recompute) != len(placed.order):
+        raise UserError(f"plan: recompute: got {len(recompute)} entries, expected {len(placed.order)}, one per stage")
+    if any(recompute) and not placed.problem.recompute:
+        stage = list(recompute).index(True)
+        raise UserError(f"plan: recompute of stage {stage}: got true, expected false: the problem forbids it")
+    changes = zip(placed.flops, placed.recompute, recompute, strict=True)
+    flops = tuple((f, b + f * (int(now) - int(was))) for (f, b), was, now in changes)
+    backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b) in zip(placed.order, flops, strict=True))
+    times = replace(placed.times, backward_s=backward_s)
+    return replace(placed, recompute=tuple(recompute), flops=flops, times=times)
+
+
+def least_in_flight(problem: Problem) -> int:
+    """Micro-batches that every stage must be able to hold."""
+    return problem.micro_batches if problem.schedule == "gpipe" else 1
+
+
+def rooms(placed: Placement) -> list[Room]:
+    """The memory of each stage and its device; FleetTooSmall where too few micro-batches fit."""
+    problem, found = placed.problem, rooms_if(placed, placed.recompute)
+    for name, need in shortages(placed, found).items():
+        stages = placed.times.stages_of[name]
+        capacity = found[stages[0]].capacity
+        which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
+        raise FleetTooSmall(
+            f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: {which} on "
+            f"device {name} needs {format_size(need)} with {least_in_flight(problem)} micro-batches in flight, "
+            f"has {format_size(capacity)}: {need - capacity} bytes short"
+        )
+    return found
+
+
+def rooms_if(placed: Placement, recompute: Sequence[bool]) -> list[Room]:
+    """The memory of each stage and its device, if these stages recomputed; they may not fit."""
+    fleet = placed.problem.fleet
+    return [
+        Room(fleet.device(name).memory_bytes, size.memory(0, again).total, size.kept(again))
+        for name, size, again in zip(placed.order, placed.sizes, recompute, strict=True)
+    ]
+
+
+def shortages(placed: Placement, rooms: Sequence[Room]) -> dict[str, int]:
+    """Bytes that devices need whose memory does not hold what the schedule asks at least."""
+    least = least_in_flight(placed.problem)
+    needs = {
+        name: sum(rooms[s].fixed + least * rooms[s].each for s in stages)
+        for name, stages in placed.times.stages_of.items()
+    }
+    return {name: need for name, need in needs.items() if need > rooms[placed.times.stages_of[name][0]].capacity}

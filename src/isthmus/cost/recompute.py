@@ -1,0 +1,53 @@
+"""Which stages run their forward again before their backward, and keep only what they received in between.
+
+That costs a stage its forward once more per micro-batch, and leaves room for more micro-batches in flight (activation
+checkpointing, Chen et al. 2016, with a stage as the segment). So it pays where memory throttles the pipeline, or where
+the schedule fixes the number in flight and nothing else fits.
+"""
+
+from __future__ import annotations
+
+from isthmus.cost.in_flight import in_flight_limits
+from isthmus.cost.placement import Placement, recomputing, rooms_if, shortages
+
+ROUNDING = 1e-12
+"""Relative: a step that is shorter by no more is as long."""
+
+
+def fastest(placed: Placement) -> Placement:
+    """The placement with the stages recomputing that make its step shortest, in the closed form.
+
+    Begin with the stages that do not fit otherwise. More of them only lengthen the fill and the round trips. So to beat
+    the best choice yet takes a period below the one with which this fill would tie; a stage whose round trip over the
+    micro-batches that it holds is not below must recompute in every such choice, and a device or link that is busy for
+    longer ends the search. Adding just these stages misses nothing, and takes no more rounds than there are stages:
+    exact, unless two stages share the memory of a device.
+    """
+    if not placed.problem.recompute:
+        return placed
+    count = placed.problem.micro_batches
+    now = recomputing(placed, _unfitting(placed))
+    best, best_s = now, float("inf")
+    while True:
+        found = rooms_if(now, now.recompute)
+        if shortages(now, found):
+            return best
+        limits = in_flight_limits(now.problem, now.times, found)
+        period_s = now.times.throttled_period_s(limits, count)
+        step_s = now.times.step_s(count, period_s)
+        if step_s < best_s * (1 - ROUNDING):
+            best, best_s = now, step_s
+        if count == 1:
+            return best
+        tie_s = min(period_s, period_s - (step_s - best_s) / (count - 1))
+        must = [k < count and r / k >= tie_s for r, k in zip(now.times.round_trips_s, limits, strict=True)]
+        stuck = any(m and chosen for m, chosen in zip(must, now.recompute, strict=True))
+        if stuck or now.times.bottleneck[0] >= tie_s:
+            return best
+        now = recomputing(now, [m or chosen for m, chosen in zip(must, now.recompute, strict=True)])
+
+
+def _unfitting(placed: Placement) -> list[bool]:
+    """The stages of devices that are short of memory otherwise."""
+    short = shortages(placed, rooms_if(placed, placed.recompute))
+    return [name in short for name in placed.order]
