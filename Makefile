@@ -10,7 +10,7 @@ train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
 test: $(READY)
-	$(BIN)/pytest
+	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -64,7 +64,7 @@ def _hindered(problem: Problem, plain: Pipelines) -> Bools:
     """[pipelines]: whether memory throttles them, or does not hold what gpipe asks."""
     if problem.schedule == "gpipe":
         return np.less(plain.most, problem.micro_batches)
-    return _throttling(plain).any(axis=1)
+    return np.asarray(_throttling(plain).any(axis=1))
 
 
 def _throttling(plain: Pipelines) -> Bools:
