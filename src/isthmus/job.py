@@ -60,6 +60,8 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
     data_holder: str | tuple[str, ...] = ()
     """A device or a region that has the data, or several: only they read it. None: the data are everywhere."""
+    micro_batches: tuple[Positive, ...] = ()
+    """Into how many a plan may cut a batch; none: into `training.micro_batches`. Each divides `training.batch_size`."""
     recompute: bool = True
     """Whether stages short of memory may run their forward twice instead of keeping what it saves."""
     labels_stay: bool = False
@@ -130,6 +132,15 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return self.training.batch_size // self.training.micro_batches
 
     @property
+    def counts(self) -> tuple[int, ...]:
+        """Into how many micro-batches a plan may cut a batch."""
+        return self.plan.micro_batches or (self.training.micro_batches,)
+
+    def cut_into(self, micro_batches: int) -> Job:
+        training = msgspec.structs.replace(self.training, micro_batches=micro_batches)
+        return msgspec.structs.replace(self, training=training)
+
+    @property
     def patience_s(self) -> float:
         return parse_duration(self.runtime.patience, "runtime.patience")
 
@@ -145,11 +156,13 @@ def load_job(path: Path) -> Job:
     """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
     job = convert(read_toml(path, "job file"), Job, str(path))
     t = job.training
-    if t.batch_size % t.micro_batches:
-        raise UserError(
-            f"{path}: training.batch_size: got {t.batch_size}, expected a multiple of training.micro_batches "
-            f"({t.micro_batches})"
-        )
+    for count in job.counts:
+        if t.batch_size % count:
+            field = "plan.micro_batches" if job.plan.micro_batches else "training.micro_batches"
+            raise UserError(
+                f"{path}: training.batch_size: got {t.batch_size}, expected a multiple of {field} ({count})"
+            )
+    job = job.cut_into(job.counts[0])
     if t.steps % job.sync.period:
         raise UserError(
             f"{path}: training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas "
@@ -213,6 +226,9 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def flow(self) -> Flow:
         return Flow(self.captured.train, columns_first=bool(self.job.plan.holders))
+
+    def cut_into(self, micro_batches: int) -> Prepared:
+        return msgspec.structs.replace(self, job=self.job.cut_into(micro_batches))
 
     def problem(self, fleet: Fleet) -> Problem:
         """What a planner is asked."""

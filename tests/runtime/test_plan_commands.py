@@ -234,3 +234,24 @@ def test_a_plan_document_keeps_its_codecs_and_may_name_others(tmp_path: Path) ->
 def test_bad_compression_is_refused(tmp_path: Path, table: str, words: list[str]) -> None:
     job = edited(write_job(tmp_path), ("[model]", f"[compression]\n{table}\n\n[model]"))
     refused(isthmus("plan", job), 2, *words)
+
+
+def test_a_job_lets_the_plan_choose_how_many_micro_batches(tmp_path: Path) -> None:
+    job = edited(
+        write_job(tmp_path, steps=6, planner="auto"), ("[training]", "[plan]\nmicro_batches = [1, 2, 4]\n\n[training]")
+    )
+    document, run = tmp_path / "plan.json", tmp_path / "run"
+    document.write_text(isthmus("plan", job, "--json").out)
+    made = load_plan(document)
+    assert (made.micro_batches, made.batch) != (8, 8) and made.batch == 8
+    assert any("micro-batches" in note and "are best" in note for note in made.notes)
+    assert isthmus("plan", job, "--verify", str(document)).code == 0
+    assert isthmus("simulate", job, "--plan", str(document)).code == 0
+    assert "micro-" in isthmus("plan", job, "--compare", "auto,even").out
+    done = isthmus("train", job, "--run", run, "--json")
+    assert done.code == 0, done
+    assert load_plan(run / "plan.json").micro_batches == made.micro_batches
+    edited(job, ("steps = 6", "steps = 8"))
+    assert isthmus("train", job, "--run", run, "--resume").code == 0
+    assert load_plan(run / "plan.json").micro_batches == made.micro_batches
+    refused(isthmus("plan", edited(job, ("[1, 2, 4]", "[1, 3]"))), 2, "batch_size", "plan.micro_batches (3)")

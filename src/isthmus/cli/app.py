@@ -108,11 +108,13 @@ def simulate_command(
     chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
         found, graph = planning.read_plan(job, chosen, plan_file), None
-        trace = simulate(found, chosen, planning.plan_spec(job), SimulationOptions(clips=job.training.clip_norm > 0))
+        options = SimulationOptions(clips=job.training.clip_norm > 0)
+        trace = simulate(found, chosen, planning.plan_spec(job, found), options)
     else:
         prepared = prepare(job)
         found, graph = planning.make(job, prepared.problem(chosen)), prepared.captured.train
-        trace = simulate(found, chosen, run_spec(prepared), planning.simulation_options(prepared, found))
+        spec = run_spec(prepared.cut_into(found.micro_batches))
+        trace = simulate(found, chosen, spec, planning.simulation_options(prepared, found))
     if trace_file is not None:
         write_perfetto([trace], trace_file)
     if json:

@@ -32,8 +32,7 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
         rows.append(row)
         codes.append(code)
     comparison = Comparison(
-        model=job.model.name, fleet=fleet.name, micro_batch_size=job.micro_batch_size,
-        micro_batches=job.training.micro_batches, objective=job.plan.objective,
+        model=job.model.name, fleet=fleet.name, batch=job.training.batch_size, objective=job.plan.objective,
         rows=ranked(rows, job.plan.objective),
     )  # fmt: skip
     if json:
@@ -68,7 +67,7 @@ def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal.exit_code
     plan_s = time.perf_counter() - start_s
-    simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared)))
+    simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))))
     # A certificate of another objective would stand beside the wrong time.
     certificate = plan.certificate if plan.certificate and plan.certificate.objective != "stage" else None
     bound = None if certificate is None else certificate.lower_bound
@@ -85,5 +84,6 @@ def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int
         headroom=least_headroom(plan, fleet),
         devices=len(plan.used),
         replicas=len(plan.replicas),
+        micro_batches=plan.micro_batches,
     )
     return row, 0

@@ -26,7 +26,7 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
             draw_plan(plan, fleet, picture)
         except OSError as e:
             raise UserError(f"--picture {picture}: cannot be written: {e.strerror or e}") from None
-    explanation = explain(problem, plan) if words else None
+    explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
     if json:
         told = plan if explanation is None else {"plan": plan, "explanation": explanation}
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())

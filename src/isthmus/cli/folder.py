@@ -155,9 +155,9 @@ class RunFolder:
             return None
         before = self.job()
         same = all(getattr(before, field) == getattr(job, field) for field in ("model", "planner", "schedule", "plan"))
-        sizes = (before.training.batch_size, before.training.micro_batches, before.training.precision)
-        now = (job.training.batch_size, job.training.micro_batches, job.training.precision)
-        return self.path / PLAN if same and sizes == now and self.fleet() == fleet else None
+        same &= before.training.micro_batches in job.counts
+        same &= all(getattr(before.training, f) == getattr(job.training, f) for f in ("batch_size", "precision"))
+        return self.path / PLAN if same and self.fleet() == fleet else None
 
     def job(self) -> Job:
         return self._decode(JOB, Job)

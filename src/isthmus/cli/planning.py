@@ -12,7 +12,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, Replica, load_plan
-from isthmus.planners import check_honoured, planner_names, scheduled
+from isthmus.planners import check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.planners.compression import plan_compression, repeat_compression
 from isthmus.protocol import RunSpec
@@ -39,18 +39,22 @@ def fleet_for(job: Job) -> Fleet:
 
 
 def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
-    """The plan of the job's planner, or of another, with the compression that the job asks for."""
+    """The plan of the job's planner, or of another, with the compression that the job asks for, and with the best of
+    the job's numbers of micro-batches."""
 
     def simulated_s(candidate: Plan) -> float:
-        spec = msgspec.structs.replace(plan_spec(job), steps=SCORED_STEPS)
+        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS)
         counts = problem.flow.graph.count is not None
         options = SimulationOptions(clips=job.training.clip_norm > 0, counts=counts, header_bytes=HEADER_BYTES)
         return steady_step_s(simulate(candidate, problem.fleet, spec, options))
 
-    plan = make_plan(planner or job.planner, problem, simulated_s)
-    if job.compression is None:
-        return plan
-    return plan_compression(job.compression.method, problem, plan, job.compression.ratio)
+    def planned(cut: Problem) -> Plan:
+        plan = make_plan(planner or job.planner, cut, simulated_s)
+        if job.compression is None:
+            return plan
+        return plan_compression(job.compression.method, cut, plan, job.compression.ratio)
+
+    return over_counts(problem, job.counts, planned, simulated_s)
 
 
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:
@@ -63,7 +67,8 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
         plan = make(prepared.job, prepared.problem(fleet))
         refuse_shared_devices(plan, f"planner {prepared.job.planner!r}")
         return plan
-    plan, problem = read_plan(prepared.job, fleet, document), prepared.problem(fleet)
+    plan = read_plan(prepared.job, fleet, document)
+    problem = prepared.problem(fleet).cut_into(plan.micro_batches)
     refuse_shared_devices(plan, f"plan file {document}")
     for number, replica in enumerate(plan.replicas):
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
@@ -97,6 +102,8 @@ def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
     plan = load_plan(document)
     if not plan.replicas:
         raise UserError(f"plan file {document}: replicas: got none, expected at least one")
+    if plan.micro_batches in job.counts:
+        job = job.cut_into(plan.micro_batches)
     for field, got, expected in (
         ("model", plan.model, job.model.name),
         ("micro_batches", plan.micro_batches, job.training.micro_batches),
@@ -111,16 +118,17 @@ def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
     return plan
 
 
-def plan_spec(job: Job) -> RunSpec:
+def plan_spec(job: Job, plan: Plan) -> RunSpec:
     """The job's training steps alone: what a plan without its model can be simulated for."""
-    t = job.training
-    return RunSpec(steps=t.steps, micro_batches=t.micro_batches, micro_batch_size=job.micro_batch_size)
+    return RunSpec(
+        steps=job.training.steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size
+    )
 
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
     """The simulator's view of the job."""
     pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.clip_norm > 0)
-    size = prepared.job.micro_batch_size
+    size = plan.micro_batch_size
     edges: dict[tuple[int, int], int] = {}
     for pair in pairs:
         for crossing in pair.evaluation.sends:

@@ -74,14 +74,14 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
         _say(notes, f"going on with {folder.path} {where}")
     _say(notes, f"capturing {job.model.name} ...")
     fleet, prepared = fleet_for(job), prepare(job)
-    spec = run_spec(prepared, start_step)
     plan = plan_for(prepared, fleet, choices.plan or folder.plan_to_keep(job, fleet))
-    predicted = predict(prepared, plan, fleet, spec)
+    prepared = prepared.cut_into(plan.micro_batches)
+    predicted = predict(prepared, plan, fleet, run_spec(prepared, start_step))
     (notes if choices.json else out).print(plan_table(plan, fleet, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")
 
     def begin() -> None:
-        folder.begin(job, fleet, plan, start_step)
+        folder.begin(prepared.job, fleet, plan, start_step)
         folder.graph.write_bytes(encode(prepared.captured.train))
         draw_plan(plan, fleet, folder.plan_picture)
 

@@ -17,6 +17,8 @@ from isthmus.verify import Question, StateBytes, state_bytes, verify
 def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> int:
     """The exit code: 0 when every figure holds, 1 when one does not. UserError for what is not a plan document."""
     plan, fleet = load_plan(document), fleet_of(job)
+    if plan.micro_batches in job.counts:
+        job = job.cut_into(plan.micro_batches)
     question = Question(
         graph=prepare(job).captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
         micro_batches=job.training.micro_batches, schedule=job.schedule, period=job.sync.period,

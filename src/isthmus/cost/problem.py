@@ -137,6 +137,15 @@ class Problem:
             return 0
         return op.saved_bytes.at(self.micro_batch_size)
 
+    def cut_into(self, micro_batches: int) -> Problem:
+        """The same batch in so many micro-batches. UserError where they do not divide it."""
+        batch = self.micro_batch_size * self.micro_batches
+        if micro_batches < 1 or batch % micro_batches:
+            raise UserError(f"micro_batches: got {micro_batches}, expected a divisor of the batch, which is {batch}")
+        if micro_batches == self.micro_batches:
+            return self
+        return replace(self, micro_batches=micro_batches, micro_batch_size=batch // micro_batches)
+
     def timed(self) -> Problem:
         """The same with time as its objective."""
         if self.terms.objective == "time":

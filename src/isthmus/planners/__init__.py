@@ -1,5 +1,6 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
+from isthmus.planners.micro_batches import over_counts
 from isthmus.planners.registry import (
     ENTRY_POINTS,
     Planner,
@@ -12,5 +13,6 @@ from isthmus.planners.registry import (
 )
 
 __all__ = [
-    "ENTRY_POINTS", "Planner", "can_price", "check_honoured", "describe", "plan", "planner_names", "scheduled",
+    "ENTRY_POINTS", "Planner", "can_price", "check_honoured", "describe", "over_counts", "plan", "planner_names",
+    "scheduled",
 ]  # fmt: skip

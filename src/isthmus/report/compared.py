@@ -43,6 +43,7 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     """Of the device that has the least left, as a share."""
     devices: int | None = None
     replicas: int | None = None
+    micro_batches: int | None = None
 
 
 class Comparison(msgspec.Struct, frozen=True, kw_only=True):
@@ -50,8 +51,7 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
 
     model: str
     fleet: str
-    micro_batch_size: int
-    micro_batches: int
+    batch: int
     objective: Objective = "time"
     rows: tuple[ComparedPlan, ...]
 
@@ -80,16 +80,13 @@ def ranked(rows: Sequence[ComparedPlan], objective: Objective = "time") -> tuple
 def compared_table(comparison: Comparison) -> RenderableType:
     numbers = (
         "closed form", "simulated", "price of\n1,000 steps", "lower bound", "gap", "time to\nplan", "memory\nleft",
-        "devices",
+        "micro-\nbatches", "devices",
     )  # fmt: skip
     table = new_table(("planner", *numbers), numbers)
     for row in comparison.rows:
         if row.refused is None:
             table.add_row(*(Text(cell) for cell in _cells(row)))
-    title = (
-        f"{comparison.model} on {comparison.fleet}: {comparison.micro_batches} micro-batches of "
-        f"{comparison.micro_batch_size}"
-    )
+    title = f"{comparison.model} on {comparison.fleet}: batches of {comparison.batch}"
     refusals = [f"{row.planner} made no plan: {row.refused}" for row in comparison.rows if row.refused is not None]
     caption = "step times by the closed form and by the simulator; gap = closed form / lower bound - 1; price: devices "
     caption += "for steps as simulated, and egress; memory left: least of all devices, as a share of its own"
@@ -110,6 +107,7 @@ def _cells(row: ComparedPlan) -> tuple[str, ...]:
         "-" if row.gap is None else f"{row.gap:.2%}",
         format_duration(row.plan_s),
         "-" if headroom is None else f"{headroom.share:.0%}, {format_size(headroom.free_bytes)}\non {headroom.device}",
+        "-" if row.micro_batches is None else f"{row.micro_batches}",
         devices,
     )
 
