@@ -84,8 +84,7 @@ class Averaging:
             around_s += self._network.latency[members, members[:, turn]]
             alone_s = np.minimum(2 * (hop_s + latency_s).max(axis=1), 2 * (replicas - 1) * around_s.max(axis=1))
             total[rows] = np.maximum(total[rows], alone_s)
-            for pair in range(len(a)):  # no link of one group comes twice
-                loads[rows, members[:, a[pair]] * devices + members[:, b[pair]]] += 2 * hop_s[:, pair]
+            loads[rows[:, None], members[:, a] * devices + members[:, b]] += 2 * hop_s  # none comes twice in a row
         return np.maximum(total, loads.max(axis=1))
 
     def _begun(self, holders: Ints) -> Iterator[tuple[Ints, Ints, Floats]]:

@@ -48,6 +48,7 @@ class Descent:
     def __init__(self, problem: Problem, network: Network, blocks: Blocks, most: int) -> None:
         self.problem, self.network, self.blocks, self.left = problem, network, blocks, most
         self._averaging = Averaging(problem.fleet, network, blocks)
+        self._kept: dict[tuple[Stages, int], Pipelines] = {}
 
     def run(self, layouts: Sequence[Layout], step_s: float) -> list[Layout] | None:
         """Better layouts than these, which take `step_s`; None where none was found. Cuts are places of `blocks`."""
@@ -82,7 +83,10 @@ class Descent:
         count = len(next(iter(change.values())))
         self.left -= count
         share = -(-self.problem.micro_batches // len(now))
-        pipelines = [self._timed(change.get(r, (stages,)), share) for r, stages in enumerate(now)]
+        pipelines = [
+            self._timed(change[r], share) if r in change else self._as_it_is(stages, share)
+            for r, stages in enumerate(now)
+        ]
         rows = np.stack(
             [np.arange(count) if r in change else np.zeros(count, dtype=np.int64) for r in range(len(now))], axis=1
         )
@@ -103,6 +107,11 @@ class Descent:
             return None
         k = max(found.rows[r] for r in change)
         return tuple(change[r][k] if r in change else s for r, s in enumerate(now)), found.shares, found.step_s
+
+    def _as_it_is(self, stages: Stages, share: int) -> Pipelines:
+        if (stages, share) not in self._kept:
+            self._kept[stages, share] = self._timed((stages,), share)
+        return self._kept[stages, share]
 
     def _timed(self, several: Sequence[Stages], share: int) -> Pipelines:
         ends, cuts = np.unique(np.array([s.ends for s in several]), axis=0, return_inverse=True)
