@@ -50,7 +50,7 @@ class Machines:
         home = self.folder / machine
         home.mkdir(exist_ok=True)
         process = subprocess.Popen(
-            [*self.lab.command(machine), sys.executable, "-m", "isthmus.cli", *words[1:]], cwd=self.folder, text=True,
+            [*self.lab.command(machine), sys.executable, "-m", "isthmus", *words[1:]], cwd=self.folder, text=True,
             stdin=subprocess.PIPE, stdout=subprocess.PIPE, stderr=(self.folder / f"{words[1]}-{machine}.err").open("a"),
             env={**os.environ, "XDG_STATE_HOME": str(home), "NO_COLOR": "1", "PYTHONUNBUFFERED": "1"},
         )  # fmt: skip

@@ -16,7 +16,7 @@ from unittest import mock
 
 from isthmus.cli import main
 
-COMMAND = [sys.executable, "-m", "isthmus.cli"]
+COMMAND = [sys.executable, "-m", "isthmus"]
 
 JOB = """
 name = "small"

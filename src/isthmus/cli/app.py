@@ -14,8 +14,8 @@ from rich.console import Console
 from isthmus.cli import comparing, explaining, federated, joining, planning, runs, serving, training, verifying
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.federated.job import is_federated
+from isthmus.fleet import RANDOM, topology_names
 from isthmus.fleet import describe as describe_topology
-from isthmus.fleet import topology_names
 from isthmus.job import Job, load_job, prepare
 from isthmus.plan import Objective
 from isthmus.planners import describe as describe_planner
@@ -175,7 +175,7 @@ def train(
 @app.command()
 def topologies(json: JsonOption = False) -> None:
     """List the built-in fleets."""
-    pairs = [(name, describe_topology(name)) for name in topology_names()]
+    pairs = [(name, describe_topology(name)) for name in (*topology_names(), RANDOM)]
     if json:
         typer.echo(msgspec.json.encode(dict(pairs)).decode())
     else:

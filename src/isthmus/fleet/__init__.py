@@ -3,9 +3,10 @@
 from isthmus.fleet.fleet import Device, Fleet
 from isthmus.fleet.links import Link, Links, LinkTrace, Route, Site
 from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
-from isthmus.fleet.topologies import describe, resolve_fleet, topology, topology_names
+from isthmus.fleet.topologies import RANDOM, describe, resolve_fleet, topology, topology_names
 
 __all__ = [
+    "RANDOM",
     "Device",
     "Fleet",
     "Link",

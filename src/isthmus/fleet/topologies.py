@@ -11,7 +11,7 @@ from functools import cache, partial
 from importlib import resources
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet.drawn import fusionllm_testbed, random_fleet, sky
+from isthmus.fleet.drawn import MOST_DEVICES, fusionllm_testbed, random_fleet, sky
 from isthmus.fleet.fleet import Fleet
 from isthmus.fleet.toml import load_fleet, parse_fleet
 
@@ -46,6 +46,8 @@ def topology_names() -> tuple[str, ...]:
 
 def describe(name: str) -> str:
     """One line on what the built-in fleet called `name` is. Raises `UserError` with the nearest name."""
+    if name == RANDOM:
+        return f"N devices, at most {MOST_DEVICES:,}, drawn from the seed: regions on a globe, heavy-tailed speeds"
     return topology(name).description
 
 
