@@ -26,9 +26,10 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.planners.cohort import CohortProblem, certified
-from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Line
 from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_rules import RoundRules
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
 
 LATEST = Path(__file__).parent / "results" / "latest.json"

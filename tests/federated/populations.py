@@ -13,10 +13,11 @@ from isthmus.data.dataset import ColumnSpec
 from isthmus.federated import AlgorithmSpec, InProcess, LocalConfig, Server, StateStore, Work, Worksite, load_algorithm
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
-from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Finish, Record
 from isthmus.protocol.federated_pace import Pace
 from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.protocol.federated_rules import RoundRules
 from tests.federated.twins import BATCH, EPOCHS, ETA, SEED
 
 CLIENTS, PER_ROUND = 9, 5

@@ -7,7 +7,7 @@ import itertools
 import numpy as np
 import pytest
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
     Absorb,
     Begin,
@@ -44,6 +44,7 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_rules import RoundRules
 
 TURN = Turn(0)
 SIZES = np.array([40, 30, 20, 10])

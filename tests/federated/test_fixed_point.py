@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isthmus.errors import PeerError, UserError
 from isthmus.federated import Update
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
-from isthmus.federated.partial import Partial
+from isthmus.federated.partial import Partial, Weights
 
 NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=3, max_size=3)
 
@@ -95,26 +95,42 @@ def test_collected_values_come_in_the_order_of_clients() -> None:
         partial.begin(14, 3)
     for partial, client in ((ours, 7), (theirs, 2), (ours, 5)):
         partial.fold(client, Update(values={"a": torch.full((2,), float(client)), "n": torch.ones(1)}), client)
-    weight, weights = theirs.weights()
-    ours.merge(theirs.tensors(), theirs.clients, weight, weights)
+    ours.check(theirs.tensors(), {2}, theirs.weights())
+    ours.merge(theirs.tensors(), theirs.weights())
     combined = ours.combined(torch.float32)
     assert combined["a"].tolist() == [[2, 2], [5, 5], [7, 7]]
     assert combined["n"].tolist() == [3]
     assert ours.cohort(10).weights == (2, 5, 7)
 
 
+ONE = 1 << 20
+GOOD = {"n": torch.ones(1, dtype=torch.int64), "3/a": torch.ones(2)}
+
+
 @pytest.mark.parametrize(
-    "tensors",
+    ("tensors", "part", "message"),
     [
-        {"n": torch.ones(1)},
-        {"n": torch.ones(2, dtype=torch.int64)},
-        {"n": torch.ones(1, dtype=torch.int64), "3/a": torch.ones(2)},
-        {"n": torch.ones(1, dtype=torch.int64), "x": torch.ones(2)},
-        {},
+        ({"n": GOOD["n"]}, Weights(clients=1, total=ONE, each={3: ONE}), "sent the values 'n', expected '3/a', 'n'"),
+        (GOOD | {"x": torch.ones(1)}, Weights(clients=1, total=ONE, each={3: ONE}), "sent the values .*'x'"),
+        (GOOD | {"n": torch.ones(1)}, Weights(clients=1, total=ONE, each={3: ONE}), "got torch.float32"),
+        (GOOD | {"n": torch.ones(2, dtype=torch.int64)}, Weights(clients=1, total=ONE, each={3: ONE}), "got 2 numbers"),
+        (GOOD | {"n": torch.tensor([1 << 62])}, Weights(clients=1, total=ONE, each={3: ONE}), "no room"),
+        (GOOD | {"3/a": torch.tensor([1.0, math.nan])}, Weights(clients=1, total=ONE, each={3: ONE}), "finite"),
+        (GOOD, Weights(clients=2, total=ONE, each={3: ONE}), "sums of 2 clients, expected 1"),
+        (GOOD, Weights(clients=1, total=-1, each={3: -1}), "weight of -"),
+        (GOOD, Weights(clients=1, total=11 * ONE, each={3: 11 * ONE}), "weight of 11, expected 0 to 10"),
+        (GOOD, Weights(clients=1, total=ONE, each={4: ONE}), "weights that are not"),
     ],
 )
-def test_sums_that_do_not_fit_are_refused(tensors: dict[str, torch.Tensor]) -> None:
-    partial = Partial({"a": "collect", "n": "sum"})
+def test_sums_that_do_not_fit_are_refused_and_leave_nothing(
+    tensors: dict[str, torch.Tensor], part: Weights, message: str
+) -> None:
+    partial = Partial({"a": "collect", "n": "sum"}, {"n": 1, "a": 2})
+    partial.begin(10, 2)
     partial.fold(1, Update(values={"a": torch.ones(2), "n": torch.ones(1)}), 1)
-    with pytest.raises(PeerError):
-        partial.merge(tensors, 1, 1 << 20, {1: 1 << 20})
+    before = {name: value.clone() for name, value in partial.tensors().items()}
+    with pytest.raises(PeerError, match=message):
+        partial.check(tensors, {3}, part)
+    after = partial.tensors()
+    assert before.keys() == after.keys() and all(torch.equal(after[name], before[name]) for name in before)
+    partial.check(GOOD, {3}, Weights(clients=1, total=ONE, each={3: ONE}))

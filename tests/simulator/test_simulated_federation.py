@@ -6,9 +6,10 @@ import numpy as np
 import pytest
 
 from isthmus.errors import PeerError
-from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Line
 from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_rules import RoundRules
 from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
 
 SIZES = np.random.default_rng(1).integers(10, 400, 300)

@@ -69,6 +69,15 @@ class FixedSum:
         if self._bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
 
+    def check_term(self, term: Tensor, weight: float) -> None:
+        """PeerError if `weight` times the term could not be added. Nothing is changed."""
+        low, high = term.detach().double().aminmax() if term.numel() else (torch.zeros(()), torch.zeros(()))
+        largest = max(-low.item(), high.item()) * weight * self._factor
+        if not (largest < _LIMIT and low.item() == low.item()):
+            raise PeerError(f"got {_worst(term)}, expected numbers within {_LIMIT / (weight * self._factor):.3g}")
+        if self._bound + largest >= _SUM_LIMIT:
+            raise PeerError(f"a sum of {(self._bound + largest) * self._unit:.3g} has no room in 64 bits")
+
     def _take_back(self, term: Tensor, factor: float) -> None:
         """What was added of a term whose later numbers are bad."""
         for start in range(0, len(term), _BLOCK):
@@ -76,13 +85,20 @@ class FixedSum:
             work = self._work[:here].copy_(term[start : start + here]).mul_(factor)
             self.total[start : start + here].sub_(work.add_(_MAGIC).view(torch.int64).sub_(_MAGIC_BITS))
 
-    def merge(self, total: Tensor) -> None:
-        """Add another sum's `total`, int64 [size], of the same exponent. PeerError when the two have no room."""
+    def check(self, total: Tensor) -> float:
+        """The bound of both sums, if another one's `total`, int64 [size], were added. PeerError when the two have no
+        room."""
+        bound = self._bound
         if len(total):
             low, high = total.aminmax()
-            self._bound += max(-float(low), float(high))
-        if self._bound >= _SUM_LIMIT:
-            raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
+            bound += max(-float(low), float(high))
+        if bound >= _SUM_LIMIT:
+            raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
+        return bound
+
+    def merge(self, total: Tensor) -> None:
+        """Add another sum's `total`, int64 [size], of the same exponent. PeerError as `check`, and nothing added."""
+        self._bound = self.check(total)
         self.total.add_(total)
 
     def over(self, divisor: float, dtype: torch.dtype) -> Tensor:

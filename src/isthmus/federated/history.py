@@ -26,6 +26,8 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     """Messages from executors that brought values."""
     value_bytes: int = 0
     """Of those values: 8 bytes a summed number, and what is collected."""
+    rules: str = ""
+    """When a round is closed."""
     evaluation: Evaluation | None = None
 
     @property

@@ -18,6 +18,7 @@ from isthmus.protocol.federated_events import (
     Begin,
     Commit,
     CoordinatorEvent,
+    Dismiss,
     Drained,
     ExecutorEvent,
     Finish,
@@ -125,14 +126,15 @@ class InProcess:
                     self._seats[executor].inbox.append(told)
                 case Merge(executor=executor):
                     partial = self._seats[executor].site.partial
-                    weight, weights = partial.weights()
-                    self.server.merge(partial.tensors(), partial.clients, weight, weights)
+                    self.server.merge(partial.tensors(), partial.weights())
                 case Absorb():
                     self.server.absorb()
                 case Commit(record=record):
                     self._committed(record)
                 case Finish():
                     return instruction
+                case Dismiss(executor=executor, reason=reason):
+                    raise InternalError(f"federated: {executor} {reason}")
                 case Ignore() | Halt():
                     pass
         return None

@@ -22,13 +22,17 @@ from isthmus.data.partition import PartitionSpec
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
+from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
+from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.resident import Resident
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.server import Identity
 from isthmus.models import ModelSpec, build_model
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
+from isthmus.protocol.federated_rules import RoundRules
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -83,6 +87,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     partition: PartitionSpec | None = None
     local: LocalConfig = LocalConfig()
     participation: Participation = Participation(fraction=1.0)
+    admission: AdmissionRules = AdmissionRules()
     execution: Execution = Execution()
     run_dir: str = "runs"
 
@@ -123,6 +128,8 @@ def check(job: FederatedJob) -> None:
     for field, seconds in (("execution.patience", job.patience_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
+    if job.admission.clip and job.admission.max_norm is None:
+        raise UserError("admission.max_norm: missing, expected the norm to clip to")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     if job.scheme.per != "given" and job.execution.slow_down:
@@ -164,6 +171,27 @@ def build(job: FederatedJob) -> nn.Module:
 def members(job: FederatedJob, sizes: NDArray[np.int64], round_: int) -> NDArray[np.int64]:
     """The cohort of a round."""
     return cohort(job.participation, sizes, job.federated.seed, round_)
+
+
+def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
+    """How the job's rounds go, whoever trains."""
+    rules = job.participation
+    return RoundRules(
+        rounds=job.federated.rounds, first_round=first_round, passes=len(job.algorithm().passes),
+        needed=rules.needed(population), quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
+        attempts=rules.attempts,
+    )  # fmt: skip
+
+
+def evaluator(job: FederatedJob, data: ClientData) -> Evaluator | None:
+    """With a module of its own; None where nothing is evaluated."""
+    config = job.federated
+    if not config.evaluate_every:
+        return None
+    population = len(data.sizes)
+    clients = np.unique(np.linspace(0, population - 1, min(population, config.evaluate_clients)).astype(int))
+    chosen = clients.tolist() if config.evaluate_clients else []
+    return Evaluator(Resident(build(job)), test_data(job, data), data, chosen)
 
 
 def executors(job: FederatedJob, population: int) -> int:

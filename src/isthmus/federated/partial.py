@@ -6,8 +6,10 @@ What is summed takes 8 bytes a number and is the same for any grouping of client
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+import reprlib
+from collections.abc import Collection, Iterable, Mapping, Sequence
 
+import msgspec
 import torch
 from torch import Tensor
 
@@ -21,11 +23,22 @@ BUFFERS = "buffers"
 """The module's running means: averaged like FedAvg's model, whatever the algorithm."""
 
 
+class Weights(msgspec.Struct, frozen=True, kw_only=True):
+    """How much a partial counts, in units of 2^-20."""
+
+    clients: int
+    total: int
+    each: dict[int, int] = {}
+    """Of each client, where values are collected."""
+
+
 class Partial:
     """Folds updates, merges other partials, and makes the combined values of it all."""
 
-    def __init__(self, returns: Mapping[str, Combine]) -> None:
+    def __init__(self, returns: Mapping[str, Combine], sizes: Mapping[str, int] | None = None) -> None:
+        """`sizes` are the numbers of each summed value; without them, those of the first that comes."""
         self._returns = returns
+        self._expected = sizes or {}
         self._sums: dict[str, FixedSum] = {}
         self.begin(1, 1)
 
@@ -49,11 +62,15 @@ class Partial:
         """Take in a client's update. UserError for names that the pass does not declare; PeerError for numbers that
         are not finite, or a weight out of range. After an error nothing of the update is left."""
         _check_names(update.values, self._returns)
-        weight = float(samples if update.weight is None else update.weight)
-        if not 0 <= weight <= self._most_weight:
-            raise PeerError(f"client {client}: got weight {weight:g}, expected 0 to {self._most_weight:g}")
+        try:
+            weight = self._weight_of(update, samples)
+        except PeerError as e:
+            raise PeerError(f"client {client}: {e}") from None
         for name in self._of("collect"):
-            _check_finite(client, name, update.values[name])
+            try:
+                _check_finite(update.values[name])
+            except PeerError as e:
+                raise PeerError(f"client {client}: value {name!r}: {e}") from None
         added: list[tuple[FixedSum, Tensor, float]] = []
         for name in self._of("weighted_mean", "mean", "sum"):
             value = update.values[name]
@@ -72,16 +89,36 @@ class Partial:
         self._weight += _units(weight)
         self.clients += 1
 
+    def check_update(self, update: Update, samples: int) -> None:
+        """PeerError, as `fold` would raise it for an update whose names and shapes are right. Nothing is changed."""
+        weight = self._weight_of(update, samples)
+        for name in self._of("weighted_mean", "mean", "sum"):
+            value = update.values[name]
+            try:
+                factor = weight if self._returns[name] == "weighted_mean" else 1.0
+                self._sum(name, value.numel()).check_term(value, factor)
+            except PeerError as e:
+                raise PeerError(f"value {name!r}: {e}") from None
+
+    def _weight_of(self, update: Update, samples: int) -> float:
+        weight = float(samples if update.weight is None else update.weight)
+        if not 0 <= weight <= self._most_weight:
+            raise PeerError(f"got weight {weight:g}, expected 0 to {self._most_weight:g}")
+        return weight
+
     def _of(self, *kinds: Combine) -> list[str]:
         return [name for name, combine in self._returns.items() if combine in kinds]
 
     def _sum(self, name: str, size: int) -> FixedSum:
+        self._check_size(name, size)
         if name not in self._sums:
             self._sums[name] = FixedSum(size, self._exponents[self._returns[name]])
-        found = self._sums[name]
-        if len(found.total) != size:
-            raise PeerError(f"got {size} numbers, expected {len(found.total)} as before")
-        return found
+        return self._sums[name]
+
+    def _check_size(self, name: str, size: int) -> None:
+        expected = len(self._sums[name].total) if name in self._sums else self._expected.get(name, size)
+        if size != expected:
+            raise PeerError(f"got {size} numbers, expected {expected}")
 
     def tensors(self) -> dict[str, Tensor]:
         """What is sent: one int64 vector per summed value, and `CLIENT/NAME` per collected one."""
@@ -90,29 +127,46 @@ class Partial:
             found |= {f"{client}/{name}": value for name, value in values.items()}
         return found
 
-    def weights(self) -> tuple[int, dict[int, int]]:
-        """The sum of the weights, and each client's where values are collected; in units of 2^-20."""
-        return self._weight, dict(self._weights)
+    def weights(self) -> Weights:
+        return Weights(clients=self.clients, total=self._weight, each=dict(self._weights))
 
-    def merge(self, tensors: Mapping[str, Tensor], clients: int, weight: int, weights: Mapping[int, int]) -> None:
-        """Add what another partial's `tensors` and `weights` gave. PeerError for anything that does not fit."""
-        sums = {name for name, combine in self._returns.items() if combine != "collect"}
-        collected = sorted(set(tensors) - sums)
-        if clients and not sums <= set(tensors):
-            raise PeerError(f"sent no value {min(sums - set(tensors))!r}")
-        for name in sorted(sums & set(tensors)):
-            got = tensors[name]
-            if got.dtype != torch.int64 or got.dim() != 1:
-                raise PeerError(f"value {name!r}: got {got.dtype} {list(got.shape)}, expected int64 numbers in a row")
-            self._sum(name, len(got)).merge(got)
-        for key in collected:
-            client, _, name = key.partition("/")
-            if not client.isdecimal() or self._returns.get(name) != "collect" or int(client) not in weights:
-                raise PeerError(f"sent a value {key!r} that the algorithm does not collect")
-            self._collected.setdefault(int(client), {})[name] = tensors[key]
-        self._weights.update(weights)
-        self._weight += weight
-        self.clients += clients
+    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> None:
+        """PeerError unless `tensors` and `part` are what another partial gives after folding these clients. Nothing
+        is changed."""
+        if part.clients != len(clients):
+            raise PeerError(f"sent sums of {part.clients} clients, expected {len(clients)}")
+        most = part.clients * self._most_weight
+        if not 0 <= part.total <= _units(most):
+            raise PeerError(f"sent a weight of {math.ldexp(part.total, -WEIGHT_BITS):g}, expected 0 to {most:g}")
+        collects = self._of("collect") if self.collects else []
+        sums = set(self._of("weighted_mean", "mean", "sum")) if clients else set[str]()
+        expected = sums | {f"{client}/{name}" for client in clients for name in collects}
+        if tensors.keys() != expected:
+            raise PeerError(f"sent the values {_few(tensors)}, expected {_few(expected)}")
+        if collects and (part.each.keys() != set(clients) or sum(part.each.values()) != part.total):
+            raise PeerError("sent weights that are not those of its clients")
+        for name, value in tensors.items():
+            try:
+                self._check_sum(name, value) if name in sums else _check_finite(value)
+            except PeerError as e:
+                raise PeerError(f"value {name!r}: {e}") from None
+
+    def _check_sum(self, name: str, value: Tensor) -> None:
+        if value.dtype != torch.int64 or value.dim() != 1:
+            raise PeerError(f"got {value.dtype} {list(value.shape)}, expected int64 numbers in a row")
+        self._sum(name, len(value)).check(value)
+
+    def merge(self, tensors: Mapping[str, Tensor], part: Weights) -> None:
+        """Add what another partial's `tensors` and `weights` gave. It has passed `check`."""
+        for key, value in tensors.items():
+            if self._returns.get(key, "collect") != "collect":
+                self._sum(key, len(value)).merge(value)
+            else:
+                client, _, name = key.partition("/")
+                self._collected.setdefault(int(client), {})[name] = value
+        self._weights.update(part.each)
+        self._weight += part.total
+        self.clients += part.clients
 
     def combined(self, dtype: torch.dtype) -> Values:
         """The server's view: means, sums, and collected values stacked [clients, ...] in the order of client numbers.
@@ -151,6 +205,12 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
             raise UserError(f"algorithm: value {name!r} is declared, but a client did not return it")
 
 
-def _check_finite(client: int, name: str, value: Tensor) -> None:
-    if not bool(torch.isfinite(value).all()):
-        raise PeerError(f"client {client}: value {name!r}: not all numbers are finite")
+def _check_finite(value: Tensor) -> None:
+    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        raise PeerError("not all numbers are finite")
+
+
+def _few(names: Iterable[str]) -> str:
+    """Of names that somebody else chose, some."""
+    told = sorted(names)
+    return ", ".join(reprlib.repr(name) for name in told[:4]) + (" ..." if len(told) > 4 else "") or "none"

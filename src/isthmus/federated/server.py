@@ -10,7 +10,8 @@ A file is written beside and renamed, so it is there whole or not at all. Two ar
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Callable, Mapping
+import math
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -22,8 +23,9 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import Algorithm, Combine, Values
-from isthmus.federated.partial import BUFFERS, Partial
+from isthmus.federated.admission import AdmissionRules, admit, forms_of
+from isthmus.federated.algorithms import Algorithm, Combine, Update, Values
+from isthmus.federated.partial import BUFFERS, Partial, Weights
 from isthmus.protocol.federated_events import Opening, Turn
 
 STATE_ROUNDS = "state_rounds"
@@ -56,9 +58,16 @@ class Server:
         self._passes = algorithm.passes
         self._population = population
         self.turn: Turn | None = None
+        self.keeps = algorithm.init_client(torch.zeros(1)) is not None
+        """Whether clients keep something from round to round."""
         if len(buffers):
             self.values[BUFFERS] = buffers
-        self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
+        self.forms = forms_of(algorithm, self.values)
+        """By pass, what its clients' values look like."""
+        self._partials = [
+            Partial(self._returns(number), {name: math.prod(form.shape) for name, form in self.forms[number].items()})
+            for number in range(len(self._passes))
+        ]
 
     def _returns(self, number: int) -> Mapping[str, Combine]:
         returns = self._passes[number].returns
@@ -82,9 +91,25 @@ class Server:
         told = self._algorithm.broadcast(known)
         return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
 
-    def merge(self, tensors: Mapping[str, Tensor], clients: int, weight: int, weights: Mapping[int, int]) -> None:
-        """An executor's sums. PeerError for sums that do not fit."""
-        self._partial.merge(tensors, clients, weight, weights)
+    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> None:
+        """PeerError for an executor's sums that do not fit the open turn."""
+        self._partial.check(tensors, clients, part)
+
+    def merge(self, tensors: Mapping[str, Tensor], part: Weights) -> None:
+        """An executor's sums, which have passed `check`."""
+        self._partial.merge(tensors, part)
+
+    def admit(self, update: Update, samples: int, rules: AdmissionRules) -> Update:
+        """The update of a client of the open turn, clipped where the rules say so. PeerError for one that is refused:
+        whatever is returned can be folded in."""
+        assert self.turn is not None, "a turn is open"
+        admitted = admit(update, self.forms[self.turn.number], rules)
+        self._partial.check_update(admitted, samples)
+        return admitted
+
+    def fold(self, client: int, update: Update, samples: int) -> None:
+        """One client's update, which was admitted."""
+        self._partial.fold(client, update, samples)
 
     def absorb(self) -> None:
         """All sums of the pass are in. UserError when the algorithm's step fails or leaves what is not finite."""

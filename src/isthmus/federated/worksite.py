@@ -40,16 +40,16 @@ class Worksite:
         states: StateStore | None,
         *,
         slow_down: Callable[[float, int], float] = lambda seconds, _: seconds,
-        check: Callable[[int, Update], None] = lambda client, update: None,
+        admit: Callable[[Update], Update] = lambda update: update,
     ) -> None:
         """`states` is None for algorithms that keep nothing. `slow_down(seconds, round)` is how long training that
-        took `seconds` lasts on an emulated executor; `check` refuses an update (PeerError) before it is folded."""
+        took `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
         self.resident = Resident(module)
         self._work = work
         self._data = data
         self._states = states
         self._slow_down = slow_down
-        self._check = check
+        self._admit = admit
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
         self._draws = False
@@ -162,8 +162,7 @@ class Worksite:
         return tuple(Timed(t.client, t.samples, lasts_s / len(tasks)) for t in taken), tuple(refused)
 
     def _take_in(self, task: Task, update: Update) -> None:
-        self._check(task.client, update)
-        self.partial.fold(task.client, update, task.samples)
+        self.partial.fold(task.client, self._admit(update), task.samples)
         if update.state is not None:
             self._keep(task, update.state)
 

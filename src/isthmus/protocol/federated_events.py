@@ -171,6 +171,8 @@ class Joined(msgspec.Struct, frozen=True, kw_only=True):
     executor: str
     client: int | None = None
     """The one client whose data the executor has; None where it has them all."""
+    samples: int | None = None
+    """That client has; None where the coordinator knows."""
 
 
 class Drained(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,6 +244,13 @@ class Ignore(msgspec.Struct, frozen=True):
     turn: Turn
 
 
+class Dismiss(msgspec.Struct, frozen=True):
+    """Hang up on an executor that sent what it cannot have."""
+
+    executor: str
+    reason: str
+
+
 class Absorb(msgspec.Struct, frozen=True):
     """Every sum of the pass is in: the server's turn."""
 
@@ -283,4 +292,4 @@ class Finish(msgspec.Struct, frozen=True):
     reason: str = ""
 
 
-CoordinatorInstruction = Open | Tell | Merge | Ignore | Absorb | Commit | Halt | Finish
+CoordinatorInstruction = Open | Tell | Merge | Ignore | Dismiss | Absorb | Commit | Halt | Finish

@@ -81,7 +81,7 @@ def _sentence(line: RoundLine, rounds: int) -> str:
         parts.append(f"{len(line.record.refused)} refused")
     if line.record.missing:
         parts.append(f"{len(line.record.missing)} missing")
-    return ", ".join([*parts, f"closed by {line.record.closed_by}"])
+    return ", ".join([*parts, f"closed by {line.record.closed_by} ({line.rules})"])
 
 
 def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int) -> RenderableType:

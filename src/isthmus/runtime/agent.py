@@ -7,8 +7,9 @@ import contextlib
 import socket
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 
@@ -64,12 +65,21 @@ class Dismissal(PeerError):
     """The coordinator does not want this device: trying again is of no use."""
 
 
+class Workshop(Protocol):
+    """Works for runs in this process, in place of a process for each of them."""
+
+    def engage(self, call: Engage, coordinator: tuple[str, int]) -> None: ...
+    def disengage(self, run: str) -> None: ...
+    def end(self) -> None: ...
+
+
 class Agent:
     """One device, for as long as `run` runs. `say` is told one line for whatever a person may want to know."""
 
     def __init__(
-        self, folder: Path, membership: Membership, place: Place, *, patience_s: float, say: Callable[[str], None]
-    ) -> None:
+        self, folder: Path, membership: Membership, place: Place, *, patience_s: float, say: Callable[[str], None],
+        workshop: Workshop | None = None, retries_s: Sequence[float] = RETRY_S,
+    ) -> None:  # fmt: skip
         """`place` says where this device listens for others; without a host, at the address that leads to the
         coordinator. Its identity is set here."""
         self._folder = folder
@@ -78,6 +88,8 @@ class Agent:
         self._place = place
         self._patience_s = patience_s
         self._say = say
+        self._workshop = workshop
+        self._retries_s = retries_s
         self._work: tuple[str, Launcher] | None = None
         self._failed = 0
         """Attempts in a row to be in the fleet."""
@@ -93,12 +105,14 @@ class Agent:
                 except Dismissal:
                     raise
                 except PeerError as e:
-                    wait_s = RETRY_S[min(self._failed, len(RETRY_S) - 1)]
+                    wait_s = self._retries_s[min(self._failed, len(self._retries_s) - 1)]
                     self._failed += 1
                     self._say(f"{e}; trying again in {wait_s:g} s")
                     self._over.wait(wait_s)
         finally:
             self._end_work()
+            if self._workshop is not None:
+                self._workshop.end()
 
     def stop(self) -> None:
         self._over.set()
@@ -165,6 +179,10 @@ class Agent:
                 raise Dismissal(f"coordinator: {''.join(c for c in reason if c.isprintable())[:500]}")
             case Renewed(certificate=certificate):
                 self._identity.keep(certificate, self._identity.authority_der())
+            case Engage() if self._workshop is not None:
+                self._workshop.engage(message, coordinator)
+            case Disengage(run=run) if self._workshop is not None:
+                self._workshop.disengage(run)
             case Engage():
                 self._end_work()
                 self._begin_work(message, coordinator)

@@ -8,6 +8,7 @@ import sys
 import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
 
 import msgspec
 from torch import Tensor
@@ -20,31 +21,24 @@ from isthmus.protocol.federated_events import (
     Commit,
     CoordinatorEvent,
     CoordinatorInstruction,
-    Drained,
+    Dismiss,
     Finish,
     Halt,
     Ignore,
     Interrupted,
-    Joined,
     Lost,
     Merge,
     Open,
     Record,
-    Returned,
-    Summed,
     Tell,
     Tick,
     Turn,
 )
-from isthmus.runtime.federated_messages import (
-    DrainedMessage,
-    ReturnedMessage,
-    SumsMessage,
-    ToldMessage,
-    TurnMessage,
-)
+from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.federated_intake import Intake
+from isthmus.runtime.federated_messages import ToldMessage, TurnMessage
 from isthmus.runtime.interrupting import interruptible
-from isthmus.runtime.messages import AnyMessage, Failed, HaltMessage, Heartbeat, Join, ReadyMessage
+from isthmus.runtime.messages import AnyMessage, Failed, HaltMessage, Heartbeat, Join
 from isthmus.runtime.post import SWITCH_S, Post, headers_of
 from isthmus.runtime.reception import Heard, Reception
 
@@ -65,6 +59,32 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     """Of those values, without headers."""
 
 
+class Outgoing(Protocol):
+    """A connection's way out, for one thread."""
+
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def post(channel: SocketChannel, patience_s: float, fail: Callable[[Exception], None]) -> Outgoing:
+    """Messages are sent at once: a process of this machine takes them."""
+    return Post(channel, fail)
+
+
+class Office(msgspec.Struct, frozen=True, kw_only=True):
+    """How a conductor and its executors talk. The default is for processes of this machine."""
+
+    run: str
+    patience_s: float
+    reception: type[Reception] = Reception
+    out: Callable[[SocketChannel, float, Callable[[Exception], None]], Outgoing] = post
+    """(channel, patience, what to tell of a failure) -> its way out."""
+    last_words_s: float = LAST_WORDS_S
+    returns: bool = False
+    """Whoever is lost may come back: whatever goes wrong with one executor is no failure of the run."""
+
+
 class FederatedConductor:
     """Runs the machine in the thread that calls `conduct`, over the connections that its reception is given."""
 
@@ -72,34 +92,32 @@ class FederatedConductor:
         self,
         machine: FederatedCoordinator,
         server: Server,
-        run: str,
+        intake: Intake,
+        office: Office,
         *,
-        patience_s: float,
         committed: Callable[[Record, RoundMeasure], None],
-        pinned: Mapping[str, int] = {},
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`pinned` are the clients of executors that have one only. `note` is told of losses."""
+        """`committed` is called before the next round opens. `note` is told of losses."""
         self._machine = machine
         self._server = server
-        self._run = run
-        self._patience_s = patience_s
+        self._intake = intake
+        self._office = office
+        self._run, self._patience_s = office.run, office.patience_s
         self._committed = committed
-        self._pinned = pinned
         self._note = note
         self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
-        self._posts: dict[str, Post] = {}
-        self._sums: dict[str, tuple[SumsMessage, list[Tensor]]] = {}
+        self._posts: dict[str, Outgoing] = {}
+        self._channels: list[SocketChannel] = []
         self._turn: Turn | None = None
         self._told: Mapping[str, Tensor] = {}
         self._opened_s = 0.0
-        self._counted = (0, 0)
-        self._trips = self._value_bytes = 0
+        self._counted = (0, 0, 0, 0)
         self._failure: IsthmusError | None = None
         self._over = threading.Event()
-        self.reception = Reception(
-            run, machine.executors, heard=self._heard.put, guard=self._guard, patience_s=patience_s
-        )  # fmt: skip
+        self.reception = office.reception(
+            self._run, machine.executors, heard=self._heard.put, guard=intake.guard, patience_s=self._patience_s
+        )
         """Takes the executors' connections."""
 
     def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Finish:
@@ -113,8 +131,8 @@ class FederatedConductor:
         try:
             with interruptible(lambda: self._heard.put(Interrupted())):
                 finish = self._loop(ended)
-            for post in self._posts.values():
-                post.flush()
+            for out in self._posts.values():
+                out.flush()
         finally:
             sys.setswitchinterval(before_s)
             self._over.set()
@@ -125,13 +143,13 @@ class FederatedConductor:
 
     def bytes(self) -> tuple[int, int]:
         """Sent and received so far, whole frames, of all executors."""
-        counts = [self.reception.channel(name).statistics() for name in self._posts]
+        counts = [channel.statistics() for channel in self._channels]
         return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
 
     def _beat(self) -> None:
         while not self._over.wait(self._patience_s / 4):
-            for post in list(self._posts.values()):
-                post.put(Heartbeat(run=self._run))
+            for out in list(self._posts.values()):
+                out.put(Heartbeat(run=self._run))
 
     def _loop(self, ended: Callable[[], Mapping[str, str]]) -> Finish:
         finish: Finish | None = None
@@ -146,7 +164,9 @@ class FederatedConductor:
             if now_s - looked_s >= TICK_S:
                 looked_s = now_s
                 events.append(Tick(now_s=now_s))
-                if now_s > join_by_s and (missing := set(self._machine.executors) - self._posts.keys()):
+                if self._office.returns:
+                    pass  # the machine decides how long it waits for whom
+                elif now_s > join_by_s and (missing := set(self._machine.executors) - self._posts.keys()):
                     events += [self._lost(min(missing), f"it did not join within {self._patience_s:g} s", ended)]
                 elif gone := ended().keys() - self._posts.keys():
                     events += [self._lost(min(gone), "its process ended before it joined", ended)]
@@ -159,13 +179,6 @@ class FederatedConductor:
                 return self._carry_out([Halt()]) or Finish("lost", str(self._failure))
         return finish
 
-    def _guard(self, executor: str, message: AnyMessage) -> None:
-        """Refuse what no executor sends, before its tensors are received. Any thread."""
-        if not isinstance(message, ReadyMessage | DrainedMessage | ReturnedMessage | SumsMessage | Failed | Heartbeat):
-            raise PeerError(f"sent {type(message).__name__} to the coordinator")
-        if message.tensors and not isinstance(message, SumsMessage):
-            raise PeerError(f"sent {type(message).__name__} with tensors")
-
     def _translate(
         self, heard: Heard | CoordinatorEvent, ended: Callable[[], Mapping[str, str]]
     ) -> Sequence[CoordinatorEvent]:
@@ -177,29 +190,39 @@ class FederatedConductor:
                 reason = "its connection closed" if message is None else str(message)
                 return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
             case Join():
-                channel = self.reception.channel(executor)
-                self._posts[executor] = Post(channel, on_error=lambda e, name=executor: self._heard.put((name, e, [])))
-            case ReadyMessage():
-                return [Joined(executor=executor, client=self._pinned.get(executor))]
-            case DrainedMessage(turn=turn):
-                return [Drained(executor=executor, turn=turn)]
-            case ReturnedMessage(turn=turn, tasks=tasks):
-                return [Returned(executor=executor, turn=turn, tasks=tasks)]
-            case SumsMessage(turn=turn):
-                self._sums[executor] = (message, tensors)
-                self._trips += bool(message.tensors)
-                self._value_bytes += sum(h.nbytes for h in message.tensors)
-                return [Summed(executor=executor, turn=turn, timed=message.timed, refused=message.refused)]
-            case Failed(fault="user"):
-                self._failure = UserError(message.reason)
-            case Failed():
-                return [self._lost(executor, message.reason, ended)]
-            case _:
+                self._welcome(executor)
+            case Failed(fault="user", reason=reason) if not self._office.returns:
+                self._failure = UserError(reason)
+            case Failed(reason=reason):
+                return [self._lost(executor, reason, ended)]
+            case Heartbeat():
                 pass
+            case _:
+                try:
+                    event = self._intake.hear(executor, message, tensors)
+                except PeerError as e:
+                    self.reception.channel(executor).close()
+                    return [self._lost(executor, str(e), ended)]
+                return [] if event is None else [event]
         return []
 
+    def _welcome(self, executor: str) -> None:
+        channel = self.reception.channel(executor)
+        self._channels.append(channel)
+
+        def fail(error: Exception) -> None:
+            channel.close()  # the thread that receives from it tells of the loss
+            if not self._over.is_set():
+                self._note(f"executor {executor}: {error}")
+
+        if (former := self._posts.get(executor)) is not None:
+            former.close()
+        self._posts[executor] = self._office.out(channel, self._patience_s, fail)
+        if (greeting := self._intake.greeting(executor)) is not None:
+            self._posts[executor].put(greeting)
+
     def _lost(self, executor: str, reason: str, ended: Callable[[], Mapping[str, str]]) -> Lost:
-        deadline_s = time.monotonic() + LAST_WORDS_S
+        deadline_s = time.monotonic() + self._office.last_words_s
         while executor not in ended() and time.monotonic() < deadline_s:
             time.sleep(0.01)
         reason = ended().get(executor, reason)
@@ -219,16 +242,19 @@ class FederatedConductor:
                 case Tell(executor=executor, event=told):
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
                 case Merge(executor=executor):
-                    self._merge(executor)
+                    self._intake.merge(executor)
                 case Ignore(executor=executor):
-                    self._sums.pop(executor, None)
+                    self._intake.ignore(executor)
+                case Dismiss(executor=executor, reason=reason):
+                    self._note(f"executor {executor} {reason}: dismissed")
+                    self.reception.channel(executor).close()
                 case Absorb():
                     self._server.absorb()
                 case Commit(record=record):
                     self._committed(record, self._measure())
                 case Halt():
-                    for post in self._posts.values():
-                        post.put(HaltMessage(run=self._run))
+                    for out in self._posts.values():
+                        out.put(HaltMessage(run=self._run))
                 case Finish():
                     finish = instruction
         return finish
@@ -241,20 +267,11 @@ class FederatedConductor:
         self._turn, self._told = turn, self._server.broadcast()
 
     def _measure(self) -> RoundMeasure:
-        sent, received = self.bytes()
-        before, self._counted = self._counted, (sent, received)
-        trips, value_bytes = self._trips, self._value_bytes
-        self._trips = self._value_bytes = 0
+        """Since the round before."""
+        counts = (*self.bytes(), self._intake.trips, self._intake.value_bytes)
+        before, self._counted = self._counted, counts
+        sent, received, trips, value_bytes = (now - then for now, then in zip(counts, before, strict=True))
         return RoundMeasure(
-            seconds=time.monotonic() - self._opened_s, sent_bytes=sent - before[0],
-            received_bytes=received - before[1], trips=trips, value_bytes=value_bytes,
+            seconds=time.monotonic() - self._opened_s, sent_bytes=sent, received_bytes=received, trips=trips,
+            value_bytes=value_bytes,
         )  # fmt: skip
-
-    def _merge(self, executor: str) -> None:
-        """PeerError here is another party's fault, but its clients count as in already: the run must end."""
-        message, tensors = self._sums.pop(executor)
-        named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-        try:
-            self._server.merge(named, message.clients, message.weight, message.weights)
-        except PeerError as e:
-            self._failure = PeerError(f"executor {executor!r}: {e}")

@@ -51,7 +51,7 @@ class Executor:
         self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float, together: int
     ) -> None:
         self.machine = FederatedExecutor(together)
-        self._site = site
+        self.site = site
         self._channel = channel
         self._post = post
         self._run = run
@@ -68,14 +68,14 @@ class Executor:
                 case Exception():
                     raise act
                 case (Begin(opening=opening), told):
-                    self._site.open(opening, told)
+                    self.site.open(opening, told)
                 case Train(turn=turn, tasks=tasks):
-                    timed, refused = self._site.train(tasks)
+                    timed, refused = self.site.train(tasks)
                     self._handle(Trained(turn=turn, timed=timed, refused=refused))
                 case SendSums():
                     self._send_sums(act)
                 case Forget(kept=kept):
-                    self._site.forget(kept)
+                    self.site.forget(kept)
         self._post.flush()
 
     def _listen(self) -> None:
@@ -112,18 +112,17 @@ class Executor:
                         self._acts.put(instruction)
 
     def _send_sums(self, act: SendSums) -> None:
-        partial = self._site.partial
+        partial = self.site.partial
         tensors = partial.tensors()
-        weight, weights = partial.weights()
         self._post.put(
             SumsMessage(
-                run=self._run, turn=act.turn, timed=act.timed, refused=act.refused, clients=partial.clients,
-                weight=weight, weights=weights, tensors=headers_of(tensors),
+                run=self._run, turn=act.turn, timed=act.timed, refused=act.refused, weights=partial.weights(),
+                tensors=headers_of(tensors),
             ),
             list(tensors.values()),
         )  # fmt: skip
         self._post.flush()  # the sums' memory is used again
-        self._site.clear()
+        self.site.clear()
 
 
 def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float, together: int) -> None:
@@ -131,14 +130,23 @@ def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], pa
     sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", patience_s)
+
+    def act(post: Post) -> None:
+        site = prepare()
+        post.put(ReadyMessage(run=run))
+        Executor(site, channel, post, run, patience_s, together).run()
+
+    take_part(channel, name, run, patience_s, act)
+
+
+def take_part(channel: SocketChannel, name: str, run: str, patience_s: float, act: Callable[[Post], None]) -> None:
+    """Join a run over a connection, and act while heartbeats are sent. What goes wrong is told before it is raised."""
     post = Post(channel, on_error=lambda _: channel.close())
     post.put(Join(run=run, device=name, host="", port=0))
     over = threading.Event()
     threading.Thread(target=_beat, args=(post, run, patience_s / 4, over), name="heartbeat", daemon=True).start()
     try:
-        site = prepare()
-        post.put(ReadyMessage(run=run))
-        Executor(site, channel, post, run, patience_s, together).run()
+        act(post)
     except Exception as e:
         fault = "user" if isinstance(e, UserError) else "other" if isinstance(e, PeerError) else "device"
         reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"

@@ -2,8 +2,7 @@
 
 from __future__ import annotations
 
-import msgspec
-
+from isthmus.federated.partial import Weights
 from isthmus.protocol.federated_events import Closed, Dropped, Granted, Recalled, Refusal, Task, Timed, Turn, TurnOpened
 from isthmus.runtime.message import Message
 
@@ -38,10 +37,7 @@ class SumsMessage(Message, frozen=True, kw_only=True):
     turn: Turn
     timed: tuple[Timed, ...]
     refused: tuple[Refusal, ...]
-    clients: int
-    weight: int
-    """The sum of the clients' weights, and each one's where values are collected; in units of 2^-20."""
-    weights: dict[int, int] = msgspec.field(default_factory=dict[int, int])
+    weights: Weights
 
 
 FederatedMessage = TurnMessage | ToldMessage | DrainedMessage | ReturnedMessage | SumsMessage

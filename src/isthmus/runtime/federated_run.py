@@ -15,34 +15,41 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.errors import PeerError, UserError
-from isthmus.federated.algorithms import Values
-from isthmus.federated.evaluation import Evaluation, Evaluator
+from isthmus.errors import PeerError
+from isthmus.federated.admission import bounded
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
-from isthmus.federated.job import FederatedJob, build, client_data, executors, identity, members, test_data
+from isthmus.federated.job import (
+    FederatedJob,
+    build,
+    client_data,
+    evaluator,
+    executors,
+    identity,
+    members,
+    round_rules,
+)
 from isthmus.federated.pacing import slow_down
-from isthmus.federated.partial import BUFFERS
 from isthmus.federated.resident import Resident
-from isthmus.federated.server import Commits, Server, uncommitted
+from isthmus.federated.server import Server, uncommitted
 from isthmus.federated.stacked import best_together
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
-from isthmus.protocol.federated_coordinator import FederatedCoordinator, RoundRules
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Finish, Record
 from isthmus.protocol.federated_pace import Pace
-from isthmus.runtime.federated_conductor import FederatedConductor, RoundMeasure
+from isthmus.runtime.federated_books import JOB, Books, Closed
+from isthmus.runtime.federated_conductor import FederatedConductor, Office, RoundMeasure
 from isthmus.runtime.federated_executor import serve
+from isthmus.runtime.federated_intake import SumsIntake
 from isthmus.runtime.forked import Forked, asked
 from isthmus.runtime.listener import Listener
 
-JOB = "job.json"
-
 
 class FederatedRun:
-    """Everything of a run but its executors; in a folder:
+    """Everything of a run but its executors; in a folder, besides what its books are:
 
-    job.json   rounds.jsonl   rounds/   states/   logs/
+    states/   logs/
     """
 
     def __init__(
@@ -59,56 +66,38 @@ class FederatedRun:
         resident = Resident(self._module)
         population = len(self.data.sizes)
         self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population)
-        self.commits = Commits(folder / "rounds", identity(job, self.data, resident.size))
-        self.history = History(folder / "rounds.jsonl")
-        stateful = self._algorithm.init_client(torch.zeros(1)) is not None
-        self._states = StateStore(folder / "states") if stateful else None
-        state_rounds = np.full(population, -1, dtype=np.int32) if stateful else None
-        self.first_round = 0
-        if resume and (found := self.commits.newest()) is not None:
-            round_, self.server.values, kept = found
-            self.first_round = round_ + 1
-            state_rounds = kept if stateful else None
-        self.machine = self._machine(state_rounds)
-        self._evaluator = self._make_evaluator()
+        self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
+        self._states = StateStore(folder / "states") if self.server.keeps else None
+        self.machine = self._machine()
+        self.books.evaluator = evaluator(job, self.data)
 
-    def _machine(self, state_rounds: NDArray[np.int32] | None) -> FederatedCoordinator:
+    @property
+    def first_round(self) -> int:
+        return self.books.first_round
+
+    @property
+    def history(self) -> History:
+        return self.books.history
+
+    def _machine(self) -> FederatedCoordinator:
         job, scheme, sizes = self.job, self.job.scheme, self.data.sizes
         count = executors(job, len(sizes))
         steals = scheme.steals if job.execution.steals is None else job.execution.steals
-        rules = RoundRules(
-            rounds=job.federated.rounds, first_round=self.first_round, passes=len(self._algorithm.passes),
-            needed=job.participation.needed(len(sizes)), quorum=job.participation.quorum,
-            minimum=job.participation.minimum, deadline_s=job.deadline_s, attempts=job.participation.attempts,
-            planner=job.execution.planner or scheme.planner, warm_up_rounds=scheme.warm_up_rounds, steals=steals,
-            single=scheme.single,
+        rules = msgspec.structs.replace(
+            round_rules(job, len(sizes), self.first_round), planner=job.execution.planner or scheme.planner,
+            warm_up_rounds=scheme.warm_up_rounds, steals=steals, single=scheme.single,
         )  # fmt: skip
         names = [f"executor-{number}" for number in range(count)]
         pace = Pace(count, window_rounds=job.execution.window_rounds)
+        state_rounds = self.books.state_rounds
         return FederatedCoordinator(names, rules, sizes, self.members, pace, state_rounds=state_rounds)
 
     def members(self, round_: int) -> NDArray[np.int64]:
         return members(self.job, self.data.sizes, round_)
 
-    def _make_evaluator(self) -> Evaluator | None:
-        config = self.job.federated
-        if not config.evaluate_every:
-            return None
-        population = len(self.data.sizes)
-        clients = np.unique(np.linspace(0, population - 1, min(population, config.evaluate_clients)).astype(int))
-        own = Resident(build(self.job))
-        chosen = clients.tolist() if config.evaluate_clients else []
-        return Evaluator(own, test_data(self.job, self.data), self.data, chosen)
-
     def begin(self) -> None:
-        """The folder is the run's now: what an open round of before left in it is removed."""
-        try:
-            self.folder.mkdir(parents=True, exist_ok=True)
-            document = msgspec.json.format(msgspec.json.encode(self.job), indent=1)
-            (self.folder / JOB).write_bytes(document)
-        except OSError as e:
-            raise UserError(f"run folder {self.folder}: cannot be written: {e.strerror or e}") from None
-        self.history.keep(self.first_round)
+        """What an open round of before left in the folder is removed."""
+        self.books.begin()
         if self._states is not None and self.machine.state_rounds is not None and self.first_round:
             self._states.sweep(uncommitted(self.machine.state_rounds, self.members, self.first_round))
 
@@ -127,6 +116,7 @@ class FederatedRun:
         site = Worksite(
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
             self._states, slow_down=slow_down(eta, job.execution.unstable, number, job.federated.rounds),
+            admit=lambda update: bounded(update, job.admission),
         )  # fmt: skip
         site.warm_up()
         return site
@@ -153,10 +143,10 @@ class FederatedRun:
             return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together)
 
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
+            pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
             conductor = FederatedConductor(
-                self.machine, self.server, run, patience_s=patience_s, note=note,
-                pinned={name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {},
-                committed=lambda record, measure: self._commit(record, measure, after),
+                self.machine, self.server, SumsIntake(self.server, pinned), Office(run=run, patience_s=patience_s),
+                committed=lambda record, measure: self._commit(record, measure, after), note=note,
             )  # fmt: skip
             after.start()
             listener = Listener("127.0.0.1", patience_s=patience_s)
@@ -169,26 +159,11 @@ class FederatedRun:
 
     def _commit(self, record: Record, measure: RoundMeasure, after: _Aftermath) -> None:
         """What must be seen before the next round changes it; the rest happens beside that round."""
-        last = record.round + 1 == self.job.federated.rounds
-        saves = last or (record.round + 1) % self.job.federated.save_every == 0
-        rounds = self.machine.state_rounds
-        kept = rounds.copy() if saves and rounds is not None else None
-        after.put(_Committed(record=record, measure=measure, values=self.server.values, saves=saves, state_rounds=kept))
+        after.put(self.books.closed(record, measure))
 
-    def _after(self, done: _Committed) -> None:
-        config, number = self.job.federated, done.record.round + 1
-        evaluation: Evaluation | None = None
-        due = config.evaluate_every and (number % config.evaluate_every == 0 or number == config.rounds)
-        if self._evaluator is not None and due:
-            evaluation = self._evaluator.evaluate(done.values["model"], done.values.get(BUFFERS))
-        line = RoundLine(
-            record=done.record, seconds=done.measure.seconds, sent_bytes=done.measure.sent_bytes,
-            received_bytes=done.measure.received_bytes, trips=done.measure.trips, value_bytes=done.measure.value_bytes,
-            evaluation=evaluation,
-        )  # fmt: skip
-        self.history.add(line)
+    def _after(self, done: Closed) -> None:
+        line = self.books.write(done, self.machine.rules)
         if done.saves:
-            self.commits.save(done.record.round, done.values, done.state_rounds)
             self.machine.durable_round = done.record.round
         self._watch(line)
 
@@ -213,24 +188,16 @@ def _measured_together(job: FederatedJob, data: ClientData) -> int:
     return best_together(resident, cast)
 
 
-class _Committed(msgspec.Struct, frozen=True, kw_only=True):
-    record: Record
-    measure: RoundMeasure
-    values: Values
-    saves: bool
-    state_rounds: NDArray[np.int32] | None
-
-
 class _Aftermath:
     """Does what follows a round while the next one trains, in order. What it raises is raised to who puts the next."""
 
-    def __init__(self, act: Callable[[_Committed], None]) -> None:
+    def __init__(self, act: Callable[[Closed], None]) -> None:
         self._act = act
-        self._queue: queue.Queue[_Committed | None] = queue.Queue(maxsize=2)
+        self._queue: queue.Queue[Closed | None] = queue.Queue(maxsize=2)
         self._error: Exception | None = None
         self._thread = threading.Thread(target=self._run, name="aftermath", daemon=True)
 
-    def put(self, done: _Committed) -> None:
+    def put(self, done: Closed) -> None:
         if self._error is not None:
             raise self._error
         self._queue.put(done)

@@ -13,6 +13,7 @@ from isthmus.runtime.federated_messages import FederatedMessage
 from isthmus.runtime.fleet_messages import FleetMessage
 from isthmus.runtime.message import Message
 from isthmus.runtime.probe_messages import ProbeMessage
+from isthmus.runtime.site_messages import SiteMessage
 from isthmus.trace import Span
 
 # Between two devices
@@ -110,5 +111,5 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
     | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage | FleetMessage
-    | ProbeMessage
+    | ProbeMessage | SiteMessage
 )  # fmt: skip

@@ -45,6 +45,9 @@ class Post:
         finally:
             self._sending.release()
 
+    def close(self) -> None:
+        """Nothing is left to end: what is sent is sent by whoever puts it, or by a thread that ends with it."""
+
     def flush(self) -> None:
         """Until everything that was put has left, or failed."""
         with self._sending:

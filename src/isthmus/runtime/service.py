@@ -68,6 +68,7 @@ class Service:
         self._channels: dict[str, set[SocketChannel]] = {}
         """By id, all connections."""
         self._runs: dict[str, Reception] = {}
+        self._standing: dict[str, Call] = {}
         self._ended: dict[str, dict[str, str]] = {}
         """By run and name: how the device's process ended."""
         self._asked: dict[str, tuple[str, queue.SimpleQueue[AnyMessage]]] = {}
@@ -119,10 +120,22 @@ class Service:
         self._runs[call.run] = reception
         self._ended[call.run] = {}
         try:
-            self._tell(call.devices, Engage(run=call.run, patience_s=call.patience_s, threads=call.threads))
+            self._tell(call.devices, _engage(call))
             yield lambda: self._lost(call)
         finally:
             del self._runs[call.run], self._ended[call.run]
+            self._tell(call.devices, Disengage(run=call.run))
+
+    @contextlib.contextmanager
+    def standing(self, call: Call, reception: Reception) -> Generator[None]:
+        """A call to work that holds for whoever of its devices is here, and for those that come meanwhile."""
+        self._runs[call.run] = reception
+        self._standing[call.run] = call
+        try:
+            self._tell(call.devices, _engage(call))
+            yield
+        finally:
+            del self._runs[call.run], self._standing[call.run]
             self._tell(call.devices, Disengage(run=call.run))
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
@@ -199,6 +212,9 @@ class Service:
             former.close(0.0)
         self._state.roster.seen(party.id, time.time())
         self._say(f"{name} is here")
+        for call in list(self._standing.values()):
+            if name in call.devices:
+                lane.put(_engage(call))
         try:
             self._hear(channel, lane, name, party)
         finally:
@@ -254,6 +270,10 @@ class Service:
             with self._changed:
                 del self._names[id]  # another device may have the name one day
         self._state.renew()
+
+
+def _engage(call: Call) -> Engage:
+    return Engage(run=call.run, patience_s=call.patience_s, threads=call.threads)
 
 
 def _only_fleet(message: AnyMessage) -> None:

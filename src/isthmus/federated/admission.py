@@ -1,0 +1,125 @@
+"""What a client's update must be before it is folded in. Nothing that another party sent is believed before.
+
+Names, shapes and types are those that the algorithm itself returns when it is tried on a client without data.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Mapping, Sequence
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, PeerError
+from isthmus.federated.algorithms import Algorithm, Pass, Update, Values
+from isthmus.federated.partial import BUFFERS
+
+
+class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Bounds on every update, wherever its client trains."""
+
+    max_norm: Annotated[float, Meta(gt=0)] | None = None
+    """Of all its values together (L2), running means left out."""
+    clip: bool = False
+    """Scale a larger update down to the norm, in place of refusing it."""
+
+
+class Form(msgspec.Struct, frozen=True):
+    """A value's shape and type."""
+
+    shape: tuple[int, ...]
+    dtype: torch.dtype
+
+    @staticmethod
+    def of(value: Tensor) -> Form:
+        return Form(tuple(value.shape), value.dtype)
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+class _NoData:
+    """A client of one sample and one batch, whose loss does not depend on the weights."""
+
+    samples = 1
+    learning_rate = 1.0
+
+    def start(self, model: Tensor) -> Tensor:
+        return model.clone()
+
+    def batches(self) -> Iterator[Mapping[str, Tensor]]:
+        yield {}
+
+    def gradient(self, weights: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
+        return torch.zeros_like(weights)
+
+    def full_gradient(self, weights: Tensor) -> Tensor:
+        return torch.zeros_like(weights)
+
+
+def forms_of(algorithm: Algorithm, server: Values) -> list[dict[str, Form]]:
+    """By pass, the forms of the values that its clients return; `server` are the server's first values.
+
+    A pass that looks into its batches cannot be tried so: of it, every value must be as large as the model.
+    """
+    known = {name: value for name, value in server.items() if name != BUFFERS}
+    told, state = algorithm.broadcast(known), algorithm.init_client(server["model"])
+    found: list[dict[str, Form]] = []
+    for one in algorithm.passes:
+        forms = _tried(one, told, state) or {name: Form.of(server["model"]) for name in one.returns}
+        if BUFFERS in server:
+            forms[BUFFERS] = Form.of(server[BUFFERS])
+        found.append(forms)
+    return found
+
+
+def _tried(one: Pass, told: Values, state: Values | None) -> dict[str, Form] | None:
+    try:
+        update = one.client(_NoData(), told, state)
+    except IsthmusError:
+        raise
+    except Exception:  # the user's own code, given a batch without columns
+        return None
+    return {name: Form.of(value) for name, value in update.values.items()}
+
+
+def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> Update:
+    """The update, clipped where the rules say so. PeerError, which does not name the sender, for one that is refused.
+
+    That its weight is one of the cohort is seen when it is folded in.
+    """
+    for name in sorted(forms.keys() | update.values.keys()):
+        if name not in update.values:
+            raise PeerError(f"sent no value {name!r}")
+        if name not in forms:
+            raise PeerError(f"sent a value {name!r}, expected {', '.join(sorted(forms))}")
+        if (got := Form.of(update.values[name])) != forms[name]:
+            raise PeerError(f"value {name!r}: got {got}, expected {forms[name]}")
+    for name, value in update.values.items():
+        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+            raise PeerError(f"value {name!r}: not all numbers are finite")
+    return bounded(update, rules)
+
+
+def bounded(update: Update, rules: AdmissionRules) -> Update:
+    """The update within `max_norm`; PeerError for a larger one that is not to be clipped."""
+    if rules.max_norm is None:
+        return update
+    counted = [name for name in update.values if name != BUFFERS]
+    norm = _norm([update.values[name] for name in counted])
+    if norm <= rules.max_norm:
+        return update
+    if not rules.clip or not math.isfinite(norm):
+        raise PeerError(f"an update of norm {norm:.4g}, expected at most {rules.max_norm:g}")
+    scale = rules.max_norm / norm
+    clipped = {name: update.values[name] * scale for name in counted}
+    return Update(values={**update.values, **clipped}, state=update.state, weight=update.weight)
+
+
+def _norm(values: Sequence[Tensor]) -> float:
+    """L2, of all together, in double precision."""
+    return math.sqrt(sum(float(torch.linalg.vector_norm(v.double())) ** 2 for v in values))

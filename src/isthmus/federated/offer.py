@@ -1,0 +1,71 @@
+"""What a coordinator asks of a site, and what the site's owner allows: they must be of one mind before anything runs.
+
+Code does not travel: the offer names an algorithm and a model, and the site loads its own if its owner's file names
+the same. The coordinator says how to train (steps, learning rate, seed), as in a simulation.
+"""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
+from isthmus.data import DataSpec
+from isthmus.documents import convert, read_toml
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
+from isthmus.federated.local import LocalConfig
+from isthmus.models import ModelSpec
+
+
+class Offer(msgspec.Struct, frozen=True, kw_only=True):
+    """The work, and which client the site is."""
+
+    job: str
+    run: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    """The same after a restart: the site keeps its client's states under it."""
+    algorithm: AlgorithmSpec
+    model: ModelSpec
+    local: LocalConfig
+    seed: Annotated[int, Meta(ge=0)]
+    client: Annotated[int, Meta(ge=0)]
+
+
+class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """A site's own file: what may run there, and its data, which stay."""
+
+    job: str
+    algorithm: AlgorithmSpec
+    model: ModelSpec
+    data: DataSpec
+    threads: Annotated[int, Meta(ge=1)] = 1
+    slow_down: Annotated[float, Meta(ge=0)] = 0.0
+    """Emulation: the site sleeps so many times as long as it trained."""
+
+    def check(self, offer: Offer) -> None:
+        """UserError for an offer of anything else. Nothing of it has been loaded."""
+        for field, got, expected in (
+            ("job", offer.job, self.job),
+            ("algorithm", _told(offer.algorithm), _told(self.algorithm)),
+            ("model", _told(offer.model), _told(self.model)),
+        ):
+            if got != expected:
+                raise UserError(f"{field}: this site allows {expected}, the coordinator asks for {got}")
+
+
+def load_site(path: Path) -> SiteConfig:
+    """Read and check a site's file, its algorithm included. UserError names the file and the field."""
+    config = convert(read_toml(path, "site file"), SiteConfig, str(path))
+    try:
+        load_algorithm(config.algorithm)
+    except UserError as e:
+        raise UserError(f"{path}: {e}") from None
+    return config
+
+
+def _told(spec: AlgorithmSpec | ModelSpec) -> str:
+    """On one line; equal for equal specs."""
+    options = msgspec.json.encode(spec.options, order="sorted").decode()
+    return spec.name if options == "{}" else f"{spec.name} {options}"

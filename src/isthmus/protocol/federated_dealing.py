@@ -1,0 +1,100 @@
+"""Who trains which clients in a turn: each executor's own client where it has one, else a schedule by fitted times."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.planners.cohort import Schedule
+from isthmus.protocol.federated_events import Line, Task
+from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_rules import RoundRules
+
+Integers = NDArray[np.int64]
+
+
+@dataclass(frozen=True, eq=False)
+class Deal:
+    """Every executor's tasks, the largest first: what may be stolen at the end is small."""
+
+    tasks: Mapping[str, tuple[Task, ...]]
+    schedule: Schedule | None = None
+
+
+@dataclass(frozen=True, eq=False)
+class _Ahead:
+    """A schedule that was made before its round."""
+
+    round: int
+    alive: tuple[str, ...]
+    cohort: Integers
+    schedule: Schedule
+
+    def fits(self, round_: int, alive: Sequence[str], members: Integers) -> bool:
+        """A second pass may have fewer clients, and executors may have been lost meanwhile."""
+        same = self.round == round_ and self.alive == tuple(alive)
+        return same and np.array_equal(self.cohort, members)
+
+
+class Dealer:
+    """What is known of clients and executors; deals cohorts out. It keeps which round wrote each client's state."""
+
+    def __init__(
+        self,
+        executors: Sequence[str],
+        rules: RoundRules,
+        sizes: Integers,
+        pace: Pace,
+        state_rounds: NDArray[np.int32] | None,
+    ) -> None:
+        """`sizes` (population,) in samples, 0 for a client that has not said yet; `state_rounds` (population,)."""
+        self.sizes = sizes
+        self.state_rounds = state_rounds
+        self.pace = pace
+        self.pinned: dict[str, int] = {}
+        """The client of each executor that has the data of one only."""
+        self._rules = rules
+        self._number = {name: number for number, name in enumerate(executors)}
+        self._ahead: _Ahead | None = None
+
+    def number(self, executor: str) -> int:
+        return self._number[executor]
+
+    def line(self, executor: str) -> Line:
+        return self.pace.line(self._number[executor])
+
+    def samples(self, cohort: Integers) -> int:
+        return int(self.sizes[cohort].sum())
+
+    def deal(self, round_: int, cohort: Integers, alive: Sequence[str]) -> Deal:
+        if self.pinned:
+            chosen = set(cohort.tolist())
+            mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
+            return Deal({name: (self._task(client),) for name, client in mine.items()})
+        if self._ahead is not None and self._ahead.fits(round_, alive, cohort):
+            schedule = self._ahead.schedule
+        else:
+            schedule = self._schedule(round_, cohort, alive)
+        sizes = self.sizes[cohort]
+        dealt: dict[str, tuple[Task, ...]] = {}
+        for name, places in zip(alive, schedule.clients_of(), strict=True):
+            order = places[np.argsort(-sizes[places], kind="stable")]
+            dealt[name] = tuple(self._task(client) for client in cohort[order].tolist())
+        return Deal(dealt, schedule)
+
+    def plan_ahead(self, round_: int, cohort: Integers, alive: Sequence[str]) -> None:
+        """Make the schedule of a later round now."""
+        self._ahead = _Ahead(round_, tuple(alive), cohort, self._schedule(round_, cohort, alive))
+
+    def _schedule(self, round_: int, cohort: Integers, alive: Sequence[str]) -> Schedule:
+        early = round_ - self._rules.first_round < self._rules.warm_up_rounds
+        planner = "uniform" if early else self._rules.planner
+        sizes = self.sizes[cohort].astype(np.float64)
+        return self.pace.schedule(planner, sizes, (self._number[name] for name in alive))
+
+    def _task(self, client: int) -> Task:
+        kept = -1 if self.state_rounds is None else int(self.state_rounds[client])
+        return Task(client, int(self.sizes[client]), kept)

@@ -1,0 +1,58 @@
+"""How federated rounds go, and when one is over: rules that are configured, written down, and told in every line."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+Why = Literal["all", "quorum", "deadline"]
+
+
+class Gathering(msgspec.Struct, frozen=True, kw_only=True):
+    """Executors that come and go, as sites do: who is lost may come back, and takes part from the next turn on."""
+
+    start: int
+    """The run begins when so many are here."""
+    wait_s: float = 5.0
+    """Later, and after a restart: once the round's `minimum` is here, so long for the others."""
+
+
+class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run's rounds go."""
+
+    rounds: int
+    first_round: int = 0
+    passes: int = 1
+    needed: int = 1
+    """Clients that a round wants; more may be asked (over-selection)."""
+    quorum: float = 1.0
+    minimum: int = 1
+    deadline_s: float = 600.0
+    attempts: int = 3
+    planner: str = "certified"
+    warm_up_rounds: int = 0
+    """So many first rounds are scheduled by number of clients alone (Parrot's R_w)."""
+    steals: bool = True
+    single: bool = False
+    """One client at a time, its result back at once (the FA scheme)."""
+    gathering: Gathering | None = None
+    """None: a run begins when all are here, and whoever is lost stays lost."""
+
+    def enough(self, needed: int) -> int:
+        """Clients that close a round of which `needed` are wanted, before the last of them is in."""
+        return max(self.minimum, round(self.quorum * needed))
+
+    @property
+    def told(self) -> str:
+        """The closing rules in words."""
+        share = "all" if self.quorum == 1 else f"{self.quorum:.0%}"
+        return f"{share} of {self.needed}, at least {self.minimum}, deadline {self.deadline_s:g} s"
+
+    def why_over(self, outstanding: int, done: int, needed: int, open_s: float) -> Why | None:
+        """Why a turn is over with `done` clients in and others `outstanding`; None while it is not."""
+        if not outstanding:
+            return "all"
+        if (self.quorum < 1 or needed < outstanding + done) and done >= self.enough(needed):
+            return "quorum"
+        return "deadline" if open_s >= self.deadline_s else None

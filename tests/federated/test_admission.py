@@ -1,0 +1,97 @@
+"""What the server refuses of an update, and what it makes of one that is too large."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.federated import Algorithm, AlgorithmSpec, Combine, Local, Server, Update, Values, load_algorithm
+from isthmus.federated.admission import AdmissionRules, Form, forms_of
+from isthmus.federated.algorithms import algorithm_names
+from isthmus.federated.partial import BUFFERS
+from isthmus.protocol.federated_events import Opening, Turn
+
+MODEL = torch.linspace(-1, 1, 7)
+ANY = AdmissionRules()
+
+
+def opened(name: str = "fedavg", samples: int = 10) -> Server:
+    server = Server(load_algorithm(AlgorithmSpec(name=name)), MODEL, torch.empty(0), 3)
+    server.open(Opening(turn=Turn(0), clients=2, samples=samples))
+    return server
+
+
+def delta(value: Tensor | None = None, **others: Tensor) -> Update:
+    return Update(values={"delta": torch.ones(7) if value is None else value, **others})
+
+
+@pytest.mark.parametrize("name", algorithm_names())
+def test_every_algorithm_says_what_its_updates_look_like(name: str) -> None:
+    algorithm = load_algorithm(AlgorithmSpec(name=name))
+    found = forms_of(algorithm, {**algorithm.init_server(MODEL), BUFFERS: torch.zeros(3)})
+    for one, forms in zip(algorithm.passes, found, strict=True):
+        assert forms.keys() == {*one.returns, BUFFERS}
+        assert forms[BUFFERS] == Form((3,), torch.float32)
+        assert all(form.dtype == torch.float32 for form in forms.values())
+
+
+class Looks(Algorithm, frozen=True):
+    """Looks into its batches."""
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": sum(b["labels"].sum() for b in local.batches()) * told["model"]})
+
+
+def test_without_a_trial_values_are_as_large_as_the_model() -> None:
+    assert forms_of(Looks(), {"model": MODEL}) == [{"delta": Form((7,), torch.float32)}]
+
+
+@pytest.mark.parametrize(
+    ("update", "message"),
+    [
+        (Update(values={}), "sent no value 'delta'"),
+        (delta(extra=torch.ones(1)), "sent a value 'extra', expected delta"),
+        (delta(torch.ones(8)), r"got float32 \[8\], expected float32 \[7\]"),
+        (delta(torch.ones(7, 1)), r"got float32 \[7, 1\]"),
+        (delta(torch.ones(7, dtype=torch.float64)), r"got float64 \[7\]"),
+        (delta(torch.tensor([1.0] * 6 + [math.nan])), "not all numbers are finite"),
+        (delta(torch.tensor([1.0] * 6 + [-math.inf])), "not all numbers are finite"),
+        (delta(torch.full((7,), 3e30)), "expected numbers within"),
+        (Update(values={"delta": torch.ones(7)}, weight=math.nan), "got weight nan, expected 0 to 10"),
+        (Update(values={"delta": torch.ones(7)}, weight=-1.0), "got weight -1"),
+        (Update(values={"delta": torch.ones(7)}, weight=11.0), "got weight 11"),
+    ],
+)
+def test_what_is_refused(update: Update, message: str) -> None:
+    with pytest.raises(PeerError, match=message):
+        opened().admit(update, 5, ANY)
+
+
+@pytest.mark.parametrize("weight", [0.0, 10.0, None])
+def test_what_is_admitted_can_be_folded_in(weight: float | None) -> None:
+    server = opened()
+    server.fold(1, server.admit(Update(values={"delta": torch.ones(7)}, weight=weight), 5, ANY), 5)
+    server.fold(2, server.admit(delta(), 5, ANY), 5)
+    server.absorb()
+    assert torch.allclose(server.values["model"], MODEL + 1, atol=1e-9)
+
+
+def test_a_norm_is_of_all_values_together_and_not_of_running_means() -> None:
+    server = opened("scaffold")
+    values = {"delta": torch.full((7,), 3.0), "control_delta": torch.full((7,), 4.0)}
+    norm = 5 * math.sqrt(7)
+    assert server.admit(Update(values=values), 5, AdmissionRules(max_norm=norm * 1.0001)).values is values
+    with pytest.raises(PeerError, match=r"an update of norm 13\.23, expected at most 10"):
+        server.admit(Update(values=values), 5, AdmissionRules(max_norm=10.0))
+    clipped = server.admit(Update(values=values), 5, AdmissionRules(max_norm=norm / 2, clip=True)).values
+    assert torch.allclose(clipped["delta"], torch.full((7,), 1.5))
+    assert torch.allclose(clipped["control_delta"], torch.full((7,), 2.0))
