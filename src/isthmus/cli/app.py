@@ -236,9 +236,16 @@ def serve(
     run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Coordinate devices that join over TLS; with a job, train it on them once all that the plan names are here."""
-    job = _job(job_file, fleet, planner, None, steps) if job_file is not None else None
+    """Coordinate devices that join over TLS; with a job, train it on them once all that the plan names are here.
+
+    A job with a table [federated] trains at the sites that it names, which keep their data.
+    """
     where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
+    if job_file is not None and is_federated(job_file):
+        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
+        chosen = federated.FederatedChoices(resume=resume, run=run, json=json)
+        raise typer.Exit(federated.serve(federated.read_job(job_file, chosen), chosen, state, where, _out()))
+    job = _job(job_file, fleet, planner, None, steps) if job_file is not None else None
     choices = training.Choices(resume=resume, run=run, json=json)
     raise typer.Exit(serving.serve(state, where, job, choices, _out()))
 
@@ -294,6 +301,9 @@ def join(
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,
+    site: Annotated[
+        Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
+    ] = None,
     patience: PatienceOption = "60 s",
     state: Annotated[
         Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
@@ -303,7 +313,9 @@ def join(
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: not a folder")
     place = Place(host=host, port=port, address=address, data=data)
-    asked = joining.Joining(state=state, ticket_file=ticket_file, name=name, patience=patience, place=place)
+    asked = joining.Joining(
+        state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
+    )  # fmt: skip
     raise typer.Exit(joining.join(asked))
 
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
+from typing import Protocol
 
 import msgspec
 import typer
@@ -11,15 +12,22 @@ from rich.console import Console
 from rich.text import Text
 
 from isthmus.cli.folder import RunFolder
+from isthmus.cli.serving import Serving, serving_fleet
 from isthmus.errors import UserError
-from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob, check, load_federated_job
+from isthmus.federated.history import History, RoundLine
+from isthmus.federated.job import FederatedJob, check, check_deployment, load_federated_job
+from isthmus.protocol.federated_events import Finish
 from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 from isthmus.runtime.federated_run import FederatedRun
+from isthmus.runtime.site_run import SiteRun
 
+Act = Callable[[], Finish]
 LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
+
+
+Begin = Callable[[Path, FederatedProgress], "tuple[Run, Act]"]
 
 
 class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,8 +54,48 @@ def read_job(path: Path, choices: FederatedChoices) -> FederatedJob:
     return job
 
 
+class Run(Protocol):
+    """What the commands need of a run, wherever its clients train."""
+
+    @property
+    def first_round(self) -> int: ...
+    @property
+    def history(self) -> History: ...
+
+
 def train(job: FederatedJob, choices: FederatedChoices, out: Console) -> int:
-    """The whole command; returns the exit code."""
+    """Simulate: the whole command; returns the exit code."""
+
+    def begin(folder: Path, progress: FederatedProgress) -> tuple[Run, Act]:
+        run = FederatedRun(job, folder, resume=choices.resume, watch=progress.round)
+        what = f"{len(run.data.sizes)} clients, {len(run.machine.executors)} executors, scheme {job.execution.scheme}"
+        progress.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.told}")
+        return run, lambda: run.run(progress.note)
+
+    return _in_folder(job, choices, begin, out)
+
+
+def serve(
+    job: FederatedJob, choices: FederatedChoices, state: Path | None, serving: Serving, out: Console
+) -> int:  # fmt: skip
+    """Deploy: the whole command; returns the exit code."""
+    check_deployment(job)
+
+    def begin(folder: Path, progress: FederatedProgress) -> tuple[Run, Act]:
+        run = SiteRun(job, folder, resume=choices.resume, watch=progress.round)
+        sites = ", ".join(run.deployment.sites)
+        progress.note(f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.told}")
+
+        def act() -> Finish:
+            with serving_fleet(state, serving, progress.note) as service:
+                return run.run(service, progress.note)
+
+        return run, act
+
+    return _in_folder(job, choices, begin, out)
+
+
+def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, out: Console) -> int:
     parent, notes = Path(job.run_dir), Console(stderr=True)
     if choices.resume:
         folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
@@ -55,25 +103,23 @@ def train(job: FederatedJob, choices: FederatedChoices, out: Console) -> int:
         folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
-            return _train(job, choices, folder.path, notes, out)
+            return _watched(job, choices, folder.path, begin, out)
         except KeyboardInterrupt:
             _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
             return 130
 
 
-def _train(job: FederatedJob, choices: FederatedChoices, folder: Path, notes: Console, out: Console) -> int:
+def _watched(job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, out: Console) -> int:
+    notes = Console(stderr=True)
     with FederatedProgress(notes, job.federated.rounds) as progress:
-        run = FederatedRun(job, folder, resume=choices.resume, watch=progress.round)
+        run, act = begin(folder, progress)
         if run.first_round >= job.federated.rounds:
             progress.note(f"nothing left to do: {folder} has {run.first_round} rounds of {job.federated.rounds}")
             return 0
         if choices.resume:
             progress.note(f"going on with {folder} after {run.first_round} rounds")
-        progress.note(
-            f"{job.federated.algorithm} over {len(run.data.sizes)} clients, {len(run.machine.executors)} executors, "
-            f"scheme {job.execution.scheme}; run folder: {folder}"
-        )
-        finish = run.run(progress.note)
+        progress.note(f"run folder: {folder}")
+        finish = act()
     _report(run.history.lines(), folder, choices, out)
     if finish.outcome == "interrupted":
         _say(notes, f"interrupted: go on with --resume, run folder {folder}")

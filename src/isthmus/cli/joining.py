@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import platform
 import sys
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -12,11 +13,13 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.cli.serving import state_folder
-from isthmus.errors import UserError
+from isthmus.errors import IsthmusError, UserError
+from isthmus.federated.offer import SiteConfig, load_site
 from isthmus.runtime.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.doctor import examine_device, examine_ticket
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
 from isthmus.runtime.launcher import Place
+from isthmus.runtime.site import RETRIES_S, SiteWorkshop
 from isthmus.units import parse_duration
 
 
@@ -28,6 +31,7 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     patience: str
     place: Place
+    site: Path | None = None
 
 
 def join(joining: Joining) -> int:
@@ -39,8 +43,28 @@ def join(joining: Joining) -> int:
 
     folder = joining.state or state_folder("device")
     patience_s = parse_duration(joining.patience, "--patience")
-    agent = Agent(folder, _membership(joining, folder, patience_s), joining.place, patience_s=patience_s, say=say)
+    if joining.site is not None:
+        return _attend(load_site(joining.site), joining, folder, patience_s, say)
+    Agent(folder, _membership(joining, folder, patience_s), joining.place, patience_s=patience_s, say=say).run()
+    return 0
+
+
+def _attend(config: SiteConfig, joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:
+    """As `join`, as a site: this process trains, and ends when it cannot do what the coordinator asks for."""
+    membership = _membership(joining, folder, patience_s)
+    failures: list[IsthmusError] = []
+
+    def fail(error: IsthmusError) -> None:
+        failures.append(error)
+        agent.stop()
+
+    workshop = SiteWorkshop(config, membership.name, folder, say=say, fail=fail)
+    agent = Agent(
+        folder, membership, joining.place, patience_s=patience_s, say=say, workshop=workshop, retries_s=RETRIES_S
+    )
     agent.run()
+    if failures:
+        raise failures[0]
     return 0
 
 

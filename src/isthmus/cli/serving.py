@@ -55,7 +55,7 @@ def serve(state: Path | None, serving: Serving, job: Job | None, choices: traini
     def say(text: str) -> None:
         notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with _serving(state, serving, say) as service:
+    with serving_fleet(state, serving, say) as service:
         if job is not None:
             return training.train(job, msgspec.structs.replace(choices, crew=service), out)
         threading.Event().wait()
@@ -71,7 +71,7 @@ def probe(
     def say(text: str) -> None:
         notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
-    with _serving(state, serving, say) as service:
+    with serving_fleet(state, serving, say) as service:
         service.wait_for(devices)
         fleet = probe_fleet(service, devices, say)
     drawn = Table("from", *devices, "speed", title="Latency, bandwidth")
@@ -92,7 +92,7 @@ def _link_text(link: Link) -> str:
 
 
 @contextlib.contextmanager
-def _serving(state: Path | None, serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
+def serving_fleet(state: Path | None, serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
     """A service that listens; tickets are on stdout."""
     fleet = FleetState(state or state_folder("fleet"))
     patience_s = parse_duration(serving.patience, "--patience")

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 
 import msgspec
 import numpy as np
 import torch
 from torch import Tensor
 
-from isthmus.data.clients import ClientData
 from isthmus.federated.resident import Resident, loss_of
 
 BATCH = 256
@@ -36,11 +35,13 @@ class Evaluator:
     """Keeps a module of its own: the one that trains is elsewhere."""
 
     def __init__(
-        self, resident: Resident, test: Mapping[str, Tensor], data: ClientData, clients: Sequence[int] = ()
-    ) -> None:
+        self, resident: Resident, test: Mapping[str, Tensor],
+        load: Callable[[int], Mapping[str, Tensor]] | None = None, clients: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """`load` gives the data of `clients`, which are evaluated one by one."""
         self._resident = resident
         self._test = self._cast(test)
-        self._data = data
+        self._load = load
         self._clients = clients
 
     def _cast(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -56,7 +57,8 @@ class Evaluator:
         module.eval()
         with torch.no_grad():
             loss, accuracy = self._on(self._test)
-            each = [self._on(self._cast(self._data.load(client)))[1] for client in self._clients]
+            load = self._load
+            each = [self._on(self._cast(load(c)))[1] for c in self._clients] if load is not None else []
         module.train()
         known = np.sort([a for a in each if a is not None])
         found = None

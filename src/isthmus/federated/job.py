@@ -77,18 +77,35 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Silence after which an executor counts as lost."""
 
 
+class Deployment(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Sites in place of executors: devices of the fleet that have a client's data each."""
+
+    sites: Annotated[tuple[str, ...], Meta(min_length=1)]
+    """Names of the devices that may take part; their order numbers the clients."""
+    start: Positive | None = None
+    """The first round waits for so many of them; for all, where it is not given."""
+    wait: str = "5 s"
+    """Later, and after a restart: as soon as `participation.minimum` are here, so long for the others."""
+
+    @property
+    def wait_s(self) -> float:
+        return parse_duration(self.wait, "deployment.wait")
+
+
 class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """The whole job file; its table `federated` sets it apart from a pipeline's."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
     model: ModelSpec
-    data: DataSpec
+    data: DataSpec | None = None
+    """The population's, shared out by `partition`; of a deployment, the coordinator's own to evaluate on, if any."""
     federated: FederatedConfig
     partition: PartitionSpec | None = None
     local: LocalConfig = LocalConfig()
     participation: Participation = Participation(fraction=1.0)
     admission: AdmissionRules = AdmissionRules()
     execution: Execution = Execution()
+    deployment: Deployment | None = None
     run_dir: str = "runs"
 
     @property
@@ -140,8 +157,27 @@ def check(job: FederatedJob) -> None:
         raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
 
 
+def check_deployment(job: FederatedJob) -> None:
+    """UserError for one that cannot begin."""
+    deployment = job.deployment
+    if deployment is None:
+        raise UserError("deployment: missing, expected the table with the sites that may take part")
+    sites = len(deployment.sites)
+    if len(set(deployment.sites)) < sites:
+        raise UserError("deployment.sites: got a name twice, expected each once")
+    if (deployment.start or 1) > sites:
+        raise UserError(f"deployment.start: got {deployment.start}, expected at most the {sites} sites")
+    if not 0 <= deployment.wait_s < math.inf:
+        raise UserError(f"deployment.wait: got {deployment.wait_s:g} s, expected a finite time")
+    if job.participation.minimum > sites:
+        raise UserError(f"participation.minimum: got {job.participation.minimum}, expected at most the {sites} sites")
+    job.participation.needed(sites)
+
+
 def client_data(job: FederatedJob) -> ClientData:
     """The population. UserError for data that cannot be read or shared out."""
+    if job.data is None:
+        raise UserError("data: missing, expected the data to share out among clients")
     if job.data.kind == FEMNIST:
         if job.partition is not None:
             raise UserError("partition: got one for data that comes by writers, expected none")
@@ -151,8 +187,9 @@ def client_data(job: FederatedJob) -> ClientData:
     return share_out(load_dataset(job.data, "train"), job.partition, job.federated.seed)
 
 
-def test_data(job: FederatedJob, data: ClientData) -> dict[str, Tensor]:
+def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor]:
     """Held-out samples, at most `evaluate_samples`."""
+    assert job.data is not None, "there is something to evaluate on"
     most = job.federated.evaluate_samples
     if isinstance(data, FemnistShaped):
         return data.held_out(most)
@@ -168,9 +205,11 @@ def build(job: FederatedJob) -> nn.Module:
         return build_model(job.model)
 
 
-def members(job: FederatedJob, sizes: NDArray[np.int64], round_: int) -> NDArray[np.int64]:
-    """The cohort of a round."""
-    return cohort(job.participation, sizes, job.federated.seed, round_)
+def members(
+    job: FederatedJob, sizes: NDArray[np.int64], round_: int, here: NDArray[np.int64] | None = None
+) -> NDArray[np.int64]:
+    """The cohort of a round; with `here`, of those clients only."""
+    return cohort(job.participation, sizes, job.federated.seed, round_, here)
 
 
 def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
@@ -191,7 +230,15 @@ def evaluator(job: FederatedJob, data: ClientData) -> Evaluator | None:
     population = len(data.sizes)
     clients = np.unique(np.linspace(0, population - 1, min(population, config.evaluate_clients)).astype(int))
     chosen = clients.tolist() if config.evaluate_clients else []
-    return Evaluator(Resident(build(job)), test_data(job, data), data, chosen)
+    return Evaluator(Resident(build(job)), test_data(job, data), data.load, chosen)
+
+
+def site_evaluator(job: FederatedJob) -> Evaluator | None:
+    """On the coordinator's own data, where it has some: the clients' are not here."""
+    if not job.federated.evaluate_every or job.data is None:
+        return None
+    data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
+    return Evaluator(Resident(build(job)), test_data(job, data))
 
 
 def executors(job: FederatedJob, population: int) -> int:
@@ -203,8 +250,18 @@ def executors(job: FederatedJob, population: int) -> int:
 
 def identity(job: FederatedJob, data: ClientData, numbers: int) -> Identity:
     """What a resumed run must have in common with the one before; where clients train is not part of it."""
+    return _identity(job, numbers, data.fingerprint, len(data.sizes))
+
+
+def site_identity(job: FederatedJob, numbers: int) -> Identity:
+    """As `identity`; the data are the sites'."""
+    assert job.deployment is not None, "a job with sites"
+    return _identity(job, numbers, f"of the sites {', '.join(job.deployment.sites)}", len(job.deployment.sites))
+
+
+def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> Identity:
     return Identity(
         algorithm=job.federated.algorithm, options=job.federated.options, model=msgspec.json.encode(job.model).decode(),
-        local=msgspec.json.encode(job.local).decode(), numbers=numbers, data=data.fingerprint, seed=job.federated.seed,
-        clients=len(data.sizes),
+        local=msgspec.json.encode(job.local).decode(), numbers=numbers, data=data, seed=job.federated.seed,
+        clients=clients,
     )  # fmt: skip

@@ -141,7 +141,7 @@ class Partial:
         collects = self._of("collect") if self.collects else []
         sums = set(self._of("weighted_mean", "mean", "sum")) if clients else set[str]()
         expected = sums | {f"{client}/{name}" for client in clients for name in collects}
-        if tensors.keys() != expected:
+        if set(tensors) != expected:
             raise PeerError(f"sent the values {_few(tensors)}, expected {_few(expected)}")
         if collects and (part.each.keys() != set(clients) or sum(part.each.values()) != part.total):
             raise PeerError("sent weights that are not those of its clients")

@@ -45,21 +45,25 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
         return self.clients
 
 
-def cohort(rules: Participation, sizes: Integers, seed: int, round_: int) -> Integers:
+def cohort(
+    rules: Participation, sizes: Integers, seed: int, round_: int, candidates: Integers | None = None
+) -> Integers:
     """(drawn,) client numbers, ascending; those that drop out are drawn and left out.
 
-    `sizes` (population,) in samples: clients without data are never drawn. The same for the same arguments, on every
-    machine. Never empty: where all would drop out, the first stays.
+    `sizes` (population,) in samples; `candidates` are the clients that can take part, ascending, None for all. The same
+    for the same arguments, on every machine. Never empty where there are candidates: if all would drop out, the first
+    stays.
     """
-    population = len(sizes)
-    wanted = min(population, round(rules.needed(population) * rules.over_select))
+    among = np.arange(len(sizes)) if candidates is None else candidates
+    wanted = min(len(among), round(rules.needed(len(sizes)) * rules.over_select))
     draws = stream(seed, "cohort", round_)
-    if wanted == population:
-        drawn = np.arange(population)
+    if wanted == len(among):
+        drawn = among
     elif rules.weighted:
-        drawn = draws.choice(population, wanted, replace=False, p=sizes / sizes.sum(), shuffle=False)
+        shares = sizes[among] / sizes[among].sum()
+        drawn = draws.choice(among, wanted, replace=False, p=shares, shuffle=False)
     else:
-        drawn = draws.choice(population, wanted, replace=False, shuffle=False)
+        drawn = draws.choice(among, wanted, replace=False, shuffle=False)
     drawn = np.sort(drawn)
     if rules.dropout:
         stays = stream(seed, "dropout", round_).random(len(drawn)) >= rules.dropout

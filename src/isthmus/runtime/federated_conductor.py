@@ -108,7 +108,11 @@ class FederatedConductor:
         self._note = note
         self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
         self._posts: dict[str, Outgoing] = {}
+        self._left: set[str] = set()
+        """Of them, those that are lost."""
         self._channels: list[SocketChannel] = []
+        self._dismissed: set[str] = set()
+        """Whom we have hung up on, until their connection is seen to end."""
         self._turn: Turn | None = None
         self._told: Mapping[str, Tensor] = {}
         self._opened_s = 0.0
@@ -148,8 +152,11 @@ class FederatedConductor:
 
     def _beat(self) -> None:
         while not self._over.wait(self._patience_s / 4):
-            for out in list(self._posts.values()):
+            for out in self._reachable():
                 out.put(Heartbeat(run=self._run))
+
+    def _reachable(self) -> list[Outgoing]:
+        return [out for name, out in list(self._posts.items()) if name not in self._left]
 
     def _loop(self, ended: Callable[[], Mapping[str, str]]) -> Finish:
         finish: Finish | None = None
@@ -187,6 +194,9 @@ class FederatedConductor:
         executor, message, tensors = heard
         match message:
             case None | Exception():
+                if executor in self._dismissed:  # that is known already
+                    self._dismissed.remove(executor)
+                    return []
                 reason = "its connection closed" if message is None else str(message)
                 return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
             case Join():
@@ -201,10 +211,15 @@ class FederatedConductor:
                 try:
                     event = self._intake.hear(executor, message, tensors)
                 except PeerError as e:
-                    self.reception.channel(executor).close()
+                    self._dismiss(executor)
                     return [self._lost(executor, str(e), ended)]
                 return [] if event is None else [event]
         return []
+
+    def _dismiss(self, executor: str) -> None:
+        self._dismissed.add(executor)
+        self._left.add(executor)
+        self.reception.channel(executor).close()
 
     def _welcome(self, executor: str) -> None:
         channel = self.reception.channel(executor)
@@ -212,16 +227,18 @@ class FederatedConductor:
 
         def fail(error: Exception) -> None:
             channel.close()  # the thread that receives from it tells of the loss
-            if not self._over.is_set():
+            if not (self._over.is_set() or executor in self._left):
                 self._note(f"executor {executor}: {error}")
 
         if (former := self._posts.get(executor)) is not None:
             former.close()
+        self._left.discard(executor)
         self._posts[executor] = self._office.out(channel, self._patience_s, fail)
         if (greeting := self._intake.greeting(executor)) is not None:
             self._posts[executor].put(greeting)
 
     def _lost(self, executor: str, reason: str, ended: Callable[[], Mapping[str, str]]) -> Lost:
+        self._left.add(executor)
         deadline_s = time.monotonic() + self._office.last_words_s
         while executor not in ended() and time.monotonic() < deadline_s:
             time.sleep(0.01)
@@ -247,13 +264,13 @@ class FederatedConductor:
                     self._intake.ignore(executor)
                 case Dismiss(executor=executor, reason=reason):
                     self._note(f"executor {executor} {reason}: dismissed")
-                    self.reception.channel(executor).close()
+                    self._dismiss(executor)
                 case Absorb():
                     self._server.absorb()
                 case Commit(record=record):
                     self._committed(record, self._measure())
                 case Halt():
-                    for out in self._posts.values():
+                    for out in self._reachable():
                         out.put(HaltMessage(run=self._run))
                 case Finish():
                     finish = instruction

@@ -1,0 +1,86 @@
+"""Updates of sites: each is one client's, and is checked by itself before it is folded in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.algorithms import Update
+from isthmus.federated.offer import Offer
+from isthmus.federated.server import Server
+from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed
+from isthmus.runtime.messages import AnyMessage, Failed, Heartbeat
+from isthmus.runtime.site_messages import EnrolledMessage, OfferMessage, UpdateMessage
+
+SLACK = 2
+"""An update so many times too large is received, to be refused by name; a larger one ends the connection."""
+SLACK_BYTES = 1 << 16
+
+
+class UpdatesIntake:
+    """As `Intake`. `note` is told of every update that does not count, with its sender and the reason."""
+
+    def __init__(
+        self, server: Server, clients: Mapping[str, int], offer: Callable[[int], Offer], rules: AdmissionRules,
+        run: str, note: Callable[[str], None],
+    ) -> None:  # fmt: skip
+        """`clients` are the sites' numbers; `offer` says what a client is asked to do."""
+        self.trips = self.value_bytes = 0
+        self._server = server
+        self._clients = clients
+        self._offer = offer
+        self._rules = rules
+        self._run = run
+        self._note = note
+        self._samples: dict[str, int] = {}
+        self._updates: dict[str, Update] = {}
+        most = max(sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values()) for forms in server.forms)
+        self._most_bytes = SLACK * most + SLACK_BYTES
+
+    def guard(self, executor: str, message: AnyMessage) -> None:
+        if not isinstance(message, EnrolledMessage | UpdateMessage | Failed | Heartbeat):
+            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        size_bytes = sum(h.nbytes for h in message.tensors)
+        allowed = self._most_bytes if isinstance(message, UpdateMessage) else 0
+        if size_bytes > allowed:
+            raise PeerError(f"sent {size_bytes} bytes of values, expected at most {allowed}")
+
+    def greeting(self, executor: str) -> AnyMessage | None:
+        return OfferMessage(run=self._run, offer=self._offer(self._clients[executor]))
+
+    def hear(self, executor: str, message: AnyMessage, tensors: list[Tensor]) -> CoordinatorEvent | None:
+        client = self._clients[executor]
+        match message:
+            case EnrolledMessage(samples=samples):
+                self._samples[executor] = samples
+                self._note(f"site {executor} takes part with {samples} samples")
+                return Joined(executor=executor, client=client, samples=samples)
+            case UpdateMessage(turn=turn) if executor in self._samples:
+                self.trips += 1
+                self.value_bytes += sum(h.nbytes for h in message.tensors)
+                named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                samples = self._samples[executor]
+                timed = (Timed(client, samples, message.seconds),)
+                if turn == self._server.turn:
+                    try:
+                        update = Update(values=named, weight=message.weight)
+                        self._updates[executor] = self._server.admit(update, samples, self._rules)
+                    except PeerError as e:
+                        self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
+                        return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
+                return Summed(executor=executor, turn=turn, timed=timed)
+            case _:
+                raise PeerError(f"sent {type(message).__name__} before it was enrolled")
+
+    def merge(self, executor: str) -> None:
+        update = self._updates.pop(executor, None)
+        if update is not None:
+            self._server.fold(self._clients[executor], update, self._samples[executor])
+
+    def ignore(self, executor: str) -> None:
+        self._updates.pop(executor, None)
+        self._note(f"site {executor}: an update came when none was due: it counts nowhere")

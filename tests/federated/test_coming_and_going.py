@@ -1,0 +1,175 @@
+"""The coordinator's machine with sites: executors with a client each, which are lost and come back."""
+
+from __future__ import annotations
+
+import numpy as np
+import pytest
+
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import (
+    Commit,
+    CoordinatorInstruction,
+    Dismiss,
+    Dropped,
+    Finish,
+    Ignore,
+    Joined,
+    Lost,
+    Merge,
+    Open,
+    Refusal,
+    Summed,
+    Tell,
+    Tick,
+    Timed,
+    Turn,
+)
+from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_rules import Gathering, RoundRules
+
+SITES = ("a", "b", "c")
+
+
+class Sites:
+    """The machine, and what to say to it."""
+
+    def __init__(self, *, start: int = 3, wait_s: float = 5.0, **rules: object) -> None:
+        options = {"rounds": 9, "needed": 3, "gathering": Gathering(start=start, wait_s=wait_s)} | rules
+        self.sizes = np.zeros(3, dtype=np.int64)
+        self.machine = FederatedCoordinator(
+            SITES, RoundRules(**options), self.sizes, lambda r: self.machine.here, Pace(3, window_rounds=5)
+        )
+        self.machine.handle(Tick(now_s=0.0))
+
+    def join(self, *names: str) -> list[CoordinatorInstruction]:
+        out: list[CoordinatorInstruction] = []
+        for name in names:
+            number = SITES.index(name)
+            out += self.machine.handle(Joined(executor=name, client=number, samples=10 * (number + 1)))
+        return out
+
+    def lose(self, name: str) -> list[CoordinatorInstruction]:
+        return self.machine.handle(Lost(executor=name, reason="gone"))
+
+    def update(self, name: str, turn: Turn, *, good: bool = True, seconds: float = 1.0) -> list[CoordinatorInstruction]:
+        client = SITES.index(name)
+        timed = (Timed(client, 10, seconds),) if good else ()
+        refused = () if good else (Refusal(client, "bad"),)
+        return self.machine.handle(Summed(executor=name, turn=turn, timed=timed, refused=refused))
+
+    def tick(self, now_s: float) -> list[CoordinatorInstruction]:
+        return self.machine.handle(Tick(now_s=now_s))
+
+
+def asked(out: list[CoordinatorInstruction]) -> dict[str, tuple[Turn, list[int]]]:
+    return {i.executor: (i.event.opening.turn, [t.client for t in i.event.tasks]) for i in out if isinstance(i, Open)}
+
+
+def committed(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    return {name: [t.client for t in timed] for name, timed in commit.record.trained.items()}
+
+
+def test_the_first_round_begins_when_enough_are_here() -> None:
+    sites = Sites(start=2)
+    assert sites.join("c") == []
+    assert sites.tick(1000.0) == [], "people start machines"
+    opened = asked(sites.join("a"))
+    assert opened == {"a": (Turn(0), [0]), "c": (Turn(0), [2])}
+    assert sites.sizes.tolist() == [10, 0, 30]
+
+
+def test_who_is_lost_is_missing_and_used_again_from_the_next_turn_on() -> None:
+    sites = Sites()
+    sites.join(*SITES)
+    assert sites.lose("b") == []
+    assert sites.join("b") == [], "the open turn goes on without it"
+    sites.update("a", Turn(0))
+    out = sites.update("c", Turn(0))
+    assert committed(out) == {"a": [0], "c": [2]}
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert commit.record.missing == (1,)
+    assert asked(out).keys() == {"a", "b", "c"}
+
+
+def test_an_update_counts_once_and_a_late_one_nowhere() -> None:
+    sites = Sites(deadline_s=10.0)
+    sites.join(*SITES)
+    assert sites.update("a", Turn(0)) == [Merge("a", Turn(0))]
+    out = sites.update("a", Turn(0))
+    assert out[0] == Ignore("a", Turn(0)) and isinstance(out[1], Dismiss)
+    sites.join("a")
+    assert sites.update("b", Turn(0)) == [Merge("b", Turn(0))]
+    out = sites.tick(10.0)
+    assert Tell("c", Dropped(turn=Turn(0))) in out
+    assert committed(out) == {"a": [0], "b": [1]}
+    assert sites.update("c", Turn(0)) == [Ignore("c", Turn(0))]
+    sites.update("b", Turn(1))
+    sites.update("a", Turn(1))
+    assert committed(sites.update("c", Turn(1))) == {"a": [0], "b": [1], "c": [2]}
+
+
+@pytest.mark.parametrize("seconds", [-1.0, float("nan"), float("inf")])
+def test_a_time_that_is_none_is_not_believed(seconds: float) -> None:
+    sites = Sites()
+    sites.join(*SITES)
+    out = sites.update("a", Turn(0), seconds=seconds)
+    assert out[:2] == [Ignore("a", Turn(0)), Dismiss("a", "reported a time that is none")]
+
+
+def test_when_all_have_left_the_round_waits_for_the_least_number() -> None:
+    sites = Sites(minimum=2, deadline_s=60.0)
+    sites.join(*SITES)
+    sites.update("a", Turn(0))
+    sites.lose("a")
+    sites.lose("b")
+    assert asked(sites.lose("c")) == {}
+    sites.tick(3.0)
+    assert sites.join("b") == []
+    assert sites.join("c") == [], "others may come within seconds"
+    assert sites.tick(4.0) == []
+    assert asked(sites.tick(5.0)) == {"b": (Turn(0, 1), [1]), "c": (Turn(0, 1), [2])}
+
+
+def test_too_few_for_too_long_ends_the_run() -> None:
+    sites = Sites(minimum=2, deadline_s=60.0)
+    sites.join(*SITES)
+    sites.lose("a")
+    sites.lose("b")
+    sites.lose("c")
+    sites.tick(10.0)
+    sites.join("b")
+    assert sites.tick(59.0) == []
+    finish = sites.tick(60.0)[-1]
+    assert isinstance(finish, Finish)
+    assert (finish.outcome, finish.reason) == ("lost", "round 0: 1 executors were here for 60 s, expected 2")
+
+
+def test_after_a_restart_the_least_number_is_enough() -> None:
+    sites = Sites(first_round=4, minimum=1)
+    assert sites.join("b") == []
+    assert asked(sites.tick(5.0)) == {"b": (Turn(4), [1])}
+    assert asked(sites.update("b", Turn(4))) == {"b": (Turn(5), [1])}
+
+
+def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> None:
+    sites = Sites(attempts=2)
+    sites.join(*SITES)
+    sites.update("a", Turn(0), good=False)
+    sites.update("b", Turn(0), good=False)
+    out = sites.update("c", Turn(0), good=False)
+    assert {turn for turn, _ in asked(out).values()} == {Turn(0, 1)}
+    for name in SITES:
+        out = sites.update(name, Turn(0, 1), good=False)
+    finish = out[-1]
+    assert isinstance(finish, Finish)
+    assert finish.reason == "round 0: 0 clients were in after 2 attempts; bad; bad; bad"
+
+
+def test_over_selection_closes_when_enough_are_in() -> None:
+    sites = Sites(needed=2)
+    sites.join(*SITES)
+    sites.update("a", Turn(0))
+    out = sites.update("b", Turn(0))
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    assert (commit.record.closed_by, commit.record.missing) == ("quorum", (2,))

@@ -1,0 +1,282 @@
+"""Sites as processes of their own: some are lost and come back, some send what is wrong, every round commits."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import threading
+from collections.abc import Iterator, Sequence
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+
+from isthmus.federated.history import History, RoundLine
+from isthmus.federated.job import build, load_federated_job
+from isthmus.federated.resident import Resident
+from isthmus.federated.server import Server
+from isthmus.federated.site import OwnData, Site
+from isthmus.federated.worksite import Work
+from isthmus.protocol.federated_events import Opening, Task, Turn
+from isthmus.runtime.forked import Forked
+from isthmus.runtime.site_run import SiteRun
+from tests.federated.sites import attend, free_port, model, samples, write_job, write_tickets
+from tests.fleet_service.parties import Fleet, serving, soon
+from tests.runtime.commands import Done, edited, isthmus, refused
+
+NAMES = ("a", "b", "c", "d")
+
+ALGORITHM = """
+import time
+from pathlib import Path
+import torch
+from isthmus.federated import Update
+from isthmus.federated.algorithms.fedavg import FedAvg
+
+class Mine(FedAvg, frozen=True):
+    "FedAvg, and a file for each time that it trained."
+    def client(self, local, told, state):
+        Path(f"trained-{{time.monotonic_ns()}}").touch()
+        time.sleep({sleep_s})
+        update = super().client(local, told, state)
+        return {returns}
+"""
+RETURNS = {
+    "a": "update",
+    "b": 'Update(values={"delta": update.values["delta"] * float("nan")})',
+    "c": 'Update(values={"delta": update.values["delta"][:3]})',
+    "d": "update",
+}
+
+
+def lines(run: Path) -> list[RoundLine]:
+    return History(run / "rounds.jsonl").lines()
+
+
+def by_site(line: RoundLine) -> dict[str, list[int]]:
+    return {name: [t.client for t in timed] for name, timed in line.record.trained.items()}
+
+
+def recomputed(job_file: Path, history: Sequence[RoundLine]) -> torch.Tensor:
+    """The model that comes of the updates which the history names, and of no others."""
+    job = load_federated_job(job_file)
+    algorithm = job.algorithm()
+    resident = Resident(build(job))
+    server = Server(algorithm, resident.vector(), resident.buffers(), len(NAMES))
+    work = Work(algorithm=algorithm, local=job.local, seed=job.federated.seed)
+    for line in history:
+        cohort = [c for clients in by_site(line).values() for c in clients]
+        cohort += [r.client for r in line.record.refused] + list(line.record.missing)
+        total = sum(len(samples(c)["labels"]) for c in cohort)
+        opening = Opening(turn=Turn(line.record.round), clients=len(cohort), samples=total)
+        told = server.broadcast()
+        server.open(opening)
+        for clients in by_site(line).values():
+            (client,) = clients
+            site = Site(work, build(job), OwnData(Listed(client)), None)
+            site.open(opening, told)
+            site.train([Task(client, len(samples(client)["labels"]))])
+            assert site.update is not None
+            server.fold(client, site.update, len(samples(client)["labels"]))
+        server.absorb()
+    return server.values["model"]
+
+
+class Listed:
+    """A client's samples as a data set."""
+
+    fingerprint = "listed"
+
+    def __init__(self, client: int) -> None:
+        self.columns = {"pixel_values": None, "labels": None}
+        self._samples = {name: torch.from_numpy(column) for name, column in samples(client).items()}
+
+    def __len__(self) -> int:
+        return len(self._samples["labels"])
+
+    def batch(self, indices: np.ndarray, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        return {name: self._samples[name] for name in columns}
+
+
+def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, run = 10, tmp_path / "run"
+    job_file = write_job(tmp_path, NAMES, "mine_algorithm:Mine", rounds)
+    for name, returns in RETURNS.items():
+        home = tmp_path / f"at-{name}"
+        home.mkdir()
+        slow = ALGORITHM.format(sleep_s=0.3 if name == "d" else 0.03, returns=returns)
+        (home / "mine_algorithm.py").write_text(slow)
+    port = free_port()
+    write_tickets(tmp_path, NAMES, port)
+    # All are forked before this process has threads; the second `a` waits until it is told.
+    with (
+        Forked({name: attend(tmp_path, name) for name in NAMES}, tmp_path / "logs") as sites,
+        Forked({"a": attend(tmp_path, "a", joined=True)}, tmp_path / "again") as again,
+    ):
+        (tmp_path / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=0, returns="update"))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        said: list[str] = []
+        fleet = Fleet(tmp_path / "fleet", port=port)
+        site_run = SiteRun(load_federated_job(job_file), run, resume=False)
+        running = threading.Thread(target=lambda: site_run.run(fleet.service, said.append), daemon=True)
+        running.start()
+        sites.begin("")
+        soon(lambda: len(list((tmp_path / "at-a").glob("trained-*"))) == 3, 60)
+        os.kill(sites.pids()["a"], signal.SIGKILL)
+        soon(lambda: len(lines(run)) == 4, 30)
+        again.begin("")
+        running.join(60)
+        assert not running.is_alive(), said
+        for pid in [*sites.pids().values(), *again.pids().values()]:
+            os.kill(pid, signal.SIGKILL)
+    fleet.service.close()
+    history = lines(run)
+    assert [line.record.round for line in history] == list(range(rounds))
+    assert all(line.rules == "all of 4, at least 1, deadline 600 s" for line in history)
+    with_a = [line.record.round for line in history if "a" in by_site(line)]
+    assert with_a[:2] == [0, 1] and with_a == [0, 1, *range(with_a[2], rounds)] and with_a[2] >= 4, with_a
+    assert history[2].record.missing == (0,)
+    for line in history:
+        assert by_site(line) == ({"a": [0]} if line.record.round in with_a else {}) | {"d": [3]}
+        assert [r.client for r in sorted(line.record.refused, key=lambda r: r.client)] == [1, 2]
+        assert line.record.round == 2 or not line.record.missing
+        assert line.trips == len(by_site(line)) + 2
+        numbers = 6 * 5 + 5 + 5 * 3 + 3
+        assert line.value_bytes == 4 * (numbers * (len(by_site(line)) + 1) + 3)
+    assert sum("site b: its update of round 0 is refused: value 'delta': not all numbers" in s for s in said) == 1
+    assert sum("site c: its update of round 0 is refused: value 'delta': got float32 [3]" in s for s in said) == 1
+    assert torch.equal(model(run), recomputed(job_file, history))
+
+
+def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_path: Path) -> None:
+    names, run = ("a", "b"), tmp_path / "run"
+    job_file = edited(
+        write_job(tmp_path, names, "scaffold", rounds=6), ("[local]\nepochs = 2", "[local]\nepochs = 60")
+    )  # fmt: skip
+    port = free_port()
+    state = write_tickets(tmp_path, names, port)
+
+    def serve(*more: str) -> None:
+        where = ["--run", run, "--state", state, "--port", str(port), "--tickets", "0"]
+        result = isthmus("serve", job_file, *where, *more)
+        (tmp_path / "serve.err").write_text(result.err)
+
+    with (
+        Forked({"first": lambda _: serve()}, tmp_path / "logs-1") as first,
+        Forked({"second": lambda _: serve("--resume")}, tmp_path / "logs-2") as second,
+        Forked({name: attend(tmp_path, name) for name in names}, tmp_path / "logs-3") as sites,
+    ):
+        first.begin("")
+        soon(lambda: listens(port), 60)
+        sites.begin("")
+        soon(lambda: len(lines(run)) >= 2, 60)
+        os.kill(first.pids()["first"], signal.SIGKILL)
+        committed = newest_round(run)
+        second.begin("")
+        soon(lambda: (tmp_path / "serve.err").exists(), 60)
+        for pid in sites.pids().values():
+            os.kill(pid, signal.SIGKILL)
+    told = (tmp_path / "serve.err").read_text()
+    assert f"after {committed + 1} rounds" in told, told
+    assert [line.record.round for line in lines(run)] == list(range(6))
+    alone = isthmus("train", job_file, "--scheme", "sp", "--run", tmp_path / "alone")
+    assert alone.code == 0, alone.err
+    assert torch.equal(model(run), model(tmp_path / "alone"))
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+def newest_round(run: Path) -> int:
+    return int(sorted((run / "rounds").glob("round-*"))[-1].stem.removeprefix("round-"))
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([("[deployment]", "[deploymnt]")], ["unknown key 'deploymnt'", "did you mean 'deployment'"]),
+        ([('"a", "b"', '"a", "a"')], ["deployment.sites: got a name twice"]),
+        ([('wait = "0.5 s"', "start = 3")], ["deployment.start: got 3, expected at most the 2 sites"]),
+        ([("[execution]", "[participation]\nclients = 3\n[execution]")], ["participation.clients: got 3"]),
+        (
+            [("[execution]", "[participation]\nfraction = 1.0\nminimum = 3\n[execution]")],
+            ["participation.minimum: got 3, expected at most the 2 sites"],
+        ),
+        ([("[execution]", "[admission]\nclip = true\n[execution]")], ["admission.max_norm: missing"]),
+    ],
+)
+def test_a_deployment_that_cannot_begin_is_refused(
+    changes: list[tuple[str, str]], words: list[str], tmp_path: Path
+) -> None:
+    job_file = edited(write_job(tmp_path, ("a", "b")), *changes)
+    refused(isthmus("serve", job_file, "--state", tmp_path / "fleet", "--port", "0"), 2, *words)
+
+
+def test_a_job_without_sites_is_not_served(tmp_path: Path) -> None:
+    job_file = write_job(tmp_path, ("a", "b"))
+    job_file.write_text(job_file.read_text().partition("[deployment]")[0])
+    refused(isthmus("serve", job_file, "--state", tmp_path / "fleet", "--port", "0"), 2, "deployment: missing")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([('name = "fedavg"', 'name = "fedavgg"')], ["a.toml", "unknown algorithm 'fedavgg'"]),
+        ([("[algorithm]", "[algorithms]")], ["a.toml", "unknown key 'algorithms'"]),
+        ([("/a.npz", "/none.npz")], ["no file", "none.npz"]),
+    ],
+)
+def test_a_site_that_cannot_begin_is_refused(
+    changes: list[tuple[str, str]], words: list[str], tmp_path: Path, fleet: Fleet
+) -> None:
+    write_job(tmp_path, ("a",))
+    config = edited(tmp_path / "a.toml", *changes)
+    refused(joined(tmp_path, config, fleet), 2, *words)
+
+
+def joined(folder: Path, config: Path, fleet: Fleet) -> Done:
+    ticket = folder / "ticket"
+    ticket.touch(0o600)
+    ticket.write_text(fleet.state.ticket())
+    return isthmus(
+        "join", "--site", config, "--name", "a", "--state", folder / "a-state", "--ticket-file", ticket,
+        "--patience", "5 s",
+    )  # fmt: skip
+
+
+@pytest.fixture
+def fleet(tmp_path: Path) -> Iterator[Fleet]:
+    with serving(tmp_path / "fleet") as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("change", "words"),
+    [
+        (('name = "fedavg"', 'name = "fedprox"'), "algorithm: this site allows fedprox, the coordinator asks"),
+        (('job = "clinics"', 'job = "other"'), "job: this site allows other, the coordinator asks for clinics"),
+        (("width = 5", "width = 6"), "model: this site allows mlp"),
+    ],
+)
+def test_a_site_does_not_run_what_its_owner_does_not_name(
+    change: tuple[str, str], words: str, tmp_path: Path, fleet: Fleet
+) -> None:
+    job = load_federated_job(write_job(tmp_path, ("a",), rounds=1))
+    run = SiteRun(job, tmp_path / "run", resume=False)
+    said: list[str] = []
+    finished: list[object] = []
+    running = threading.Thread(target=lambda: finished.append(run.run(fleet.service, said.append)), daemon=True)
+    running.start()
+    refused(joined(tmp_path, edited(tmp_path / "a.toml", change), fleet), 2, words)
+    soon(lambda: any("executor a was lost" in line and words in line for line in said))
+    again = threading.Thread(
+        target=joined, args=(tmp_path, edited(tmp_path / "a.toml", (change[1], change[0])), fleet), daemon=True
+    )
+    again.start()
+    running.join(20)
+    assert len(finished) == 1 and len(lines(tmp_path / "run")) == 1, said
