@@ -16,6 +16,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from isthmus.data import DataSpec, load_dataset
+from isthmus.data.availability import Availability, read_availability
 from isthmus.data.clients import ClientData, share_out
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.partition import PartitionSpec
@@ -26,7 +27,9 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
 from isthmus.federated.resident import Resident
+from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.server import Identity
 from isthmus.models import ModelSpec, build_model
@@ -104,6 +107,8 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     local: LocalConfig = LocalConfig()
     participation: Participation = Participation(fraction=1.0)
     admission: AdmissionRules = AdmissionRules()
+    aggregation: Aggregation = Aggregation()
+    privacy: Privacy | None = None
     execution: Execution = Execution()
     deployment: Deployment | None = None
     run_dir: str = "runs"
@@ -120,8 +125,27 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     def deadline_s(self) -> float:
         return parse_duration(self.participation.deadline, "participation.deadline")
 
-    def algorithm(self) -> Algorithm:
-        return load_algorithm(AlgorithmSpec(name=self.federated.algorithm, options=self.federated.options))
+    def algorithm(self, population: int) -> Algorithm:
+        """With what the job puts around it."""
+        inner = load_algorithm(AlgorithmSpec(name=self.federated.algorithm, options=self.federated.options))
+        if self.privacy is not None:
+            return Private(inner=inner, privacy=self.privacy, expected=self.participation.needed(population))
+        return inner if self.aggregation.rule == "declared" else Robust(inner=inner, rule=self.aggregation)
+
+    @property
+    def bounds(self) -> AdmissionRules:
+        """Of every update."""
+        return self.admission if self.privacy is None else AdmissionRules(max_norm=self.privacy.clip, clip=True)
+
+    def guarantee(self, population: int, rounds: int) -> Guarantee | None:
+        """What so many rounds promise every client; None without privacy. Clients that are drawn each by themselves,
+        and take part if they are drawn, make it stronger."""
+        if self.privacy is None:
+            return None
+        rules = self.participation
+        alone = rules.poisson and not rules.availability and self.deployment is None
+        rate = rules.needed(population) / population if alone else None
+        return guarantee(self.privacy, rounds, len(self.algorithm(population).passes), rate)
 
 
 def is_federated(path: Path) -> bool:
@@ -141,12 +165,11 @@ def load_federated_job(path: Path) -> FederatedJob:
 
 def check(job: FederatedJob) -> None:
     """What can be said before data is read."""
-    job.algorithm()
+    load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))
+    check_combining(job)
     for field, seconds in (("execution.patience", job.patience_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
-    if job.admission.clip and job.admission.max_norm is None:
-        raise UserError("admission.max_norm: missing, expected the norm to clip to")
     if job.execution.planner and job.execution.planner not in cohort_names():
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     if job.scheme.per != "given" and job.execution.slow_down:
@@ -157,6 +180,26 @@ def check(job: FederatedJob) -> None:
         raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
 
 
+def check_combining(job: FederatedJob) -> None:
+    """What changes how updates are combined, and what it needs of the others."""
+    rules = job.participation
+    if job.admission.clip and job.admission.max_norm is None:
+        raise UserError("admission.max_norm: missing, expected the norm to clip to")
+    if job.privacy is not None and job.aggregation.rule != "declared":
+        raise UserError(f"aggregation.rule: got {job.aggregation.rule!r} beside [privacy], expected one of them")
+    if job.privacy is not None and job.admission.max_norm is not None:
+        raise UserError("admission.max_norm: got one beside [privacy], whose clip it is, expected none")
+    if job.aggregation.fewest > rules.minimum:
+        raise UserError(
+            f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
+            f"{job.aggregation.rule} with byzantine = {job.aggregation.byzantine}, keep = {job.aggregation.keep}"
+        )
+    if rules.availability is not None and not 0 < rules.round_length_s < math.inf:
+        raise UserError(f"participation.round_length: got {rules.round_length!r}, expected more than 0 s")
+    if rules.poisson and (rules.weighted or rules.over_select > 1):
+        raise UserError("participation.poisson: got true beside weighted or over_select, expected one of them")
+
+
 def check_deployment(job: FederatedJob) -> None:
     """UserError for one that cannot begin."""
     deployment = job.deployment
@@ -165,6 +208,8 @@ def check_deployment(job: FederatedJob) -> None:
     sites = len(deployment.sites)
     if len(set(deployment.sites)) < sites:
         raise UserError("deployment.sites: got a name twice, expected each once")
+    if job.participation.availability is not None:
+        raise UserError("participation.availability: got one for sites, which are available when they are here")
     if (deployment.start or 1) > sites:
         raise UserError(f"deployment.start: got {deployment.start}, expected at most the {sites} sites")
     if not 0 <= deployment.wait_s < math.inf:
@@ -212,12 +257,29 @@ def members(
     return cohort(job.participation, sizes, job.federated.seed, round_, here)
 
 
+def availability(job: FederatedJob, population: int) -> Availability | None:
+    """When clients can take part; None for always. UserError for a round in which too few can."""
+    rules = job.participation
+    if rules.availability is None:
+        return None
+    found = read_availability(Path(rules.availability), population, rules.round_length_s)
+    for round_ in range(job.federated.rounds):
+        here = len(found.at_round(round_))
+        if here < rules.minimum:
+            raise UserError(
+                f"{rules.availability}: in round {round_} {here} clients are available, expected at least "
+                f"{rules.minimum} (participation.minimum)"
+            )
+    return found
+
+
 def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
     """How the job's rounds go, whoever trains."""
     rules = job.participation
+    needed = population if rules.poisson else rules.needed(population)  # whoever was drawn is waited for
     return RoundRules(
-        rounds=job.federated.rounds, first_round=first_round, passes=len(job.algorithm().passes),
-        needed=rules.needed(population), quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
+        rounds=job.federated.rounds, first_round=first_round, passes=len(job.algorithm(population).passes),
+        needed=needed, quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
         attempts=rules.attempts,
     )  # fmt: skip
 
@@ -263,5 +325,5 @@ def _identity(job: FederatedJob, numbers: int, data: str, clients: int) -> Ident
     return Identity(
         algorithm=job.federated.algorithm, options=job.federated.options, model=msgspec.json.encode(job.model).decode(),
         local=msgspec.json.encode(job.local).decode(), numbers=numbers, data=data, seed=job.federated.seed,
-        clients=clients,
+        clients=clients, combining=msgspec.json.encode((job.aggregation, job.privacy, job.admission)).decode(),
     )  # fmt: skip

@@ -25,6 +25,7 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.federated.admission import AdmissionRules, admit, forms_of
 from isthmus.federated.algorithms import Algorithm, Combine, Update, Values
+from isthmus.federated.algorithms.wrapping import Wrapping
 from isthmus.federated.partial import BUFFERS, Partial, Weights
 from isthmus.protocol.federated_events import Opening, Turn
 
@@ -45,6 +46,8 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
     data: str
     seed: int
     clients: int
+    combining: str = ""
+    """What the job changes of how updates are combined."""
 
 
 class Server:
@@ -60,6 +63,9 @@ class Server:
         self.turn: Turn | None = None
         self.keeps = algorithm.init_client(torch.zeros(1)) is not None
         """Whether clients keep something from round to round."""
+        if len(buffers) and isinstance(algorithm, Wrapping):
+            what = "model: keeps running means, which are averaged as they are"
+            raise UserError(f"{what}: expected none with [privacy] or [aggregation]")
         if len(buffers):
             self.values[BUFFERS] = buffers
         self.forms = forms_of(algorithm, self.values)

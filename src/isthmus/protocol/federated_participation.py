@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 
 from isthmus.errors import UserError
 from isthmus.streams import stream
+from isthmus.units import parse_duration
 
 Integers = NDArray[np.int64]
 
@@ -22,6 +23,12 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
     weighted: bool = False
     """Draw clients in proportion to their samples, in place of evenly."""
+    poisson: bool = False
+    """Draw every client by itself, so that their number varies: what differential privacy counts on."""
+    availability: str | None = None
+    """A CSV file of clients and the times from and to which they can take part."""
+    round_length: str = "60 s"
+    """Of that file: the time between two rounds."""
     over_select: Annotated[float, Meta(ge=1)] = 1.0
     """So many times more clients are asked than are needed; the round closes when enough are in."""
     dropout: Annotated[float, Meta(ge=0, lt=1)] = 0.0
@@ -33,6 +40,10 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     deadline: str = "600 s"
     """After this a round closes with whoever is in, or is tried again if that is fewer than `minimum`."""
     attempts: Annotated[int, Meta(ge=1)] = 3
+
+    @property
+    def round_length_s(self) -> float:
+        return parse_duration(self.round_length, "participation.round_length")
 
     def needed(self, population: int) -> int:
         """Clients per round. UserError for more than there are, and for none or both of the ways to say it."""
@@ -57,7 +68,9 @@ def cohort(
     among = np.arange(len(sizes)) if candidates is None else candidates
     wanted = min(len(among), round(rules.needed(len(sizes)) * rules.over_select))
     draws = stream(seed, "cohort", round_)
-    if wanted == len(among):
+    if rules.poisson:
+        drawn = _each_by_itself(among, rules.needed(len(sizes)) / len(sizes), draws)
+    elif wanted == len(among):
         drawn = among
     elif rules.weighted:
         shares = sizes[among] / sizes[among].sum()
@@ -69,3 +82,11 @@ def cohort(
         stays = stream(seed, "dropout", round_).random(len(drawn)) >= rules.dropout
         drawn = drawn[stays] if stays.any() else drawn[:1]
     return drawn.astype(np.int64)
+
+
+def _each_by_itself(among: Integers, probability: float, draws: np.random.Generator) -> Integers:
+    """Drawn again while there is nobody: a round trains somebody."""
+    drawn = among[:0]
+    while not len(drawn) and len(among):
+        drawn = among[draws.random(len(among)) < probability]
+    return drawn

@@ -1,10 +1,11 @@
 """What is kept of a federated run, in its folder: the server's values, committed rounds, their lines, evaluations.
 
-job.json   rounds.jsonl   rounds/
+job.json   rounds.jsonl   rounds/   privacy.json
 """
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -22,7 +23,7 @@ from isthmus.protocol.federated_events import Record
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.runtime.federated_conductor import RoundMeasure
 
-JOB = "job.json"
+JOB, PRIVACY = "job.json", "privacy.json"
 
 
 class Closed(msgspec.Struct, frozen=True, kw_only=True):
@@ -46,6 +47,7 @@ class Books:
         self.first_round = 0
         self.evaluator: Evaluator | None = None
         self._job = job
+        self._clients = identity.clients
         self._commits = Commits(folder / "rounds", identity)
         self.state_rounds: NDArray[np.int32] | None = None
         """(population,), of algorithms whose clients keep something."""
@@ -56,12 +58,17 @@ class Books:
             self.first_round = round_ + 1
             self.state_rounds = kept if server.keeps else None
 
-    def begin(self) -> None:
-        """The folder is the run's now; lines of rounds that will be made again are forgotten."""
+    def begin(self, note: Callable[[str], None]) -> None:
+        """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` is told what the
+        whole run promises its clients."""
+        promised = self._job.guarantee(self._clients, self._job.federated.rounds)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
             document = msgspec.json.format(msgspec.json.encode(self._job), indent=1)
             (self.folder / JOB).write_bytes(document)
+            if promised is not None:
+                promised.write(self.folder / PRIVACY)
+                note(f"privacy: {promised}")
         except OSError as e:
             raise UserError(f"run folder {self.folder}: cannot be written: {e.strerror or e}") from None
         self.history.keep(self.first_round)

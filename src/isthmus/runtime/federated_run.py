@@ -21,6 +21,7 @@ from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
+    availability,
     build,
     client_data,
     evaluator,
@@ -61,12 +62,13 @@ class FederatedRun:
         self.data: ClientData = client_data(job)
         self.job = job = _with_together(job, self.data, folder if resume else None)
         self._watch = watch
-        self._algorithm = job.algorithm()
+        population = len(self.data.sizes)
+        self._algorithm = job.algorithm(population)
         self._module = build(job)
         resident = Resident(self._module)
-        population = len(self.data.sizes)
         self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population)
         self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
+        self._available = availability(job, population)
         self._states = StateStore(folder / "states") if self.server.keeps else None
         self.machine = self._machine()
         self.books.evaluator = evaluator(job, self.data)
@@ -93,17 +95,18 @@ class FederatedRun:
         return FederatedCoordinator(names, rules, sizes, self.members, pace, state_rounds=state_rounds)
 
     def members(self, round_: int) -> NDArray[np.int64]:
-        return members(self.job, self.data.sizes, round_)
+        here = None if self._available is None else self._available.at_round(round_)
+        return members(self.job, self.data.sizes, round_, here)
 
-    def begin(self) -> None:
+    def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
         """What an open round of before left in the folder is removed."""
-        self.books.begin()
+        self.books.begin(note)
         if self._states is not None and self.machine.state_rounds is not None and self.first_round:
             self._states.sweep(uncommitted(self.machine.state_rounds, self.members, self.first_round))
 
     def run(self, note: Callable[[str], None] = lambda _: None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left."""
-        self.begin()
+        self.begin(note)
         with _Aftermath(self._after) as after:
             finish = self._in_processes(after, note) if self.job.scheme.processes else self._in_process(after)
         if finish.outcome == "lost":
@@ -116,7 +119,7 @@ class FederatedRun:
         site = Worksite(
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
             self._states, slow_down=slow_down(eta, job.execution.unstable, number, job.federated.rounds),
-            admit=lambda update: bounded(update, job.admission),
+            admit=lambda update: bounded(update, job.bounds),
         )  # fmt: skip
         site.warm_up()
         return site

@@ -31,7 +31,7 @@ from isthmus.runtime.messages import HaltMessage, Heartbeat
 from isthmus.runtime.post import Post, headers_of
 from isthmus.runtime.site_messages import EnrolledMessage, OfferMessage, UpdateMessage
 
-RETRIES_S = (0.5, 1.0, 2.0, 5.0)
+RETRIES_S = (0.5, 1.0, 2.0)
 """Waits between attempts to reach the coordinator; the last one again and again."""
 
 

@@ -59,7 +59,7 @@ class SiteRun:
         self._watch = watch
         resident = Resident(build(job))
         population = len(self.deployment.sites)
-        self.server = Server(job.algorithm(), resident.vector(), resident.buffers(), population)
+        self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
         self.books = Books(job, folder, self.server, site_identity(job, resident.size), resume=resume)
         self.books.evaluator = site_evaluator(job)
         self._sizes = np.zeros(population, dtype=np.int64)
@@ -84,10 +84,10 @@ class SiteRun:
 
     def run(self, service: Service, note: Callable[[str], None] = lambda _: None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part."""
-        self.books.begin()
+        self.books.begin(note)
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
-        intake = UpdatesIntake(self.server, clients, self._offer_by(self._kept_run()), self.job.admission, run, note)
+        intake = UpdatesIntake(self.server, clients, self._offer_by(self._kept_run()), self.job.bounds, run, note)
         office = Office(
             run=run, patience_s=self.job.patience_s, reception=SiteReception, out=Lane, last_words_s=0.0, returns=True
         )

@@ -1,0 +1,226 @@
+"""What deployment costs: a round's overhead with three sites on one machine, and a coordinator that is killed.
+
+`python benchmarks/federated_deployment/run.py [--quick] [--json PATH]`
+
+`isthmus serve` and three `isthmus join --site` are processes of their own that talk TLS over loopback. Work is trivial
+(a small model on 40 samples a site), so a round lasts as long as everything around the training does. Then the
+coordinator is killed with SIGKILL in the middle of a round, and started again with `--resume`.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import os
+import platform
+import signal
+import socket
+import statistics
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from rich.console import Console
+from rich.table import Table
+
+from isthmus.federated.history import History
+from isthmus.runtime.fleet_state import FleetState
+from isthmus.units import format_size
+
+LATEST = Path(__file__).parent / "results" / "latest.json"
+SITES = ("north", "south", "west")
+OVERHEAD_LIMIT_S, RESTART_LIMIT_S = 0.3, 10.0
+
+MODEL = """
+[model]
+name = "mlp"
+options = { features = 64, width = 64, layers = 1, classes = 10 }
+"""
+JOB = """
+name = "clinics"
+{model}
+[federated]
+algorithm = "{algorithm}"
+rounds = {rounds}
+
+[deployment]
+sites = ["north", "south", "west"]
+"""
+SITE = """
+job = "clinics"
+{model}
+[algorithm]
+name = "{algorithm}"
+
+[data]
+kind = "npz"
+options = {{ path = "{path}", holdout = 0 }}
+"""
+
+
+class Deployment(msgspec.Struct, frozen=True, kw_only=True):
+    """One run and one restart. Overhead is a round's time without that of the site that trained longest."""
+
+    algorithm: str
+    rounds: int
+    round_s: float
+    """Medians over the rounds after the first."""
+    overhead_s: float
+    worst_overhead_s: float
+    sent_bytes: int
+    received_bytes: int
+    restart_s: float
+    """After a SIGKILL: from the start of the coordinator's new process to its first committed round."""
+    lost_rounds: int
+    """Committed ones, which were not there any more."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    date: str
+    machine: str
+    cores: int
+    results: tuple[Deployment, ...]
+
+
+def write_files(folder: Path, algorithm: str, rounds: int) -> None:
+    (folder / "fed.toml").write_text(JOB.format(model=MODEL, algorithm=algorithm, rounds=rounds))
+    for number, name in enumerate(SITES):
+        draws = np.random.default_rng(number)
+        path = folder / f"{name}.npz"
+        pixels, labels = draws.standard_normal((40, 64)).astype(np.float32), draws.integers(0, 10, 40)
+        np.savez(path, pixel_values=pixels, labels=labels)
+        (folder / f"{name}.toml").write_text(SITE.format(model=MODEL, algorithm=algorithm, path=path))
+
+
+def command(folder: Path, log: str, *arguments: str) -> subprocess.Popen[bytes]:
+    return subprocess.Popen(
+        [sys.executable, "-m", "isthmus.cli", *arguments], cwd=folder, stdout=subprocess.DEVNULL,
+        stderr=(folder / f"{log}.log").open("ab"), env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+    )  # fmt: skip
+
+
+def serve(folder: Path, port: int, *more: str) -> subprocess.Popen[bytes]:
+    state = str(folder / "fleet")
+    where = ["--state", state, "--port", str(port), "--tickets", "0", "--run", str(folder / "run")]
+    return command(folder, "serve", "serve", "fed.toml", *where, *more)
+
+
+def join(folder: Path, name: str, fleet: FleetState) -> subprocess.Popen[bytes]:
+    ticket = folder / f"{name}.ticket"
+    ticket.touch(0o600)
+    ticket.write_text(fleet.ticket())
+    site = ["--site", f"{name}.toml", "--name", name, "--state", f"state-{name}", "--ticket-file", ticket.name]
+    return command(folder, name, "join", *site)
+
+
+def soon(condition: Callable[[], object], folder: Path, within_s: float = 120.0) -> float:
+    """When it came true."""
+    deadline_s = time.monotonic() + within_s
+    while not condition():
+        if time.monotonic() > deadline_s:
+            raise SystemExit("\n".join(path.read_text() for path in folder.glob("*.log")))
+        time.sleep(0.002)
+    return time.monotonic()
+
+
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
+@contextlib.contextmanager
+def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+    try:
+        yield
+    finally:
+        for process in processes:
+            process.kill()
+            process.wait(10)
+
+
+def measured(algorithm: str, rounds: int) -> Deployment:
+    with tempfile.TemporaryDirectory() as name:
+        return _measured(Path(name), algorithm, rounds)
+
+
+def _measured(folder: Path, algorithm: str, rounds: int) -> Deployment:
+    write_files(folder, algorithm, 1_000_000)
+    with socket.create_server(("127.0.0.1", 0)) as listener:
+        port = int(listener.getsockname()[1])
+    fleet = FleetState(folder / "fleet")
+    fleet.listens_at((("127.0.0.1", port),))
+    processes = [serve(folder, port)]
+    with ended(processes):
+        soon(lambda: listens(port), folder)
+        processes += [join(folder, site, fleet) for site in SITES]
+        soon(lambda: newest(folder) >= rounds, folder)
+        killed(processes[0])
+        lines = History(folder / "run" / "rounds.jsonl").lines()[1 : newest(folder) + 1]
+        before, began_s = newest(folder), time.monotonic()
+        processes.append(serve(folder, port, "--resume"))
+        restart_s = soon(lambda: newest(folder) > before, folder) - began_s
+        killed(processes[-1])
+    (told,) = [x for x in (folder / "serve.log").read_text().splitlines() if x.startswith("going on with")]
+    overheads = [line.seconds - line.makespan_s for line in lines]
+    return Deployment(
+        algorithm=algorithm, rounds=len(lines), round_s=statistics.median(line.seconds for line in lines),
+        overhead_s=statistics.median(overheads), worst_overhead_s=max(overheads),
+        sent_bytes=round(statistics.median(line.sent_bytes for line in lines)),
+        received_bytes=round(statistics.median(line.received_bytes for line in lines)),
+        restart_s=restart_s, lost_rounds=before + 1 - int(told.rpartition("after ")[2].split()[0]),
+    )  # fmt: skip
+
+
+def newest(folder: Path) -> int:
+    """The last round on disk."""
+    return max((int(path.stem.removeprefix("round-")) for path in folder.glob("run/rounds/round-*")), default=-1)
+
+
+def killed(process: subprocess.Popen[bytes]) -> None:
+    process.send_signal(signal.SIGKILL)
+    process.wait()
+
+
+def table(results: tuple[Deployment, ...]) -> Table:
+    drawn = Table(
+        "algorithm", "rounds", "round", "overhead", "worst", "sent", "received", "restart", "rounds lost",
+        title="Three sites on one machine, trivial work",
+    )  # fmt: skip
+    for r in results:
+        drawn.add_row(
+            r.algorithm, f"{r.rounds}", f"{r.round_s * 1e3:.1f} ms", f"{r.overhead_s * 1e3:.1f} ms",
+            f"{r.worst_overhead_s * 1e3:.0f} ms", format_size(r.sent_bytes), format_size(r.received_bytes),
+            f"{r.restart_s:.1f} s", f"{r.lost_rounds}",
+        )  # fmt: skip
+    return drawn
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--quick", action="store_true", help="one algorithm, 20 rounds")
+    parser.add_argument("--json", type=Path, metavar="PATH", help="write the figures here, too")
+    options = parser.parse_args()
+    algorithms, rounds = (("fedavg",), 20) if options.quick else (("fedavg", "scaffold"), 200)
+    report = Report(
+        date=datetime.now(UTC).date().isoformat(), machine=platform.processor() or platform.machine(),
+        cores=len(os.sched_getaffinity(0)), results=tuple(measured(algorithm, rounds) for algorithm in algorithms),
+    )  # fmt: skip
+    Console(width=120).print(table(report.results))
+    document = msgspec.json.format(msgspec.json.encode(report), indent=1)
+    for path in [options.json] if options.json else [] if options.quick else [LATEST]:
+        path.write_bytes(document)
+    good = all(
+        r.overhead_s <= OVERHEAD_LIMIT_S and r.restart_s <= RESTART_LIMIT_S and not r.lost_rounds
+        for r in report.results
+    )
+    return 0 if good else 1
+
+
+if __name__ == "__main__":
+    sys.exit(main())

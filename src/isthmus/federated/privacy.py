@@ -1,0 +1,93 @@
+"""Central differential privacy: every update is clipped, and the server adds Gaussian noise to what is combined.
+
+McMahan et al., Learning Differentially Private Recurrent Language Models, 2018: the sum of clipped updates over a fixed
+number of clients, so that one client moves it by `clip` at most. The unit of privacy is a client: all its samples.
+"""
+
+from __future__ import annotations
+
+import math
+import secrets
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Annotated
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.extensions import import_extra
+from isthmus.federated.algorithms import Cohort, Combine, Values
+from isthmus.federated.algorithms.wrapping import Wrapping
+
+
+class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How updates are clipped and covered."""
+
+    clip: Annotated[float, Meta(gt=0)]
+    """The norm that no update exceeds, all its values together."""
+    noise_multiplier: Annotated[float, Meta(gt=0)]
+    """The noise's deviation in units of `clip`, on the sum."""
+    delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
+
+
+class Private(Wrapping, frozen=True):
+    """The algorithm, given noisy means of equal weights. The noise is not reproducible: a seed that others know would
+    give it away."""
+
+    privacy: Privacy
+    expected: float
+    """Clients per round: what sums are divided by, however many came."""
+
+    def operations(self, returns: Mapping[str, Combine]) -> Mapping[str, Combine]:
+        for name, combine in returns.items():
+            if combine == "collect":
+                raise UserError(f"privacy: the algorithm collects {name!r} of every client, expected means and sums")
+        return dict.fromkeys(returns, "sum")
+
+    def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
+        deviation = self.privacy.noise_multiplier * self.privacy.clip
+        noisy = {name: value + deviation * _normal(value) for name, value in combined.items()}
+        return {name: v if returns[name] == "sum" else v / self.expected for name, v in noisy.items()}
+
+
+def _normal(like: Tensor) -> Tensor:
+    draws = torch.Generator().manual_seed(secrets.randbits(63))
+    return torch.randn(like.shape, generator=draws, dtype=torch.float64).to(like.dtype)
+
+
+class Guarantee(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run promises every client: (epsilon, delta)-differential privacy, had the data one client more or less."""
+
+    epsilon: float
+    delta: float
+    rounds: int
+    sampling_probability: float | None
+    """None: not counted on, as clients are not drawn each by itself."""
+
+    def __str__(self) -> str:
+        drawn = "" if self.sampling_probability is None else f", drawn with probability {self.sampling_probability:.3g}"
+        return f"epsilon {self.epsilon:.3g} at delta {self.delta:g} after {self.rounds} rounds{drawn}"
+
+    def write(self, path: Path) -> None:
+        path.write_bytes(msgspec.json.format(msgspec.json.encode(self), indent=1))
+
+
+def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | None) -> Guarantee:
+    """By the privacy loss distributions of Google's dp-accounting. UserError where that is not installed.
+
+    `probability` is that of each client to take part in a round, drawn by itself; passes of a round share the draw.
+    """
+    dp = import_extra("dp_accounting", "privacy")
+    pld = import_extra("dp_accounting.pld", "privacy")
+    event = dp.GaussianDpEvent(privacy.noise_multiplier / math.sqrt(passes))
+    if probability is not None and probability < 1:
+        event = dp.PoissonSampledDpEvent(probability, event)
+    accountant = pld.PLDAccountant()
+    accountant.compose(event, rounds)
+    return Guarantee(
+        epsilon=float(accountant.get_epsilon(privacy.delta)), delta=privacy.delta, rounds=rounds,
+        sampling_probability=probability,
+    )  # fmt: skip

@@ -1,0 +1,87 @@
+"""Means that a few wrong or hostile updates do not move far, over whatever algorithm: every update is collected.
+
+`median` and `trimmed_mean`: Yin et al., Byzantine-Robust Distributed Learning, 2018, each coordinate by itself.
+`krum`: Blanchard et al., Machine Learning with Adversaries, 2017; with `keep` above 1, their Multi-Krum.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import Cohort, Combine, Values
+from isthmus.federated.algorithms.wrapping import Wrapping
+
+
+class Aggregation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What takes the place of the algorithm's means and sums. Weights do not count then: anybody could say any."""
+
+    rule: Literal["declared", "median", "trimmed_mean", "krum"] = "declared"
+    """`declared`: what the algorithm itself says."""
+    trim: Annotated[float, Meta(ge=0, lt=0.5)] = 0.1
+    """Of a trimmed mean: the share cut off at either end."""
+    byzantine: Annotated[int, Meta(ge=0)] = 1
+    """Of Krum: so many updates may be hostile."""
+    keep: Annotated[int, Meta(ge=1)] = 1
+    """Of Krum: the mean of so many updates."""
+
+    @property
+    def fewest(self) -> int:
+        """Updates without which the rule says nothing."""
+        if self.rule == "krum":
+            return max(2 * self.byzantine + 3, self.keep)
+        return 1
+
+
+class Robust(Wrapping, frozen=True):
+    """The algorithm with a robust mean in place of its own."""
+
+    rule: Aggregation
+
+    def operations(self, returns: Mapping[str, Combine]) -> Mapping[str, Combine]:
+        return dict.fromkeys(returns, "collect")
+
+    def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
+        averaged = [name for name, combine in returns.items() if combine != "collect"]
+        if cohort.clients < self.rule.fewest:
+            raise UserError(f"aggregation: {self.rule.rule} of {cohort.clients} updates, expected {self.rule.fewest}")
+        found = dict(combined)
+        found |= robust_mean(self.rule, {name: combined[name] for name in averaged})
+        for name in averaged:
+            if returns[name] == "sum":
+                found[name] = found[name] * cohort.clients
+        return found
+
+
+def robust_mean(rule: Aggregation, collected: Values) -> Values:
+    """[clients, ...] by name -> [...] by name."""
+    match rule.rule:
+        case "median":
+            return {name: _trimmed(rows, (len(rows) - 1) // 2) for name, rows in collected.items()}
+        case "trimmed_mean":
+            return {name: _trimmed(rows, math.floor(rule.trim * len(rows))) for name, rows in collected.items()}
+        case "krum":
+            chosen = _krum(torch.cat([rows.flatten(1) for rows in collected.values()], 1), rule)
+            return {name: rows[chosen].mean(0) for name, rows in collected.items()}
+        case "declared":
+            raise AssertionError("then nothing is wrapped")
+
+
+def _trimmed(rows: Tensor, cut: int) -> Tensor:
+    """The mean of what is left when `cut` are cut off at either end, coordinate by coordinate; of an even number of
+    rows the median is the mean of the middle two."""
+    return rows.sort(0).values[cut : len(rows) - cut].mean(0)
+
+
+def _krum(rows: Tensor, rule: Aggregation) -> Tensor:
+    """The rows whose n - f - 2 nearest are nearest, best first; [keep]."""
+    distances = torch.cdist(rows.double(), rows.double(), compute_mode="donot_use_mm_for_euclid_dist").square()
+    nearest = distances.sort(1).values[:, 1 : len(rows) - rule.byzantine - 1]
+    return nearest.sum(1).argsort(stable=True)[: rule.keep]
