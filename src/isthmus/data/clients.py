@@ -9,6 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.data.dataset import ColumnSpec, Dataset, fingerprint_of
+from isthmus.data.disk import DiskDataset
 from isthmus.data.partition import Partition, PartitionSpec, partition
 
 if TYPE_CHECKING:
@@ -62,7 +63,12 @@ class PartitionedData:
 
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:
     """UserError as `partition`. A natural column is read, and is no column of the clients' samples any more."""
-    wanted = [n for n in (spec.label, spec.column) if n in dataset.columns]
-    whole = dataset.batch(np.arange(len(dataset)), wanted)
-    parts = partition(spec, len(dataset), {name: column.numpy() for name, column in whole.items()}, seed)
-    return PartitionedData(dataset, parts, without=spec.column if spec.scheme == "natural" else "")
+    natural = spec.scheme == "natural"
+    if natural and isinstance(dataset, DiskDataset):
+        looked_at: dict[str, NDArray[np.generic]] = {spec.column: dataset.owners(spec.column)}
+    else:
+        wanted = [n for n in (spec.label, spec.column) if n in dataset.columns]
+        whole = dataset.batch(np.arange(len(dataset)), wanted)
+        looked_at = {name: column.numpy() for name, column in whole.items()}
+    parts = partition(spec, len(dataset), looked_at, seed)
+    return PartitionedData(dataset, parts, without=spec.column if natural else "")

@@ -18,7 +18,7 @@ from isthmus.errors import UserError
 from isthmus.streams import stream
 
 Integers = NDArray[np.int64]
-Scheme = Literal["iid", "dirichlet", "quantity", "shards", "natural"]
+Scheme = Literal["iid", "dirichlet", "quantity", "shards", "natural", "files"]
 
 
 class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,12 +26,12 @@ class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
 
     `dirichlet`: each label's samples by shares drawn from Dirichlet(alpha) (Hsu et al. 2019). `quantity`: sizes by
     shares drawn from Dirichlet(alpha), labels mixed. `shards`: sorted by label, `shards` pieces per client (McMahan et
-    al. 2017). `natural`: by the values of `column`.
+    al. 2017). `natural`: by the values of `column`. `files`: text only, a client per file.
     """
 
     scheme: Scheme = "iid"
     clients: Annotated[int, Meta(ge=1)] | None = None
-    """Of every scheme but `natural`, whose column says."""
+    """Of every scheme but `natural` and `files`, where the data say."""
     alpha: Annotated[float, Meta(gt=0)] = 0.1
     shards: Annotated[int, Meta(ge=1)] = 2
     label: str = "labels"
@@ -66,6 +66,8 @@ def partition(spec: PartitionSpec, samples: int, columns: Mapping[str, NDArray[n
     if spec.scheme == "natural":
         owner = np.unique(_whole(columns, spec.column), return_inverse=True)[1]
         return _grouped(owner.astype(np.int64), int(owner.max()) + 1)
+    if spec.scheme == "files":
+        raise UserError("partition.scheme: got 'files' for data that are no text, expected another one")
     if spec.clients is None:
         raise UserError(f"partition.clients: missing, expected the number of clients for scheme {spec.scheme!r}")
     if spec.clients > samples:

@@ -9,6 +9,7 @@ import msgspec
 
 from isthmus.data.arrays import DigitsOptions, NpzOptions, load_digits, load_npz
 from isthmus.data.dataset import SPLITS, Dataset, Split
+from isthmus.data.disk import DiskOptions, load_disk
 from isthmus.data.pairs import PairsOptions, load_pairs
 from isthmus.data.text import TextOptions, load_text
 from isthmus.errors import IsthmusError, UserError, unknown_name
@@ -40,11 +41,16 @@ def _digits(options: Mapping[str, object], split: Split) -> Dataset:
     return load_digits(read_options("digits", options, DigitsOptions), split)
 
 
+def _disk(options: Mapping[str, object], split: Split) -> Dataset:
+    return load_disk(read_options("disk", options, DiskOptions), split)
+
+
 _BUILT_IN: Mapping[str, Callable[[Mapping[str, object], Split], Dataset]] = {
     "text": _text,
     "pairs": _pairs,
     "npz": _npz,
     "digits": _digits,
+    "disk": _disk,
 }
 
 

@@ -165,7 +165,16 @@ def _named_files(patterns: Sequence[str]) -> dict[str, Path]:
 
 def load_text(options: TextOptions, split: Split) -> TextDataset:
     """The text of `split`. Raises `UserError` for files that are missing and for splits that would be empty."""
+    return TextDataset(_all_files(options), options, split)
+
+
+def files_of(options: TextOptions, split: Split) -> dict[str, Path]:
+    """The files of `split` by name, as `load_text` shares them out. UserError where that leaves none."""
+    refuse_empty_holdout(split, options.holdout, "text")
+    return _of_split(_all_files(options), options.holdout, split)
+
+
+def _all_files(options: TextOptions) -> dict[str, Path]:
     if options.files == STDLIB:
-        return TextDataset(_stdlib_files(), options, split)
-    patterns = (options.files,) if isinstance(options.files, str) else options.files
-    return TextDataset(_named_files(patterns), options, split)
+        return _stdlib_files()
+    return _named_files((options.files,) if isinstance(options.files, str) else options.files)

@@ -17,9 +17,11 @@ from torch import Tensor, nn
 
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.availability import Availability, read_availability
+from isthmus.data.client_files import TextClients
 from isthmus.data.clients import ClientData, share_out
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.partition import PartitionSpec
+from isthmus.data.text import TextOptions
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
@@ -229,6 +231,8 @@ def client_data(job: FederatedJob) -> ClientData:
         return FemnistShaped(read_options(FEMNIST, job.data.options, FemnistOptions))
     if job.partition is None:
         raise UserError("partition: missing, expected how the data is shared out among clients")
+    if job.data.kind == "text" and job.partition.scheme == "files":
+        return TextClients(read_options("text", job.data.options, TextOptions))
     return share_out(load_dataset(job.data, "train"), job.partition, job.federated.seed)
 
 

@@ -1,0 +1,136 @@
+"""A Hugging Face data set that was saved to disk: rows are read from its memory-mapped files when asked for."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated, Any
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from isthmus.data.dataset import (
+    Array,
+    ColumnSpec,
+    Indices,
+    Split,
+    as_tensors,
+    check_columns,
+    checked,
+    fingerprint_of,
+    held_out_count,
+    refuse_empty_holdout,
+)
+from isthmus.data.order import SampleOrder
+from isthmus.errors import UserError, unknown_name
+from isthmus.extensions import import_extra
+
+if TYPE_CHECKING:
+    import torch
+
+_HELD_OUT_NAMES = ("validation", "test")
+
+
+class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path` is a directory that `datasets.save_to_disk` wrote: one data set, or several splits.
+
+    `columns` maps the model's names to the data set's; without it every column of numbers is taken as it is called.
+    Held-out rows are the directory's own split of that name, else a random share.
+    """
+
+    path: str
+    columns: dict[str, str] = {}
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+
+
+class DiskDataset:
+    """Rows of a table. Raises UserError for columns that are not numbers of one shape."""
+
+    def __init__(self, table: Any, rows: NDArray[np.int64], columns: Mapping[str, str], source: str) -> None:
+        """`table` is a `datasets.Dataset`, which has no types."""
+        self._table = table.with_format("numpy")
+        self._rows = rows
+        self._source = source
+        self._fingerprint = str(getattr(table, "_fingerprint", ""))
+        for name in columns.values():
+            if name not in table.column_names:
+                raise unknown_name(f"column of {source}", name, table.column_names)
+        first = {name: np.asarray(value) for name, value in self._table[int(rows[0])].items()}
+        wanted = columns or {name: name for name, value in first.items() if value.dtype.kind in "biuf"}
+        self._names = dict(wanted)
+        for name in self._names.values():
+            if first[name].dtype.kind not in "biuf":
+                raise UserError(f"{source} column {name!r}: got {first[name].dtype}, expected numbers")
+        self._columns = {
+            ours: ColumnSpec(dtype=first[theirs].dtype.name, shape=first[theirs].shape)
+            for ours, theirs in self._names.items()
+        }
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._columns
+
+    @property
+    def fingerprint(self) -> str:
+        """Of the data set's own, which it was saved with, and of the rows."""
+        return fingerprint_of({"kind": "disk", "table": self._fingerprint, "columns": self._names}, [self._rows])
+
+    def __len__(self) -> int:
+        return len(self._rows)
+
+    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        check_columns(columns, self._columns)
+        rows = self._rows[checked(indices, len(self))]
+        found = self._table[rows]
+        arrays: dict[str, Array] = {}
+        for ours in columns:
+            array = np.asarray(found[self._names[ours]])
+            if array.shape[1:] != self._columns[ours].shape or array.dtype.kind not in "biuf":
+                raise UserError(f"{self._source} column {self._names[ours]!r}: rows differ in shape")
+            arrays[ours] = array.astype(self._columns[ours].dtype, copy=False)
+        return as_tensors(arrays)
+
+    def owners(self, column: str) -> NDArray[np.int64]:
+        """(rows,) the clients, numbered in the order of the column's values, which are texts or whole numbers."""
+        if column not in self._table.column_names:
+            raise unknown_name(f"column of {self._source}", column, self._table.column_names)
+        values = np.asarray(self._table.select_columns([column])[self._rows][column])
+        if values.ndim != 1 or values.dtype.kind not in "iuUSO":
+            raise UserError(f"partition: column {column!r}: got {values.dtype}, expected texts or whole numbers")
+        return np.unique(values.astype(str) if values.dtype.kind == "O" else values, return_inverse=True)[1].astype(
+            np.int64
+        )
+
+
+def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
+    """The rows of `split`. UserError for a directory that cannot be read, an unknown column, or an empty split."""
+    source = f"disk {options.path}"
+    library = import_extra("datasets", "hf")
+    path = Path(options.path).expanduser()
+    if not path.is_dir():
+        raise UserError(f"disk option 'path': no directory {options.path}")
+    try:
+        table = library.load_from_disk(str(path))
+    except Exception as e:  # the library and pyarrow raise many families for a malformed directory
+        raise UserError(f"disk option 'path': cannot read {path}: {' '.join(str(e).split())}") from e
+    whole = False
+    if isinstance(table, library.DatasetDict):
+        held = [name for name in _HELD_OUT_NAMES if name in table]
+        whole, wanted = bool(held), held[0] if split == "heldout" and held else "train"
+        if wanted not in table:
+            raise unknown_name(f"split of {path}", wanted, list(table))
+        table = table[wanted]
+    if not len(table):
+        raise UserError(f"{source}: holds no samples")
+    rows = np.arange(len(table), dtype=np.int64) if whole else _share(len(table), options.holdout, split, source)
+    return DiskDataset(table, rows, options.columns, source)
+
+
+def _share(size: int, holdout: float, split: Split, source: str) -> NDArray[np.int64]:
+    """The rows of `split`, drawn at random because files are often sorted."""
+    refuse_empty_holdout(split, holdout, source)
+    kept = size - held_out_count(size, holdout, f"samples of {source}")
+    shuffled = SampleOrder(size, seed=0).indices(0, size)
+    return np.sort(shuffled[:kept] if split == "train" else shuffled[kept:])
