@@ -214,6 +214,7 @@ def main() -> int:
     Console(width=120).print(table(report.results))
     document = msgspec.json.format(msgspec.json.encode(report), indent=1)
     for path in [options.json] if options.json else [] if options.quick else [LATEST]:
+        path.parent.mkdir(exist_ok=True)
         path.write_bytes(document)
     good = all(
         r.overhead_s <= OVERHEAD_LIMIT_S and r.restart_s <= RESTART_LIMIT_S and not r.lost_rounds

@@ -17,6 +17,7 @@ from isthmus.protocol.federated_events import (
     Lost,
     Merge,
     Open,
+    Record,
     Refusal,
     Summed,
     Tell,
@@ -173,3 +174,63 @@ def test_over_selection_closes_when_enough_are_in() -> None:
     out = sites.update("b", Turn(0))
     (commit,) = (i for i in out if isinstance(i, Commit))
     assert (commit.record.closed_by, commit.record.missing) == ("quorum", (2,))
+
+
+# Late updates that count (FedBuff)
+
+
+def record(out: list[CoordinatorInstruction]) -> Record:
+    (commit,) = (i for i in out if isinstance(i, Commit))
+    return commit.record
+
+
+def test_a_late_update_counts_in_the_round_in_which_it_comes() -> None:
+    sites = Sites(staleness=2, quorum=0.6)
+    sites.join(*SITES)
+    sites.update("a", Turn(0))
+    out = sites.update("b", Turn(0))
+    assert record(out).closed_by == "quorum"
+    assert not any(isinstance(i, Tell) for i in out), "c goes on"
+    assert asked(out).keys() == {"a", "b"}
+    (opening,) = {(i.event.opening.clients, i.event.opening.samples) for i in out if isinstance(i, Open)}
+    assert opening == (3, 60), "its weight has room"
+    assert sites.update("c", Turn(0)) == [Merge("c", Turn(0))]
+    out = sites.update("a", Turn(1))
+    assert committed(out) == {"c": [2], "a": [0]}
+    assert record(out).stale == ((2, 1),)
+    assert asked(out) == {"a": (Turn(2), [0]), "c": (Turn(2), [2])}, "b is late now"
+    assert sites.update("c", Turn(0))[0] == Ignore("c", Turn(0)), "never twice"
+
+
+def test_who_is_too_late_is_asked_for_something_newer() -> None:
+    sites = Sites(staleness=1, quorum=0.6)
+    sites.join(*SITES)
+    for round_ in range(2):
+        sites.update("a", Turn(round_))
+        out = sites.update("b", Turn(round_))
+    assert Tell("c", Dropped(turn=Turn(0))) in out
+    assert asked(out)["c"] == (Turn(2), [2])
+    assert sites.update("c", Turn(0)) == [Ignore("c", Turn(0))]
+
+
+def test_a_late_site_that_is_lost_is_waited_for_no_longer() -> None:
+    sites = Sites(staleness=5, quorum=0.6, needed=3)
+    sites.join(*SITES)
+    sites.update("a", Turn(0))
+    sites.update("b", Turn(0))
+    sites.update("a", Turn(1))
+    sites.lose("c")
+    out = sites.update("b", Turn(1))
+    assert committed(out) == {"a": [0], "b": [1]}
+    assert asked(sites.join("c")) == {}
+
+
+def test_a_round_waits_for_late_ones_when_all_others_are_in() -> None:
+    sites = Sites(staleness=5, quorum=0.3, minimum=1)
+    sites.join(*SITES)
+    out = sites.update("a", Turn(0))
+    assert asked(out).keys() == {"a"}
+    out = sites.update("a", Turn(1))
+    assert asked(out).keys() == {"a"}
+    out = sites.update("b", Turn(0))
+    assert record(out).stale == ((1, 2),)

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import math
 import os
 import signal
 import socket
+import sys
 import threading
 from collections.abc import Iterator, Sequence
 from pathlib import Path
@@ -13,6 +15,7 @@ import numpy as np
 import pytest
 import torch
 
+from isthmus.federated.algorithms import Update
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import build, load_federated_job
 from isthmus.federated.resident import Resident
@@ -59,27 +62,34 @@ def by_site(line: RoundLine) -> dict[str, list[int]]:
     return {name: [t.client for t in timed] for name, timed in line.record.trained.items()}
 
 
-def recomputed(job_file: Path, history: Sequence[RoundLine]) -> torch.Tensor:
+def recomputed(job_file: Path, history: Sequence[RoundLine], population: int) -> torch.Tensor:
     """The model that comes of the updates which the history names, and of no others."""
     job = load_federated_job(job_file)
-    algorithm = job.algorithm()
+    algorithm = job.algorithm(population)
     resident = Resident(build(job))
-    server = Server(algorithm, resident.vector(), resident.buffers(), len(NAMES))
+    server = Server(algorithm, resident.vector(), resident.buffers(), population)
     work = Work(algorithm=algorithm, local=job.local, seed=job.federated.seed)
+    told = []
     for line in history:
-        cohort = [c for clients in by_site(line).values() for c in clients]
-        cohort += [r.client for r in line.record.refused] + list(line.record.missing)
-        total = sum(len(samples(c)["labels"]) for c in cohort)
-        opening = Opening(turn=Turn(line.record.round), clients=len(cohort), samples=total)
-        told = server.broadcast()
+        now = line.record.round
+        late = dict(line.record.stale)
+        asked = {c for clients in by_site(line).values() for c in clients}
+        asked |= {r.client for r in line.record.refused} | set(line.record.missing)
+        if job.participation.staleness:
+            asked = set(range(population))  # room is kept for those that are late
+        total = sum(len(samples(c)["labels"]) for c in asked)
+        opening = Opening(turn=Turn(now), clients=len(asked), samples=total)
+        told.append(server.broadcast())
         server.open(opening)
-        for clients in by_site(line).values():
-            (client,) = clients
+        for client in (c for clients in by_site(line).values() for c in clients):
             site = Site(work, build(job), OwnData(Listed(client)), None)
-            site.open(opening, told)
+            made_for = now - late.get(client, 0)
+            site.open(Opening(turn=Turn(made_for), clients=1, samples=1), told[made_for])
             site.train([Task(client, len(samples(client)["labels"]))])
             assert site.update is not None
-            server.fold(client, site.update, len(samples(client)["labels"]))
+            share = 1 / math.sqrt(1 + late.get(client, 0))
+            values = {name: value * share for name, value in site.update.values.items()}
+            server.fold(client, Update(values=values), len(samples(client)["labels"]))
         server.absorb()
     return server.values["model"]
 
@@ -102,6 +112,7 @@ class Listed:
 
 def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     rounds, run = 10, tmp_path / "run"
+    monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
     job_file = write_job(tmp_path, NAMES, "mine_algorithm:Mine", rounds)
     for name, returns in RETURNS.items():
         home = tmp_path / f"at-{name}"
@@ -148,7 +159,7 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
         assert line.value_bytes == 4 * (numbers * (len(by_site(line)) + 1) + 3)
     assert sum("site b: its update of round 0 is refused: value 'delta': not all numbers" in s for s in said) == 1
     assert sum("site c: its update of round 0 is refused: value 'delta': got float32 [3]" in s for s in said) == 1
-    assert torch.equal(model(run), recomputed(job_file, history))
+    assert torch.equal(model(run), recomputed(job_file, history, len(NAMES)))
 
 
 def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_path: Path) -> None:
@@ -185,6 +196,48 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
     alone = isthmus("train", job_file, "--scheme", "sp", "--run", tmp_path / "alone")
     assert alone.code == 0, alone.err
     assert torch.equal(model(run), model(tmp_path / "alone"))
+
+
+def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    names, run, rounds = ("a", "b"), tmp_path / "run", 8
+    monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
+    job_file = edited(
+        write_job(tmp_path, names, "mine_algorithm:Mine", rounds),
+        ("[execution]", "[participation]\nfraction = 1.0\nquorum = 0.5\nstaleness = 4\n\n[execution]"),
+    )
+    for name, sleep_s in (("a", 0.05), ("b", 0.12)):
+        home = tmp_path / f"at-{name}"
+        home.mkdir()
+        (home / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=sleep_s, returns="update"))
+    port = free_port()
+    write_tickets(tmp_path, names, port)
+    with Forked({name: attend(tmp_path, name) for name in names}, tmp_path / "logs") as sites:
+        (tmp_path / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=0, returns="update"))
+        monkeypatch.chdir(tmp_path)
+        monkeypatch.syspath_prepend(str(tmp_path))
+        said: list[str] = []
+        fleet = Fleet(tmp_path / "fleet", port=port)
+        site_run = SiteRun(load_federated_job(job_file), run, resume=False)
+        running = threading.Thread(target=lambda: site_run.run(fleet.service, said.append), daemon=True)
+        running.start()
+        sites.begin("")
+        running.join(60)
+        assert not running.is_alive(), said
+        for pid in sites.pids().values():
+            os.kill(pid, signal.SIGKILL)
+    fleet.service.close()
+    history = lines(run)
+    assert len(history) == rounds and history[0].rules.endswith("late ones count for 4 rounds")
+    late = [by for line in history for _, by in line.record.stale]
+    assert late and all(1 <= by <= 4 for by in late), late
+    made_for = [
+        (client, line.record.round - dict(line.record.stale).get(client, 0))
+        for line in history
+        for clients in by_site(line).values()
+        for client in clients
+    ]
+    assert len(set(made_for)) == len(made_for), "no update counts twice"
+    assert torch.equal(model(run), recomputed(job_file, history, len(names)))
 
 
 def listens(port: int) -> bool:

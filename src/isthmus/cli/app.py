@@ -11,7 +11,18 @@ import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli import comparing, explaining, federated, joining, planning, runs, serving, training, verifying
+from isthmus.cli import (
+    comparing,
+    explaining,
+    federated,
+    federated_simulating,
+    joining,
+    planning,
+    runs,
+    serving,
+    training,
+    verifying,
+)
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import RANDOM, topology_names
@@ -103,7 +114,14 @@ def simulate_command(
     trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
     json: JsonOption = False,
 ) -> None:
-    """Run the plan on a virtual clock: the same machines as a real run, with modelled durations."""
+    """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
+
+    Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
+    """
+    if is_federated(job_file):
+        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--plan": plan_file, "--trace": trace_file})
+        fed_job = federated.read_job(job_file, federated.FederatedChoices())
+        raise typer.Exit(federated_simulating.simulate(fed_job, _out(), json=json))
     job = _job(job_file, fleet, planner, devices, steps, objective)
     chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured

@@ -90,6 +90,8 @@ class FederatedCoordinator:
         """When waiting for executors began."""
         self._cohort: Integers = np.empty(0, dtype=np.int64)
         self._open: OpenTurn | None = None
+        self._late: dict[str, tuple[Turn, Task]] = {}
+        """Sites that go on for a turn that is closed, while no turn is open."""
         self._now_s = 0.0
         self._stale = 0
 
@@ -103,9 +105,10 @@ class FederatedCoordinator:
 
     @property
     def here(self) -> Integers:
-        """Clients of executors that are here and have one of their own, ascending."""
+        """Clients of executors that are here, have one of their own and are not late with it, ascending."""
         pinned = self._dealer.pinned
-        return np.array(sorted(pinned[name] for name in self._alive if name in pinned), dtype=np.int64)
+        free = [name for name in self._alive if name in pinned and name not in self._late]
+        return np.array(sorted(pinned[name] for name in free), dtype=np.int64)
 
     def handle(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
         """Take one event; return what to do now, in this order."""
@@ -121,9 +124,12 @@ class FederatedCoordinator:
                 return self._gather() if self._phase == "joining" else self._look()
             case Interrupted():
                 return self._end("interrupted")
+            case Summed() if self._open is not None and self._is_late(event, self._open):
+                return self._on_late(event, self._open)
             case Drained() | Returned() | Summed():
                 if self._open is None or event.turn != self._open.turn or event.executor not in self._alive:
                     self._stale += 1
+                    self._late.pop(event.executor, None)
                     return [Ignore(event.executor, event.turn)] if isinstance(event, Summed) else []
                 return self._in_turn(event, self._open)
 
@@ -178,22 +184,24 @@ class FederatedCoordinator:
         if self.rules.gathering is not None and len(self._alive) < self.rules.minimum:
             self._phase = "joining"
             return self._gather()
+        out = self._drop_stale(turn)
         if not turn.number and (not turn.attempt or self.rules.gathering is not None):
             self._cohort = self._cohort_of(turn.round)
-        alive = self._present()
+        alive = [name for name in self._present() if name not in self._late]
         deal = self._dealer.deal(turn.round, self._cohort, alive)
         clients = sum(map(len, deal.tasks.values()))
         line = self._dealer.line
-        opened = OpenTurn(turn=turn, opened_s=self._now_s, needed=min(self.rules.needed, clients), line=line)
+        expected = clients + len(self._late)
+        opened = OpenTurn(turn=turn, opened_s=self._now_s, needed=min(self.rules.needed, expected), line=line)
+        opened.late, self._late = self._late, {}
         if deal.schedule is not None and self._dealer.pace.known:
             opened.predicted_s, opened.bound_s = deal.schedule.makespan_s, deal.schedule.lower_bound_s
             opened.believed = {name: line(name) for name in alive}
         self._open = opened
+        asked = np.union1d(self._cohort, [task.client for _, task in opened.late.values()]).astype(np.int64)
         opening = Opening(
-            turn=turn, clients=len(self._cohort), samples=self._dealer.samples(self._cohort),
-            durable_round=self.durable_round,
-        )  # fmt: skip
-        out: list[CoordinatorInstruction] = []
+            turn=turn, clients=len(asked), samples=self._dealer.samples(asked), durable_round=self.durable_round
+        )
         holds = self._steals
         for name in alive:
             mine = deal.tasks.get(name, ())
@@ -205,7 +213,14 @@ class FederatedCoordinator:
             opened.give(name, mine)
             out.append(Open(name, TurnOpened(opening=opening, tasks=mine, holds=holds)))
         opened.spare.sort(key=lambda t: -t.samples)
-        return out if clients else [*out, *self._close_turn("all")]
+        return out if expected else [*out, *self._close_turn("all")]
+
+    def _drop_stale(self, turn: Turn) -> list[CoordinatorInstruction]:
+        """Sites that are too late by now are asked for something newer."""
+        gone = {n: t for n, (t, _) in self._late.items() if turn.round - t.round > self.rules.staleness}
+        for name in gone:
+            del self._late[name]
+        return [Tell(name, Dropped(turn=before)) for name, before in gone.items()]
 
     @property
     def _steals(self) -> bool:
@@ -243,6 +258,19 @@ class FederatedCoordinator:
             out.append(grant(event.executor, (opened.spare.pop(0),), opened, holds=False))
         return [*out, *self._look()]
 
+    def _is_late(self, event: Summed, opened: OpenTurn) -> bool:
+        return event.executor in opened.late and opened.late[event.executor][0] == event.turn
+
+    def _on_late(self, event: Summed, opened: OpenTurn) -> list[CoordinatorInstruction]:
+        """It counts in this turn; the site is asked again in the next one."""
+        before, task = opened.late.pop(event.executor)
+        if (fault := _fault(event, {task.client: task})) is not None:
+            return [Ignore(event.executor, event.turn), *self._expel(event.executor, fault)]
+        opened.timed.setdefault(event.executor, []).extend(event.timed)
+        opened.refused += event.refused
+        opened.stale += [(t.client, opened.turn.round - before.round) for t in event.timed]
+        return [Merge(event.executor, event.turn), *self._look()]
+
     def _look(self) -> list[CoordinatorInstruction]:
         """Whether the turn is over."""
         if (opened := self._open) is None:
@@ -261,11 +289,16 @@ class FederatedCoordinator:
         there = [name for name in opened.held if name in self._alive]
         if opened.done < self.rules.minimum:
             out += [Tell(name, Dropped(turn=turn)) for name in there]
+            out += [Tell(name, Dropped(turn=before)) for name, (before, _) in opened.late.items()]
             if turn.attempt + 1 >= self.rules.attempts:
                 what = f"round {turn.round}: {opened.done} clients were in after {turn.attempt + 1} attempts"
                 refused = [r.reason for r in opened.refused]
                 return [*out, *self._end("lost", "; ".join([what, *opened.reasons, *refused]))]
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]
+        if self.rules.staleness:
+            tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
+            self._late = opened.late | {name: (turn, task) for name, task in tasks.items()}
+            there = []
         for name in there:
             if opened.held[name]:  # what it may send yet comes too late
                 kept = tuple(t.client for t in opened.timed.get(name, ()))
@@ -289,7 +322,7 @@ class FederatedCoordinator:
             refused=tuple(opened.refused),
             missing=tuple(c for c in self._cohort.tolist() if c not in trained and c not in refused),
             predicted_s=opened.predicted_s, bound_s=opened.bound_s,
-            lines=opened.believed, stolen=opened.stolen, closed_by=why,
+            lines=opened.believed, stolen=opened.stolen, stale=tuple(opened.stale), closed_by=why,
         )  # fmt: skip
 
     # Losses
@@ -303,6 +336,8 @@ class FederatedCoordinator:
         if executor not in self._alive and (returns or not joining):
             return []
         self._alive.discard(executor)
+        for late in (self._late, {} if self._open is None else self._open.late):
+            late.pop(executor, None)
         if not returns and (not self._alive or joining):
             return self._end("lost", f"executor {executor!r} was lost: {reason}")
         opened = self._open

@@ -274,6 +274,8 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     """What was believed of each executor when the round was planned; empty while nothing was known."""
     stolen: int = 0
     """Clients that changed hands."""
+    stale: tuple[tuple[int, int], ...] = ()
+    """(client, rounds late) of updates that were made for a round before."""
     closed_by: Literal["all", "quorum", "deadline"] = "all"
 
 

@@ -27,6 +27,10 @@ class OpenTurn:
     timed: dict[str, list[Timed]] = field(default_factory=dict)
     refused: list[Refusal] = field(default_factory=list)
     reasons: list[str] = field(default_factory=list)
+    late: dict[str, tuple[Turn, Task]] = field(default_factory=dict)
+    """Of sites that train still for a turn before: they count here when they come."""
+    stale: list[tuple[int, int]] = field(default_factory=list)
+    """(client, rounds late) of those that came."""
     stolen: int = 0
     predicted_s: float | None = None
     bound_s: float | None = None
@@ -36,7 +40,7 @@ class OpenTurn:
 
     @property
     def outstanding(self) -> int:
-        return sum(map(len, self.held.values())) + len(self.spare)
+        return sum(map(len, self.held.values())) + len(self.spare) + len(self.late)
 
     @property
     def done(self) -> int:

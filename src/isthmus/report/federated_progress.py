@@ -15,8 +15,10 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
+from isthmus.protocol.federated_events import Line
 from isthmus.report.plain import plain
 from isthmus.report.tables import new_table, titled
+from isthmus.simulator.federated import SimulatedRound
 from isthmus.units import format_duration, format_size
 
 COLUMNS = ("round", "clients", "loss", "accuracy", "worst\ndecile", "round\ntime", "makespan", "planned", "bound",
@@ -137,3 +139,25 @@ def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
         if known:
             table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
     return titled(f"{len(lines)} rounds, the first left out", table)
+
+
+def simulated_table(rounds: Sequence[SimulatedRound], line: Line) -> RenderableType:
+    """What the virtual clock said: one row per figure."""
+    table: Table = new_table(("", "median", "least", "most"), ("median", "least", "most"))
+    steady = rounds[1:] or rounds
+    busy = [float(r.busy_s.sum() / (len(r.busy_s) * r.seconds)) if r.seconds else 0.0 for r in steady]
+    series: dict[str, tuple[Sequence[float | None], Callable[[float], str]]] = {
+        "round time": ([r.seconds for r in steady], format_duration),
+        "planned makespan": ([r.record.predicted_s for r in steady], format_duration),
+        "its lower bound": ([r.record.bound_s for r in steady], format_duration),
+        "executors busy": (busy, lambda share: f"{share:.0%}"),
+        "clients": ([float(sum(map(len, r.record.trained.values()))) for r in steady], lambda count: f"{count:g}"),
+        "clients stolen": ([float(r.record.stolen) for r in steady], lambda count: f"{count:g}"),
+    }
+    for name, (values, shown) in series.items():
+        known = [v for v in values if v is not None]
+        if known:
+            table.add_row(Text(name), *(Text(shown(f(known))) for f in (statistics.median, min, max)))
+    pace = f"{format_duration(line.seconds_per_sample)} a sample and {format_duration(line.fixed_s)} a client"
+    total = format_duration(sum(r.seconds for r in rounds))
+    return titled(f"{len(rounds)} simulated rounds, {total} in all; on this machine {pace}", table)

@@ -155,6 +155,17 @@ class FederatedConductor:
             for out in self._reachable():
                 out.put(Heartbeat(run=self._run))
 
+    def _absent(self, late: bool, ended: Callable[[], Mapping[str, str]]) -> list[CoordinatorEvent]:
+        """One that never joined, of processes that were started for the run; how long sites may take the machine
+        decides."""
+        if self._office.returns:
+            return []
+        if late and (missing := set(self._machine.executors) - self._posts.keys()):
+            return [self._lost(min(missing), f"it did not join within {self._patience_s:g} s", ended)]
+        if gone := ended().keys() - self._posts.keys():
+            return [self._lost(min(gone), "its process ended before it joined", ended)]
+        return []
+
     def _reachable(self) -> list[Outgoing]:
         return [out for name, out in list(self._posts.items()) if name not in self._left]
 
@@ -171,12 +182,7 @@ class FederatedConductor:
             if now_s - looked_s >= TICK_S:
                 looked_s = now_s
                 events.append(Tick(now_s=now_s))
-                if self._office.returns:
-                    pass  # the machine decides how long it waits for whom
-                elif now_s > join_by_s and (missing := set(self._machine.executors) - self._posts.keys()):
-                    events += [self._lost(min(missing), f"it did not join within {self._patience_s:g} s", ended)]
-                elif gone := ended().keys() - self._posts.keys():
-                    events += [self._lost(min(gone), "its process ended before it joined", ended)]
+                events += self._absent(now_s > join_by_s, ended)
             for event in events:
                 instructions = self._machine.handle(event)
                 finish = self._carry_out(instructions) or finish

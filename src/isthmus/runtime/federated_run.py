@@ -47,6 +47,22 @@ from isthmus.runtime.forked import Forked, asked
 from isthmus.runtime.listener import Listener
 
 
+def coordinator_of(
+    job: FederatedJob, sizes: NDArray[np.int64], cohort: Callable[[int], NDArray[np.int64]], first_round: int,
+    state_rounds: NDArray[np.int32] | None,
+) -> FederatedCoordinator:  # fmt: skip
+    """The machine of a job's run, for the executors that its scheme takes."""
+    scheme, count = job.scheme, executors(job, len(sizes))
+    rules = msgspec.structs.replace(
+        round_rules(job, len(sizes), first_round), planner=job.execution.planner or scheme.planner,
+        warm_up_rounds=scheme.warm_up_rounds, single=scheme.single,
+        steals=scheme.steals if job.execution.steals is None else job.execution.steals,
+    )  # fmt: skip
+    names = [f"executor-{number}" for number in range(count)]
+    pace = Pace(count, window_rounds=job.execution.window_rounds)
+    return FederatedCoordinator(names, rules, sizes, cohort, pace, state_rounds=state_rounds)
+
+
 class FederatedRun:
     """Everything of a run but its executors; in a folder, besides what its books are:
 
@@ -70,7 +86,9 @@ class FederatedRun:
         self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
         self._available = availability(job, population)
         self._states = StateStore(folder / "states") if self.server.keeps else None
-        self.machine = self._machine()
+        self.machine = coordinator_of(
+            job, self.data.sizes, self.members, self.books.first_round, self.books.state_rounds
+        )
         self.books.evaluator = evaluator(job, self.data)
 
     @property
@@ -80,19 +98,6 @@ class FederatedRun:
     @property
     def history(self) -> History:
         return self.books.history
-
-    def _machine(self) -> FederatedCoordinator:
-        job, scheme, sizes = self.job, self.job.scheme, self.data.sizes
-        count = executors(job, len(sizes))
-        steals = scheme.steals if job.execution.steals is None else job.execution.steals
-        rules = msgspec.structs.replace(
-            round_rules(job, len(sizes), self.first_round), planner=job.execution.planner or scheme.planner,
-            warm_up_rounds=scheme.warm_up_rounds, steals=steals, single=scheme.single,
-        )  # fmt: skip
-        names = [f"executor-{number}" for number in range(count)]
-        pace = Pace(count, window_rounds=job.execution.window_rounds)
-        state_rounds = self.books.state_rounds
-        return FederatedCoordinator(names, rules, sizes, self.members, pace, state_rounds=state_rounds)
 
     def members(self, round_: int) -> NDArray[np.int64]:
         here = None if self._available is None else self._available.at_round(round_)

@@ -11,8 +11,9 @@ from isthmus.errors import PeerError
 from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Update
 from isthmus.federated.offer import Offer
+from isthmus.federated.partial import BUFFERS
 from isthmus.federated.server import Server
-from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed
+from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed, Turn
 from isthmus.runtime.messages import AnyMessage, Failed, Heartbeat
 from isthmus.runtime.site_messages import EnrolledMessage, OfferMessage, UpdateMessage
 
@@ -26,9 +27,10 @@ class UpdatesIntake:
 
     def __init__(
         self, server: Server, clients: Mapping[str, int], offer: Callable[[int], Offer], rules: AdmissionRules,
-        run: str, note: Callable[[str], None],
+        run: str, note: Callable[[str], None], *, staleness: int = 0,
     ) -> None:  # fmt: skip
-        """`clients` are the sites' numbers; `offer` says what a client is asked to do."""
+        """`clients` are the sites' numbers; `offer` says what a client is asked to do; updates that are late by
+        `staleness` rounds or fewer are scaled down."""
         self.trips = self.value_bytes = 0
         self._server = server
         self._clients = clients
@@ -36,6 +38,7 @@ class UpdatesIntake:
         self._rules = rules
         self._run = run
         self._note = note
+        self._staleness = staleness
         self._samples: dict[str, int] = {}
         self._updates: dict[str, Update] = {}
         most = max(sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values()) for forms in server.forms)
@@ -65,16 +68,26 @@ class UpdatesIntake:
                 named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
                 samples = self._samples[executor]
                 timed = (Timed(client, samples, message.seconds),)
-                if turn == self._server.turn:
+                late = self._late(turn)
+                if late is not None:
                     try:
                         update = Update(values=named, weight=message.weight)
-                        self._updates[executor] = self._server.admit(update, samples, self._rules)
+                        admitted = self._server.admit(update, samples, self._rules)
+                        self._updates[executor] = admitted if not late else _faded(admitted, late)
                     except PeerError as e:
                         self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
                         return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
                 return Summed(executor=executor, turn=turn, timed=timed)
             case _:
                 raise PeerError(f"sent {type(message).__name__} before it was enrolled")
+
+    def _late(self, turn: Turn) -> int | None:
+        """By how many rounds; None for a turn that nobody waits for."""
+        now = self._server.turn
+        if now is None or turn == now:
+            return None if now is None else 0
+        late = now.round - turn.round
+        return late if 0 < late <= self._staleness else None
 
     def merge(self, executor: str) -> None:
         update = self._updates.pop(executor, None)
@@ -84,3 +97,11 @@ class UpdatesIntake:
     def ignore(self, executor: str) -> None:
         self._updates.pop(executor, None)
         self._note(f"site {executor}: an update came when none was due: it counts nowhere")
+
+
+def _faded(update: Update, late: int) -> Update:
+    """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
+    changes, and stay."""
+    share = 1 / math.sqrt(1 + late)
+    values = {name: value if name == BUFFERS else value * share for name, value in update.values.items()}
+    return Update(values=values, state=update.state, weight=update.weight)

@@ -61,10 +61,17 @@ class SiteRun:
         population = len(self.deployment.sites)
         self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
         self.books = Books(job, folder, self.server, site_identity(job, resident.size), resume=resume)
+        if job.participation.staleness and (self.server.keeps or len(job.algorithm(population).passes) > 1):
+            raise UserError(
+                "participation.staleness: got one for an algorithm whose clients keep something, or that takes several "
+                "passes a round: expected 0"
+            )
         self.books.evaluator = site_evaluator(job)
         self._sizes = np.zeros(population, dtype=np.int64)
         gathering = Gathering(start=self.deployment.start or population, wait_s=self.deployment.wait_s)
-        rules = round_rules(job, population, self.first_round)
+        rules = msgspec.structs.replace(
+            round_rules(job, population, self.first_round), staleness=job.participation.staleness
+        )
         self.machine = FederatedCoordinator(
             self.deployment.sites, msgspec.structs.replace(rules, gathering=gathering), self._sizes, self._members,
             Pace(population, window_rounds=job.execution.window_rounds), state_rounds=self.books.state_rounds,
@@ -87,7 +94,10 @@ class SiteRun:
         self.books.begin(note)
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
-        intake = UpdatesIntake(self.server, clients, self._offer_by(self._kept_run()), self.job.bounds, run, note)
+        intake = UpdatesIntake(
+            self.server, clients, self._offer_by(self._kept_run()), self.job.bounds, run, note,
+            staleness=self.job.participation.staleness,
+        )  # fmt: skip
         office = Office(
             run=run, patience_s=self.job.patience_s, reception=SiteReception, out=Lane, last_words_s=0.0, returns=True
         )

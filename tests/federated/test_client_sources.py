@@ -1,0 +1,207 @@
+"""Clients from text files and from a Hugging Face data set on disk; and the simulator's command."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from isthmus.data import DataSpec, load_dataset
+from isthmus.data.client_files import TextClients
+from isthmus.data.clients import share_out
+from isthmus.data.partition import PartitionSpec
+from isthmus.data.text import TextOptions
+from isthmus.errors import UserError
+from isthmus.federated.job import client_data, load_federated_job
+from isthmus.federated.states import StateStore
+from tests.federated.sites import write_job
+from tests.runtime.commands import edited, isthmus, refused
+
+
+def texts(folder: Path, **files: str) -> TextOptions:
+    for name, text in files.items():
+        (folder / f"{name}.txt").write_text(text)
+    return TextOptions(files=f"{folder}/*.txt", sequence_length=4, holdout=0)
+
+
+def text_clients(options: TextOptions) -> TextClients:
+    return TextClients(msgspec.structs.replace(options, holdout=0.3))
+
+
+def test_a_client_per_file(tmp_path: Path) -> None:
+    options = texts(tmp_path, a="abcdefgh!", b="hello, world", c="x" * 50, d="12345678901234")
+    clients = text_clients(options)
+    assert len(clients.sizes) == 3, "one is held out"
+    names = [path.stem for path in clients._paths]
+    expected = {"a": 2, "b": 2, "c": 12, "d": 3}
+    assert clients.sizes.tolist() == [expected[name] for name in names]
+    found = clients.load(names.index("d"))
+    assert bytes(found["input_ids"].flatten().tolist()) == b"123456789012"
+    assert bytes(found["labels"].flatten().tolist()) == b"234567890123"
+    assert found["labels"].dtype == torch.int64
+    assert clients.fingerprint == text_clients(options).fingerprint
+    (tmp_path / "d.txt").write_text("other length")
+    assert clients.fingerprint != text_clients(options).fingerprint
+    with pytest.raises(UserError, match=r"d\.txt has changed since the run began"):
+        clients.load(names.index("d"))
+
+
+def test_a_client_without_data_is_named(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"has no data: .*b.txt holds 4 tokens, expected at least .* = 5"):
+        text_clients(texts(tmp_path, a="abcdefgh!", b="four", c="abcdefgh", d="12345678901234", e="abcdefghij"))
+
+
+def test_the_job_of_a_text_folder(tmp_path: Path) -> None:
+    texts(tmp_path, a="abcdefgh!", b="hello, world", c="x" * 50)
+    text = write_job(tmp_path, ("s",)).read_text()
+    head, _, tail = text.partition("[data]")
+    options = f'{{ files = "{tmp_path}/*.txt", sequence_length = 4, holdout = 0.3 }}'
+    job = tmp_path / "text.toml"
+    job.write_text(
+        f'{head}[data]\nkind = "text"\noptions = {options}\n[partition]\nscheme = "files"\n'
+        f"[federated]{tail.partition('[federated]')[2]}"
+    )
+    assert len(client_data(load_federated_job(job)).sizes) == 2
+    digits = edited(job, ('kind = "text"', 'kind = "digits"'), (f"options = {options}", "options = {}"))
+    with pytest.raises(UserError, match="got 'files' for data that are no text"):
+        client_data(load_federated_job(digits))
+
+
+# A data set on disk
+
+
+@pytest.fixture(scope="module")
+def saved(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    datasets = pytest.importorskip("datasets")
+    folder = tmp_path_factory.mktemp("disk") / "saved"
+    rows = 40
+    table = datasets.Dataset.from_dict({
+        "who": [f"writer-{i * 7 % 5}" for i in range(rows)], "number": [i * 7 % 5 for i in range(rows)],
+        "pixels": [[[i, 1.5], [2.0, 3.0]] for i in range(rows)], "label": list(range(rows)), "text": ["t"] * rows,
+    })  # fmt: skip
+    table.save_to_disk(str(folder))
+    return folder
+
+
+def spec(saved: Path, **options: object) -> DataSpec:
+    return DataSpec(kind="disk", options={"path": str(saved), "holdout": 0, **options})
+
+
+def test_rows_come_from_disk_by_name(saved: Path) -> None:
+    found = load_dataset(spec(saved, columns={"x": "pixels", "labels": "label"}), "train")
+    assert len(found) == 40
+    assert found.columns["x"].shape == (2, 2)
+    batch = found.batch([3, 39, 0], ["x", "labels"])
+    assert batch["labels"].tolist() == [3, 39, 0]
+    assert batch["x"][1].tolist() == [[39, 1.5], [2, 3]]
+    assert set(load_dataset(spec(saved), "train").columns) == {"number", "pixels", "label"}
+
+
+def test_held_out_rows_are_no_training_rows(saved: Path) -> None:
+    both = [load_dataset(spec(saved, holdout=0.25), split) for split in ("train", "heldout")]
+    labels = [set(one.batch(np.arange(len(one)), ["label"])["label"].tolist()) for one in both]
+    assert (len(labels[0]), len(labels[1])) == (30, 10)
+    assert labels[0] | labels[1] == set(range(40))
+    assert both[0].fingerprint != both[1].fingerprint
+
+
+@pytest.mark.parametrize("column", ["who", "number"])
+def test_a_column_says_whose_a_row_is(saved: Path, column: str) -> None:
+    shared = share_out(load_dataset(spec(saved), "train"), PartitionSpec(scheme="natural", column=column), 0)
+    assert shared.sizes.tolist() == [8] * 5
+    for client in range(5):
+        assert {int(label) * 7 % 5 for label in shared.load(client)["label"]} == {client}
+    assert column not in shared.columns
+
+
+@pytest.mark.parametrize(
+    ("options", "words"),
+    [
+        ({"columns": {"x": "pixel"}}, "unknown column .*'pixel': did you mean 'pixels'"),
+        ({"columns": {"x": "text"}}, "column 'text': got .*, expected numbers"),
+        ({"path": "/nowhere"}, "no directory /nowhere"),
+        ({"path": "."}, "cannot read"),
+        ({"holdout": 2}, "holdout"),
+    ],
+)
+def test_what_cannot_be_read_is_said(saved: Path, options: dict[str, object], words: str) -> None:
+    with pytest.raises(UserError, match=words):
+        load_dataset(spec(saved, **options), "train")
+
+
+def test_a_column_that_owns_nothing(saved: Path) -> None:
+    dataset = load_dataset(spec(saved), "train")
+    with pytest.raises(UserError, match=r"unknown column .*'whom': did you mean 'who'"):
+        share_out(dataset, PartitionSpec(scheme="natural", column="whom"), 0)
+    with pytest.raises(UserError, match="column 'pixels'"):
+        share_out(dataset, PartitionSpec(scheme="natural", column="pixels"), 0)
+
+
+# The command, and what remains of bad input
+
+
+def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
+    job = edited(
+        write_job(tmp_path, ("a", "b", "c", "d"), "scaffold"),
+        ("[execution]", "[execution]\nexecutors = 2\nslow_down = [0.0, 3.0]"),
+    )  # fmt: skip
+    done = isthmus("simulate", job, "--json")
+    assert done.code == 0, done.err
+    told = msgspec.json.decode(done.out)
+    assert (told["rounds"], told["executors"]) == (4, 2)
+    assert 0 < told["round_s"] < told["total_s"]
+    assert "round time" in isthmus("simulate", job).out
+    refused(isthmus("simulate", job, "--fleet", "laptop"), 2, "--fleet", "federated job")
+
+
+@pytest.mark.parametrize(
+    ("changes", "words"),
+    [
+        ([("[execution]", '[participation]\nfraction = 1.0\navailability = "no.csv"\n[execution]')], ["no.csv"]),
+        (
+            [("[execution]", '[aggregation]\nrule = "krum"\n[execution]')],
+            ["participation.minimum: got 1", "5 for krum"],
+        ),
+        ([("[execution]", '[aggregation]\nrule = "mean"\n[execution]')], ["aggregation.rule", "'mean'"]),
+        (
+            [
+                (
+                    "[execution]",
+                    '[aggregation]\nrule = "median"\n[privacy]\nclip = 1.0\nnoise_multiplier = 1.0\n[execution]',
+                )
+            ],
+            ["aggregation.rule: got 'median' beside [privacy]"],
+        ),
+        ([("[execution]", "[privacy]\nclip = 0.0\nnoise_multiplier = 1.0\n[execution]")], ["privacy.clip"]),
+        (
+            [("[execution]", "[participation]\nfraction = 0.5\npoisson = true\nweighted = true\n[execution]")],
+            ["participation.poisson"],
+        ),
+        ([("all.npz", "none.npz")], ["no file"]),
+    ],
+)
+def test_bad_options_are_refused_in_one_line(changes: list[tuple[str, str]], words: list[str], tmp_path: Path) -> None:
+    job = edited(write_job(tmp_path, ("a", "b", "c")), *changes)
+    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, *words)
+
+
+def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path: Path) -> None:
+    (tmp_path / "when.csv").write_text("client, from, to\n0, 0, 150\n2, 0, 1000\n1, 130, 1000\n")
+    when = f'[participation]\nfraction = 1.0\nminimum = 2\navailability = "{tmp_path}/when.csv"\n[execution]'
+    job = edited(write_job(tmp_path, ("a", "b", "c")), ("[execution]", when))
+    done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run")
+    assert done.code == 0, done.err
+    late = edited(job, ("130, 1000", "190, 1000"))
+    refused(
+        isthmus("train", late, "--scheme", "sp", "--run", tmp_path / "late"), 2,
+        "in round 3 1 clients are available, expected at least 2",
+    )  # fmt: skip
+
+
+def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
+    StateStore(tmp_path).write(1, 0, {"c": torch.ones(1)})
+    with pytest.raises(UserError, match="missing: the folder is of another run"):
+        StateStore(tmp_path).read(1, 3)
