@@ -20,7 +20,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Generator
 from datetime import UTC, datetime
 from pathlib import Path
 
@@ -135,7 +135,7 @@ def listens(port: int) -> bool:
 
 
 @contextlib.contextmanager
-def ended(processes: list[subprocess.Popen[bytes]]) -> Iterator[None]:
+def ended(processes: list[subprocess.Popen[bytes]]) -> Generator[None]:
     try:
         yield
     finally:

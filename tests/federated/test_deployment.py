@@ -165,8 +165,10 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
 def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_path: Path) -> None:
     names, run = ("a", "b"), tmp_path / "run"
     job_file = edited(
-        write_job(tmp_path, names, "scaffold", rounds=6), ("[local]\nepochs = 2", "[local]\nepochs = 60")
-    )  # fmt: skip
+        write_job(tmp_path, names, "scaffold", rounds=6),
+        ("[local]\nepochs = 2", "[local]\nepochs = 60"),
+        ('wait = "0.5 s"', 'wait = "30 s"'),  # else whoever comes back first would go on alone
+    )
     port = free_port()
     state = write_tickets(tmp_path, names, port)
 
