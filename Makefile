@@ -23,7 +23,7 @@ benchmarks: $(READY)
 $(READY): pyproject.toml constraints.txt
 	$(PYTHON) -m venv $(VENV)
 	$(BIN)/pip install --quiet -r constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[train,hf,dev]"
+	$(BIN)/pip install --quiet -c constraints.txt -e ".[train,hf,privacy,dev]"
 	touch $(READY)
 
 clean:

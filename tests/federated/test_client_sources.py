@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 
 import msgspec
@@ -16,8 +17,9 @@ from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
 from isthmus.errors import UserError
 from isthmus.federated.job import client_data, load_federated_job
+from isthmus.federated.privacy import Guarantee
 from isthmus.federated.states import StateStore
-from tests.federated.sites import write_job
+from tests.federated.sites import model, write_job
 from tests.runtime.commands import edited, isthmus, refused
 
 
@@ -199,6 +201,40 @@ def test_rounds_without_enough_available_clients_are_said_at_the_start(tmp_path:
         isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "late"), 2,
         "in round 3 1 clients are available, expected at least 2",
     )  # fmt: skip
+
+
+PRIVATE = ("[execution]", "[privacy]\nclip = 0.5\nnoise_multiplier = 1.0\n[execution]")
+
+
+def test_privacy_without_its_library_is_said_before_anything_runs(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setitem(sys.modules, "dp_accounting", None)
+    job = edited(write_job(tmp_path, ("a", "b", "c")), PRIVATE)
+    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, "pip install isthmus[privacy]")
+    assert not (tmp_path / "run").exists()
+
+
+def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[object] = []
+
+    def promised(privacy: object, rounds: int, passes: int, probability: float | None) -> Guarantee:
+        asked.append((rounds, passes, probability))
+        return Guarantee(epsilon=3.5, delta=1e-5, rounds=rounds, sampling_probability=probability)
+
+    monkeypatch.setattr("isthmus.federated.job.guarantee", promised)
+    job = edited(write_job(tmp_path, ("a", "b", "c")), PRIVATE)
+    models = []
+    for name in ("one", "two"):
+        done = isthmus("train", job, "--scheme", "sp", "--run", tmp_path / name)
+        assert done.code == 0, done.err
+        assert "privacy: epsilon 3.5 at delta 1e-05 after 4 rounds" in done.err
+        assert msgspec.json.decode((tmp_path / name / "privacy.json").read_bytes())["epsilon"] == 3.5
+        models.append(model(tmp_path / name))
+    assert not torch.equal(*models)
+    edited(job, ("[privacy]", "[participation]\nfraction = 0.5\npoisson = true\n[privacy]"))
+    assert isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "three").code == 0
+    assert asked == [(4, 1, None), (4, 1, None), (4, 1, 2 / 3)]
 
 
 def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
