@@ -6,6 +6,7 @@ Names, shapes and types are those that the algorithm itself returns when it is t
 from __future__ import annotations
 
 import math
+import reprlib
 from collections.abc import Iterator, Mapping, Sequence
 from typing import Annotated
 
@@ -96,7 +97,7 @@ def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> U
         if name not in update.values:
             raise PeerError(f"sent no value {name!r}")
         if name not in forms:
-            raise PeerError(f"sent a value {name!r}, expected {', '.join(sorted(forms))}")
+            raise PeerError(f"sent a value {reprlib.repr(name)}, expected {', '.join(sorted(forms))}")
         if (got := Form.of(update.values[name])) != forms[name]:
             raise PeerError(f"value {name!r}: got {got}, expected {forms[name]}")
     for name, value in update.values.items():

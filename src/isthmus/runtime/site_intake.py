@@ -62,24 +62,25 @@ class UpdatesIntake:
                 self._samples[executor] = samples
                 self._note(f"site {executor} takes part with {samples} samples")
                 return Joined(executor=executor, client=client, samples=samples)
-            case UpdateMessage(turn=turn) if executor in self._samples:
+            case UpdateMessage() if executor in self._samples:
                 self.trips += 1
                 self.value_bytes += sum(h.nbytes for h in message.tensors)
                 named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
-                samples = self._samples[executor]
-                timed = (Timed(client, samples, message.seconds),)
-                late = self._late(turn)
-                if late is not None:
-                    try:
-                        update = Update(values=named, weight=message.weight)
-                        admitted = self._server.admit(update, samples, self._rules)
-                        self._updates[executor] = admitted if not late else _faded(admitted, late)
-                    except PeerError as e:
-                        self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
-                        return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
-                return Summed(executor=executor, turn=turn, timed=timed)
+                return self._update(executor, message, Update(values=named, weight=message.weight))
             case _:
                 raise PeerError(f"sent {type(message).__name__} before it was enrolled")
+
+    def _update(self, executor: str, message: UpdateMessage, update: Update) -> Summed:
+        client, samples, turn = self._clients[executor], self._samples[executor], message.turn
+        late = self._late(turn)
+        if late is not None:
+            try:
+                admitted = self._server.admit(update, samples, self._rules)
+            except PeerError as e:
+                self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
+                return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
+            self._updates[executor] = admitted if not late else _faded(admitted, late)
+        return Summed(executor=executor, turn=turn, timed=(Timed(client, samples, message.seconds),))
 
     def _late(self, turn: Turn) -> int | None:
         """By how many rounds; None for a turn that nobody waits for."""

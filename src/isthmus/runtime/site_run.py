@@ -1,6 +1,7 @@
 """A federated run over sites that joined a fleet: each is an executor with one client, whose data stay there.
 
-A round is on disk before the next one opens: a coordinator that is killed loses the open round at most.
+A round is on disk before the next one opens: a coordinator that is killed loses the open round at most (with
+`save_every` = 1).
 """
 
 from __future__ import annotations
@@ -132,6 +133,8 @@ class SiteRun:
         return offer
 
     def _commit(self, record: Record, measure: RoundMeasure) -> None:
-        line = self.books.write(self.books.closed(record, measure), self.machine.rules)
-        self.machine.durable_round = record.round
+        closed = self.books.closed(record, measure)
+        line = self.books.write(closed, self.machine.rules)
+        if closed.saves:
+            self.machine.durable_round = record.round
         self._watch(line)
