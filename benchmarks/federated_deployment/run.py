@@ -100,7 +100,7 @@ def write_files(folder: Path, algorithm: str, rounds: int) -> None:
 
 def command(folder: Path, log: str, *arguments: str) -> subprocess.Popen[bytes]:
     return subprocess.Popen(
-        [sys.executable, "-m", "isthmus.cli", *arguments], cwd=folder, stdout=subprocess.DEVNULL,
+        [sys.executable, "-m", "isthmus", *arguments], cwd=folder, stdout=subprocess.DEVNULL,
         stderr=(folder / f"{log}.log").open("ab"), env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
     )  # fmt: skip
 

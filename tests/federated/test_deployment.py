@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import os
 import signal
@@ -18,15 +19,19 @@ import torch
 from isthmus.federated.algorithms import Update
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import build, load_federated_job
+from isthmus.federated.offer import load_site
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.federated.site import OwnData, Site
 from isthmus.federated.worksite import Work
 from isthmus.protocol.federated_events import Opening, Task, Turn
+from isthmus.runtime.agent import Agent, membership_in
 from isthmus.runtime.forked import Forked
+from isthmus.runtime.launcher import Place
+from isthmus.runtime.site import RETRIES_S, SiteWorkshop
 from isthmus.runtime.site_run import SiteRun
 from tests.federated.sites import attend, free_port, model, samples, write_job, write_tickets
-from tests.fleet_service.parties import Fleet, serving, soon
+from tests.fleet_service.parties import Fleet, in_background, serving, soon
 from tests.runtime.commands import Done, edited, isthmus, refused
 
 NAMES = ("a", "b", "c", "d")
@@ -294,6 +299,21 @@ def test_a_site_that_cannot_begin_is_refused(
     refused(joined(tmp_path, config, fleet), 2, *words)
 
 
+@contextlib.contextmanager
+def attending(folder: Path) -> Iterator[None]:
+    """The site in a thread of this process; it has joined before."""
+    home = folder / "a-state"
+    membership = membership_in(home)
+    assert membership is not None
+    said: list[object] = []
+    workshop = SiteWorkshop(load_site(folder / "a.toml"), "a", home, say=said.append, fail=said.append)
+    agent = Agent(
+        home, membership, Place(), patience_s=5.0, say=said.append, workshop=workshop, retries_s=RETRIES_S
+    )  # fmt: skip
+    with in_background(agent.run, agent.stop):
+        yield
+
+
 def joined(folder: Path, config: Path, fleet: Fleet) -> Done:
     ticket = folder / "ticket"
     ticket.touch(0o600)
@@ -329,9 +349,7 @@ def test_a_site_does_not_run_what_its_owner_does_not_name(
     running.start()
     refused(joined(tmp_path, edited(tmp_path / "a.toml", change), fleet), 2, words)
     soon(lambda: any("executor a was lost" in line and words in line for line in said))
-    again = threading.Thread(
-        target=joined, args=(tmp_path, edited(tmp_path / "a.toml", (change[1], change[0])), fleet), daemon=True
-    )
-    again.start()
-    running.join(20)
+    edited(tmp_path / "a.toml", (change[1], change[0]))
+    with attending(tmp_path):
+        running.join(20)
     assert len(finished) == 1 and len(lines(tmp_path / "run")) == 1, said
