@@ -7,9 +7,12 @@ the schedule fixes the number in flight and nothing else fits.
 
 from __future__ import annotations
 
+import itertools
+
 from isthmus.cost.in_flight import in_flight_limits
 from isthmus.cost.placement import Placement, recomputing, rooms_if, shortages
 
+MOST_SHARING = 8
 ROUNDING = 1e-12
 """Relative: a step that is shorter by no more is as long."""
 
@@ -20,11 +23,15 @@ def fastest(placed: Placement) -> Placement:
     Begin with the stages that do not fit otherwise. More of them only lengthen the fill and the round trips. So to beat
     the best choice yet takes a period below the one with which this fill would tie; a stage whose round trip over the
     micro-batches that it holds is not below must recompute in every such choice, and a device or link that is busy for
-    longer ends the search. Adding just these stages misses nothing, and takes no more rounds than there are stages:
-    exact, unless two stages share the memory of a device.
+    longer ends the search. Adding just these stages misses nothing, and takes no more rounds than there are stages.
+
+    That is exact where every stage has a device of its own. Where two share one's memory, all choices are tried, up to
+    `MOST_SHARING` stages.
     """
     if not placed.problem.recompute:
         return placed
+    if len(placed.times.stages_of) < len(placed.order) <= MOST_SHARING:
+        return _best_of_all(placed)
     count = placed.problem.micro_batches
     now = recomputing(placed, _unfitting(placed))
     best, best_s = now, float("inf")
@@ -45,6 +52,22 @@ def fastest(placed: Placement) -> Placement:
         if stuck or now.times.bottleneck[0] >= tie_s:
             return best
         now = recomputing(now, [m or chosen for m, chosen in zip(must, now.recompute, strict=True)])
+
+
+def _best_of_all(placed: Placement) -> Placement:
+    if _step_s(placed) <= placed.times.step_s(placed.problem.micro_batches):
+        return placed  # nothing throttles it, and all else is slower
+    choices = itertools.product((False, True), repeat=len(placed.order))
+    return min((recomputing(placed, chosen) for chosen in choices), key=_step_s)
+
+
+def _step_s(placed: Placement) -> float:
+    """Infinite where it does not fit."""
+    found, count = rooms_if(placed, placed.recompute), placed.problem.micro_batches
+    if shortages(placed, found):
+        return float("inf")
+    limits = in_flight_limits(placed.problem, placed.times, found)
+    return placed.times.step_s(count, placed.times.throttled_period_s(limits, count))
 
 
 def _unfitting(placed: Placement) -> list[bool]:

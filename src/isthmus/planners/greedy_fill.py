@@ -27,7 +27,17 @@ def greedy_fill(problem: Problem, network: Network, blocks: Blocks) -> Path:
         except FleetTooSmall as error:
             refused = error
     assert refused is not None, "the blocks are an alternative"
+    if problem.schedule == "gpipe" and not problem.recompute and _fits(problem, network, blocks.recomputing()):
+        raise FleetTooSmall(f"{refused}; what binds is plan.recompute = false: stages that recompute have room")
     raise refused
+
+
+def _fits(problem: Problem, network: Network, blocks: Blocks) -> bool:
+    try:
+        _greedy(problem, network, blocks)
+    except FleetTooSmall:
+        return False
+    return True
 
 
 def _greedy(problem: Problem, network: Network, blocks: Blocks) -> Path:

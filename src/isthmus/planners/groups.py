@@ -49,6 +49,10 @@ class GroupScorer:
         sync_s = self.averaging_s(orders) if slowest_s < worth_s else 0.0
         return Grouping(tuple(orders), shares, slowest_s + sync_s)
 
+    def shares_within(self, orders: Sequence[Order], most: Sequence[int]) -> tuple[int, ...]:
+        """The micro-batches of each where memory holds no more than `most`."""
+        return share_out([self._fill_and_period(order) for order in orders], self.pipeline.micro_batches, most)
+
     def _fill_and_period(self, order: Order) -> tuple[float, float]:
         """Kept: a move changes one order or two, and the others come again."""
         if order not in self._times:
@@ -72,14 +76,19 @@ class GroupScorer:
         return float(loads.max() + 2 * self.network.latency[a, b].max())
 
 
-def share_out(times: Sequence[tuple[float, float]], micro_batches: int) -> tuple[int, ...]:
-    """Micro-batches per replica, one at least, so that the last replica ends as early as possible.
+def share_out(
+    times: Sequence[tuple[float, float]], micro_batches: int, most: Sequence[int] | None = None
+) -> tuple[int, ...]:
+    """Micro-batches per replica, one at least and `most` of each at most, so that the last replica ends as early as
+    possible.
 
     `times` are (fill, period) per replica. The next micro-batch always goes to the replica that would end first with
     it, which is optimal because a replica's end only rises with its share; all that end before a time at which not all
-    are done yet are handed out at once. AssertionError for too few.
+    are done yet are handed out at once. AssertionError for too few or too many.
     """
     assert micro_batches >= len(times), "every replica needs a micro-batch"
+    limits = np.full(len(times), micro_batches) if most is None else np.asarray(most)
+    assert limits.min() >= 1 and limits.sum() >= micro_batches, "the replicas have room for all"
     fills = np.array([fill for fill, _ in times], dtype=np.float64)
     periods = np.maximum([period for _, period in times], 1e-300)
     # When all would be done if micro-batches could be split, by the replicas that fill first: the least over how many
@@ -88,9 +97,10 @@ def share_out(times: Sequence[tuple[float, float]], micro_batches: int) -> tuple
     rate, filled = np.cumsum(1.0 / periods[first]), np.cumsum(fills[first] / periods[first])
     time_s = float(((micro_batches - len(times) + filled) / rate).min())
     done = 1 + np.clip((time_s - fills) / periods, 0, micro_batches).astype(np.int64)
+    done = np.minimum(done, limits)
     shares = done if done.sum() <= micro_batches else np.ones(len(times), dtype=np.int64)
     while shares.sum() < micro_batches:
-        shares[int((fills + shares * periods).argmin())] += 1
+        shares[int(np.where(shares < limits, fills + shares * periods, np.inf).argmin())] += 1
     return tuple(int(share) for share in shares)
 
 

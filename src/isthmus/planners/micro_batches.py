@@ -10,7 +10,7 @@ from collections.abc import Callable, Sequence
 import msgspec
 
 from isthmus.cost import Problem, preference
-from isthmus.errors import FleetTooSmall
+from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
 from isthmus.planners.bounds import step_certificate
 from isthmus.planners.price_bound import price_certificate
@@ -24,6 +24,8 @@ def over_counts(
     `judge` knows seconds per step better than the closed form does, if given. Raises FleetTooSmall where nothing fits
     with any of them, and UserError for a count that does not divide the batch.
     """
+    if not counts:
+        raise UserError("micro_batches: got no counts, expected at least one")
     found: list[tuple[Problem, Plan]] = []
     refused: FleetTooSmall | None = None
     for count in dict.fromkeys(counts):

@@ -3,7 +3,9 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Iterator
+from bisect import bisect_left
+from collections.abc import Iterator, Sequence
+from functools import cached_property
 from itertools import combinations
 
 from isthmus.cost import Layout, Problem, build_replicas, preference
@@ -40,6 +42,12 @@ class ReplicaSearch:
         self._pipelines: dict[tuple[frozenset[int], int], Layout | None] = {}
         self._gradient_bytes = float(sum(variable.gradient_bytes for variable in self.blocks.variables))
 
+    @cached_property
+    def _scorer(self) -> GroupScorer:
+        rough = coarse(self.blocks, ROUGH_BLOCKS)
+        gradient_bytes = self._gradient_bytes / self.problem.sync.period
+        return GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
+
     @property
     def most_replicas(self) -> int:
         """Each has a micro-batch at least, and a device that has the data."""
@@ -70,9 +78,7 @@ class ReplicaSearch:
         return preference(self.problem, build_replicas(self.problem, layouts, planner="auto"))[0]
 
     def _groupings(self, single_s: float) -> list[Grouping]:
-        rough = coarse(self.blocks, ROUGH_BLOCKS)
-        gradient_bytes = self._gradient_bytes / self.problem.sync.period
-        scorer = GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
+        scorer = self._scorer
         devices, most = len(self.network.names), self.most_replicas
         if devices <= MOST_EXHAUSTIVE:
             # Time leaves devices out where a group is cut; for money it matters already which are in a group.
@@ -86,9 +92,24 @@ class ReplicaSearch:
         return sorted((g for g in found if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
 
     def _cut(self, grouping: Grouping) -> list[Layout] | None:
-        """Each replica cut for itself; None where one does not fit."""
-        layouts = [self._pipeline(frozenset(o), m) for o, m in zip(grouping.orders, grouping.shares, strict=True)]
+        """Each replica cut for itself, with a share that fits; None where there is none."""
+        layouts = self._cut_with(grouping, grouping.shares)
+        if layouts is not None or self.problem.schedule != "gpipe":
+            return layouts
+        most = [self._largest_share(frozenset(order)) for order in grouping.orders]
+        if min(most) < 1 or sum(most) < self.problem.micro_batches:
+            return None
+        return self._cut_with(grouping, self._scorer.shares_within(grouping.orders, most))
+
+    def _cut_with(self, grouping: Grouping, shares: Sequence[int]) -> list[Layout] | None:
+        layouts = [self._pipeline(frozenset(o), m) for o, m in zip(grouping.orders, shares, strict=True)]
         return [layout for layout in layouts if layout is not None] if None not in layouts else None
+
+    def _largest_share(self, devices: frozenset[int]) -> int:
+        """The most micro-batches that fit under gpipe, which holds all of a replica's."""
+        return bisect_left(
+            range(1, self.problem.micro_batches + 1), True, key=lambda share: self._pipeline(devices, share) is None
+        )  # fmt: skip
 
     def _pipeline(self, devices: frozenset[int], share: int) -> Layout | None:
         if (devices, share) not in self._pipelines:

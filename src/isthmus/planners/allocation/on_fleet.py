@@ -11,6 +11,7 @@ import itertools
 from collections.abc import Callable
 from dataclasses import dataclass
 
+import msgspec
 import numpy as np
 
 from isthmus.cost import Problem, build_plan
@@ -128,11 +129,13 @@ def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
             lower_bound=found.lower_bound_s, gap=found.gap, objective="stage", scope=layers.scope
         )
     reason = f"{planner} gave it no layers"
-    return build_plan(
-        problem, order, blocks.boundaries(cut), planner=planner, recompute=[layers.blocks.recompute] * len(order),
-        certificate=certificate,
+    made = build_plan(
+        problem, order, blocks.boundaries(cut), planner=planner, certificate=certificate,
         notes=dict.fromkeys(set(network.names) - set(order), reason),
     )  # fmt: skip
+    if all(stage.recompute == layers.blocks.recompute for stage in made.stages):
+        return made
+    return msgspec.structs.replace(made, certificate=None)  # it is of stages that all recompute, or none
 
 
 def _allocated(
