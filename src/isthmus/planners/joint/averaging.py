@@ -29,6 +29,8 @@ class Averaging:
             count[variable.uses[0]] += variable.gradient_bytes > 0
         self.parts = np.flatnonzero(size)
         self._size, self._count = size[self.parts], count[self.parts]
+        self._latency_s: dict[tuple[str, str], float] = {}
+        """Of the links that groups send over."""
         self._groups: dict[Part, tuple[float, dict[tuple[str, str], float]]] = {}
 
     def exact_s(self, holders: Ints) -> Floats:
@@ -48,7 +50,7 @@ class Averaging:
             longest_s = max(longest_s, seconds)
             for ends, busy_s in sent.items():
                 loads[ends] += busy_s
-        return max([longest_s, *(s + self._fleet.link(*ends).latency_s for ends, s in loads.items())])
+        return max([longest_s, *(s + self._latency_s[ends] for ends, s in loads.items())])
 
     def _group(self, part: Part) -> tuple[float, dict[tuple[str, str], float]]:
         """Seconds of the group alone, and how long it occupies each link."""
@@ -62,7 +64,9 @@ class Averaging:
             sent = defaultdict[tuple[str, str], float](float)
             for turn in messages(group):
                 for a, b, size in turn:
-                    sent[a, b] += size / self._fleet.link(a, b).bandwidth_bytes_per_s
+                    link = self._fleet.link(a, b)
+                    sent[a, b] += size / link.bandwidth_bytes_per_s
+                    self._latency_s[a, b] = link.latency_s
             self._groups[part] = group_s(self._fleet, group), dict(sent)
         return self._groups[part]
 
