@@ -48,6 +48,12 @@ class Method(msgspec.Struct, frozen=True, kw_only=True):
     period: int
     codec: Codec
     decay: float = 1.0
+    """Share of an error that the next payload gets."""
+    outer_rate: float = 1.0
+    outer_momentum: float = 0.0
+    """Nesterov SGD on the mean delta."""
+    rate: float = LR
+    """Of AdamW, at its highest."""
 
 
 METHODS = (
@@ -92,7 +98,7 @@ class Replica:
         torch.manual_seed(seed)
         self.module = build_model(MODEL)
         self.feedback = ErrorFeedback(method.codec, method.decay)
-        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=LR)
+        self._optimizer = torch.optim.AdamW(self.module.parameters(), lr=method.rate)
         rate = LearningRate(schedule="cosine", warmup_steps=steps // 10)
         self._schedule = torch.optim.lr_scheduler.LambdaLR(self._optimizer, lambda s: rate.factor(s, steps))
         self._number, self._data, self._order = number, data, SampleOrder(len(data), seed, True)
@@ -131,7 +137,10 @@ def train(method: Method, seed: int, steps: int) -> tuple[float, int]:
     """(held-out loss, bytes that one replica sent)."""
     data = load_dataset(DATA, "train")
     replicas = [Replica(method, seed, k, steps, data) for k in range(REPLICAS)]
-    common = {name: p.detach().clone() for name, p in replicas[0].parameters.items()}
+    common = {name: nn.Parameter(p.detach().clone()) for name, p in replicas[0].parameters.items()}
+    outer = torch.optim.SGD(
+        common.values(), method.outer_rate, method.outer_momentum, nesterov=method.outer_momentum > 0
+    )  # fmt: skip
     sent_bytes = 0
     for step in range(steps):
         for replica in replicas:
@@ -146,10 +155,12 @@ def train(method: Method, seed: int, steps: int) -> tuple[float, int]:
         for replica in replicas:
             replica.update()
         if method.period > 1 and ((step + 1) % method.period == 0 or step + 1 == steps):
-            deltas = [{n: p.detach() - common[n] for n, p in r.parameters.items()} for r in replicas]
+            deltas = [{n: common[n].detach() - p.detach() for n, p in r.parameters.items()} for r in replicas]
             means, size = exchanged(replicas, deltas, method.codec)
             sent_bytes += size
-            common = {name: value + means[name] for name, value in common.items()}
+            for name, value in common.items():
+                value.grad = means[name]
+            outer.step()
             for replica in replicas:
                 for name, parameter in replica.parameters.items():
                     parameter.data.copy_(common[name])

@@ -19,6 +19,7 @@ from workload import PERIOD, Case, ModeFigures, Place, Told, loss_of, model_of
 import isthmus.sync
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 from isthmus.sync import Options, SyncStatistics
+from isthmus.sync.profile import worker_profile
 from isthmus.sync.scheduled import JOINED
 
 ALONE = "no averaging"
@@ -77,19 +78,16 @@ def synced_model(statistics: SyncStatistics, compute_s: float, units: Sequence[s
     """
     times, link = statistics.times, statistics.link
     assert times is not None and link is not None
-    ready_s = dict(zip(times.layers, times.ready_s, strict=True))
+    profile = worker_profile("worker", times, [unit.split(JOINED) for unit in units], [0.0] * len(units))
     layers: list[SyncedLayer] = []
-    through_s = 0.0
-    for unit in units:
-        members = unit.split(JOINED)
-        size_bytes = sum(statistics.layer_bytes[member] for member in members)
-        unit_s = max(through_s, *(ready_s[member] for member in members))
+    for unit, forward_s, backward_s in zip(units, profile.forward_s[::-1], profile.backward_s[::-1], strict=True):
+        size_bytes = sum(statistics.layer_bytes[member] for member in unit.split(JOINED))
         layers.append(SyncedLayer(
-            name=unit, backward_s=unit_s - through_s, average_s=link.average_s(size_bytes), size_bytes=size_bytes
+            name=unit, forward_s=forward_s, backward_s=backward_s, average_s=link.average_s(size_bytes),
+            size_bytes=size_bytes,
         ))  # fmt: skip
-        through_s = unit_s
-    forward_s = max(0.0, compute_s - sum(layer.backward_s for layer in layers))
-    return SyncedModel(forward_s=forward_s, layers=tuple(layers), latency_s=link.latency_s, period=PERIOD)
+    rest_s = max(0.0, compute_s - sum(layer.forward_s + layer.backward_s for layer in layers))
+    return SyncedModel(forward_s=rest_s, layers=tuple(layers), latency_s=link.latency_s, period=PERIOD)
 
 
 def measure(case: Case) -> Told:
@@ -108,7 +106,8 @@ def measure(case: Case) -> Told:
         if told is not None:
             schedule = [frozenset(told.plan.averaged(step)) for step in range(PERIOD)] if told.plan else []
             model = planned if figures.mode == "dream" else fine
-            predicted_s = simulate_sync(figures.mode, model, SyncChoices(schedule=schedule))
+            choices = SyncChoices(schedule=schedule, forward_overlap=told.plan is not None)
+            predicted_s = simulate_sync(figures.mode, model, choices)
             figures = msgspec.structs.replace(figures, predicted_s=predicted_s)
         modes.append(figures)
     return Told(

@@ -24,7 +24,7 @@ class Case(msgspec.Struct, frozen=True, kw_only=True):
     workers: int
     bandwidth_bit_per_s: float
     latency_s: float = 1e-3
-    compute_s: float = 0.12
+    compute_s: float = 0.24
     """Of a step: a third of it forward. The modules' own work comes on top and is small."""
     modes: list[str]
     measured_steps: int = 2 * PERIOD

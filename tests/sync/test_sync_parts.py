@@ -58,11 +58,19 @@ def test_flat_parameters_keep_values_identity_and_ties() -> None:
     flat.check_in_place()
 
 
-def test_small_modules_join_the_next() -> None:
-    model = nn.Sequential(nn.LayerNorm(4), nn.Linear(4, 100), nn.LayerNorm(4), nn.Linear(100, 4), nn.LayerNorm(4))
+def test_small_modules_join_the_one_before() -> None:
+    small, large = nn.LayerNorm(4), nn.Linear(4, 100)
+    model = nn.Sequential(small, large, nn.LayerNorm(4), nn.Linear(100, 4), nn.LayerNorm(4), nn.LayerNorm(4))
     layers = flatten(model, smallest_layer_bytes=1000).layers
-    assert [(layer.name, len(layer.parameters)) for layer in layers] == [("1", 4), ("3", 6)]
+    assert [(layer.name, len(layer.parameters)) for layer in layers] == [("1", 6), ("3", 6)]
+    assert layers[0].parameter_names[:2] == ("0.weight", "0.bias")
     assert sum(p.numel() for layer in layers for p in layer.parameters) == sum(p.numel() for p in model.parameters())
+    assert [layer.name for layer in flatten(nn.Sequential(nn.LayerNorm(4), nn.LayerNorm(4)), 1000).layers] == ["1"]
+
+
+def test_small_modules_are_together_large_enough() -> None:
+    layers = flatten(nn.Sequential(*(nn.LayerNorm(4) for _ in range(7))), smallest_layer_bytes=64).layers
+    assert [(layer.name, layer.parameter_names[0]) for layer in layers] == [("1", "0.weight"), ("3", "3.weight"), ("5", "5.weight")]
 
 
 def test_neighbours_are_one_piece_of_memory() -> None:
@@ -80,8 +88,9 @@ def test_neighbours_are_one_piece_of_memory() -> None:
 def test_short_messages_are_joined() -> None:
     link = LinkModel(latency_s=0.01, byte_s=1e-4)  # 100 bytes take as long as the latency
     sizes = {"a": 150, "b": 40, "c": 50, "d": 20, "e": 300, "f": 10}
-    assert joined(list(sizes), sizes, link) == [("a",), ("b", "c", "d"), ("e", "f")]
-    assert joined(["f"], sizes, link) == [("f",)]
+    assert joined(list(sizes), sizes, link, 1.0) == [("a",), ("b", "c", "d"), ("e",), ("f",)]
+    assert joined(list(sizes), sizes, link, 2.0) == [("a", "b", "c"), ("d", "e"), ("f",)]
+    assert joined(list(sizes), sizes, link, 0.0) == [(name,) for name in sizes]
 
 
 def test_packed_views_follow_their_flats() -> None:
@@ -117,15 +126,19 @@ def test_equal_workers_keep_the_period() -> None:
     assert balanced_steps(6, [0.1, 0.2]) == (8, 4)
 
 
+WIDTH = 160
+
+
 def net() -> nn.Sequential:
     torch.manual_seed(0)
-    return nn.Sequential(nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64), nn.ReLU(), nn.Linear(64, 64))
+    layers = (nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH), nn.ReLU(), nn.Linear(WIDTH, WIDTH))
+    return nn.Sequential(*layers)
 
 
 def train(model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer, steps: int) -> None:
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.ones(3, 64)).square().mean().backward()
+        model(torch.ones(3, WIDTH)).square().mean().backward()
         step()
 
 
@@ -150,6 +163,7 @@ class TestDream:
         own = torch.optim.Adam(synced.parameters())
         sync = attach(synced, own, mode="dream", period=3, options=Options(smallest_layer_bytes=0))
         train(synced, sync.step, own, 12)
+        sync.wait()
         assert tensor_bytes() - before - needed <= 1.03 * needed
         assert all(a.equal(b) for a, b in zip(plain.parameters(), synced.parameters(), strict=True))
 

@@ -24,6 +24,7 @@ class SyncedLayer:
     """Its update included, where the mode makes it inside backward."""
     average_s: float
     """Averaging it alone."""
+    forward_s: float = 0.0
     size_bytes: int = 0
 
 
@@ -32,6 +33,7 @@ class SyncedModel:
     """What a mode works on. Raises UserError for no layers, or a period below 1."""
 
     forward_s: float
+    """What comes before the first layer's forward, or all of it where nothing is said of single layers."""
     layers: tuple[SyncedLayer, ...]
     """In backward order."""
     latency_s: float
@@ -46,7 +48,7 @@ class SyncedModel:
 
     @property
     def compute_s(self) -> float:
-        return self.forward_s + sum(layer.backward_s for layer in self.layers)
+        return self.forward_s + sum(layer.forward_s + layer.backward_s for layer in self.layers)
 
     def message_s(self, layers: Sequence[SyncedLayer]) -> float:
         """One message for all of them."""
@@ -68,6 +70,8 @@ class SyncChoices:
     """`partial`, `dream`: the layers that each iteration of the period averages."""
     in_backward: bool = True
     """`partial`: whether averages start inside backward."""
+    forward_overlap: bool = False
+    """`partial`, `dream`: whether a step ends before its averages have, which the next forward then waits for."""
     delay: int = 1
     fragments: int = 0
     """`streaming`: 0 for one per step of the period."""
@@ -86,8 +90,14 @@ class _Run:
         self._free_s = max(self._free_s, self.now_s) + self.model.message_s(layers)
         return self._free_s
 
-    def backward(self, after: Callable[[SyncedLayer], None] | None = None) -> None:
+    def compute(
+        self, after: Callable[[SyncedLayer], None] | None = None, gates: Mapping[str, float] | None = None
+    ) -> None:
+        """Forward, each layer when its gate opens, and backward."""
         self.now_s += self.model.forward_s
+        for layer in reversed(self.model.layers):
+            self.wait((gates or {}).get(layer.name, 0.0))
+            self.now_s += layer.forward_s
         for layer in self.model.layers:
             self.now_s += layer.backward_s
             if after is not None:
@@ -109,31 +119,35 @@ def _every_step(run: _Run, choices: SyncChoices, steps: int) -> None:
                 through.append(run.send(waiting))
                 waiting.clear()
 
-        run.backward(ready)
+        run.compute(ready)
         run.wait(through[-1])
 
 
 def _local(run: _Run, choices: SyncChoices, steps: int) -> None:
     for step in range(steps):
-        run.backward()
+        run.compute()
         if (step + 1) % run.model.period == 0:
             run.wait(run.send(run.model.layers))
 
 
 def _scheduled(run: _Run, choices: SyncChoices, steps: int) -> None:
+    gates: dict[str, float] = {}
     for step in range(steps):
         due = choices.schedule[step % len(choices.schedule)]
-        through = [0.0]
+        through: dict[str, float] = {}
 
-        def ready(layer: SyncedLayer, due: frozenset[str] = due, through: list[float] = through) -> None:
+        def ready(layer: SyncedLayer, due: frozenset[str] = due, through: dict[str, float] = through) -> None:
             if layer.name in due:
-                through.append(run.send([layer]))
+                through[layer.name] = run.send([layer])
 
-        run.backward(ready if choices.in_backward else None)
+        run.compute(ready if choices.in_backward else None, gates)
         if not choices.in_backward:
             for layer in run.model.layers:
                 ready(layer)
-        run.wait(through[-1])
+        if choices.forward_overlap:
+            gates = through
+        else:
+            run.wait(max(through.values(), default=0.0))
 
 
 def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
@@ -141,7 +155,7 @@ def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
     count = min(choices.fragments or model.period, len(model.layers), model.period)
     on_the_way: dict[int, list[float]] = {}
     for step in range(steps):
-        run.backward()
+        run.compute()
         for through_s in on_the_way.pop(step, []):
             run.wait(through_s)
         turns = [n for n in range(count) if step % model.period == (n + 1) * model.period // count - 1]

@@ -34,7 +34,9 @@ _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
     "local": lambda setting, _: Local(setting),
     "outer": lambda setting, _: Outer(setting),
     "streaming": lambda setting, _: Streaming(setting),
-    "partial": lambda setting, _: OverlappedPartial(setting) if setting.options.overlap else Partial(setting),
+    "partial": lambda setting, module: (
+        OverlappedPartial(setting, module) if setting.options.overlap else Partial(setting)
+    ),
     "dream": Dream,
 }
 

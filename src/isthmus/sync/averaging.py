@@ -1,6 +1,6 @@
 """Averages over the workers, in place and on the way while the caller computes.
 
-A tensor is scaled by its worker's share before the all-reduce, so that the sum is the weighted mean at once and nothing
+A tensor is scaled by its worker's share before the sum, so that the sum is the weighted mean at once and nothing
 is left to do when it arrives. All workers must start the same averages in the same order.
 """
 
@@ -13,6 +13,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.sync.direct import DirectSum, DirectSums
 from isthmus.sync.exchange import gather
 
 
@@ -25,9 +26,9 @@ class Averager:
         self.sent_bytes = 0
         """What this worker sent in a ring: 2 (K - 1) / K of every tensor."""
         self.busy_s = 0.0
-        """How long averages were on the way, overlapping ones counted once. On Gloo only: 0 elsewhere."""
+        """How long averages were on the way, overlapping ones counted once. Of CPU tensors on Gloo only: 0 elsewhere."""
         self._through_s = 0.0
-        self._timed = dist.get_backend(group) == "gloo"
+        self._sums = DirectSums(group) if self.workers > 1 and dist.get_backend(group) == "gloo" else None
         self._weights = gather(weight, float, group)
         self._rank = dist.get_rank(group)
         self.shares = [one / sum(self._weights) for one in self._weights]
@@ -41,19 +42,31 @@ class Averager:
     @torch.no_grad()
     def start(self, tensors: Sequence[Tensor]) -> Pending:
         """Begin to average contiguous tensors in place: they may not be touched before `Pending.wait`."""
+        if self.workers > 1:
+            self.sent_bytes += sum(2 * (self.workers - 1) * tensor.nbytes // self.workers for tensor in tensors)
+        return self.sum(tensors, self.shares[self._rank])
+
+    @torch.no_grad()
+    def sum(self, tensors: Sequence[Tensor], share: float = 1.0) -> Pending:
+        """As `start`, but scaled by `share`, and not counted as sent."""
         pending = Pending(self)
         for tensor in tensors:
-            if self.workers > 1:
-                tensor.mul_(self.shares[self._rank])
-                work = dist.all_reduce(tensor, group=self.group, async_op=True)
+            if self._sums is not None and tensor.device.type == "cpu":
+                pending.add(*self._sums.start(tensor, share))
+            elif self.workers > 1:
+                work = dist.all_reduce(tensor.mul_(share), group=self.group, async_op=True)
                 assert work is not None, "this process is not in its own group"
-                pending.add(work, timed=self._timed)
-                self.sent_bytes += 2 * (self.workers - 1) * tensor.nbytes // self.workers
+                pending.add(work)
         return pending
 
     def average(self, tensors: Sequence[Tensor]) -> None:
         """Average in place, and wait for it."""
         self.start(tensors).wait()
+
+    def close(self) -> None:
+        """When nothing is on the way any more, and nothing will be."""
+        if self._sums is not None:
+            self._sums.close()
 
     def took(self, started_s: float, ended_s: float) -> None:
         """Count a time in which something was on the way."""
@@ -67,26 +80,16 @@ class Pending:
     def __init__(self, averager: Averager) -> None:
         self._averager = averager
         self._started_s = time.perf_counter()
-        self._ended_s = self._started_s
-        self._works: list[dist.Work] = []
-        self._marks: list[torch.futures.Future[None]] = []
+        self._works: list[dist.Work | DirectSum] = []
 
-    def add(self, work: dist.Work, *, timed: bool) -> None:
-        self._works.append(work)
-        if timed:
-            # A plain callback may run only after `wait` has returned; what follows a future can be waited for.
-            self._marks.append(work.get_future().then(self._done))
+    def add(self, *works: dist.Work | DirectSum) -> None:
+        self._works += works
 
     def wait(self) -> None:
         """Until the averages are there. May be called again."""
         for work in self._works:
             work.wait()
-        for mark in self._marks:
-            mark.wait()
-        if self._works:
-            self._averager.took(self._started_s, self._ended_s)
+        ended_s = [work.ended_s for work in self._works if isinstance(work, DirectSum)]
+        if ended_s:
+            self._averager.took(self._started_s, max(ended_s))
         self._works.clear()
-        self._marks.clear()
-
-    def _done(self, _: object) -> None:
-        self._ended_s = max(self._ended_s, time.perf_counter())

@@ -7,6 +7,7 @@ A worker knows the mean of a layer when it has averaged it, and then no longer w
 from __future__ import annotations
 
 from collections.abc import Sequence
+from functools import cache
 
 import torch
 from torch import Tensor
@@ -19,11 +20,13 @@ SAMPLED = 2048
 
 def sample(flat: Tensor) -> Tensor:
     """Some of its elements, always the same ones; all of a small tensor's."""
-    if len(flat) <= SAMPLED:
-        return flat.clone()
+    return flat.clone() if len(flat) <= SAMPLED else flat.index_select(0, _places(len(flat)).to(flat.device))
+
+
+@cache
+def _places(elements: int) -> Tensor:
     # Random, not every n-th: a stride may follow a matrix's columns.
-    places = torch.randint(len(flat), (SAMPLED,), generator=torch.Generator().manual_seed(len(flat)))
-    return flat.index_select(0, places.to(flat.device))
+    return torch.randint(elements, (SAMPLED,), generator=torch.Generator().manual_seed(elements))
 
 
 class MeasuredAverage:

@@ -33,6 +33,9 @@ _WATCHED_PERIODS = 3
 _NOTICEABLE = 0.01
 """Of the computation. A change below that is not worth a plan, however large a share it is of next to nothing."""
 
+_LEAST_LATENCIES = (4.0, 2.0, 1.0, 0.5, 0.0)
+"""Layers are joined until their bytes take so many latencies: the best of these plans is followed."""
+
 
 class _Saved(msgspec.Struct, frozen=True, kw_only=True):
     plan: SyncPlan | None
@@ -44,12 +47,12 @@ class Dream(Scheduled):
     """Plans, and follows the plan."""
 
     def __init__(self, setting: Setting, module: nn.Module) -> None:
-        super().__init__(setting)
+        super().__init__(setting, module)
         self.link: LinkModel | None = None
         """Of the newest probe."""
         self.plans = 0
         """How many were made."""
-        self._profiler = Profiler(module, setting.model.buffers[0].device)
+        self._profiler = Profiler(module, setting.model.buffers[0].device, lambda: setting.monitor.waited_s)
         self._busy_s: float | None = None
         """What averages took of a period when the plan was new."""
         self._newest_s: deque[float] = deque(maxlen=_WATCHED_PERIODS)
@@ -60,6 +63,10 @@ class Dream(Scheduled):
     def ready(self, number: int) -> None:
         super().ready(number)
         self._profiler.ready(self.setting.model.layers[number].name)
+
+    def entered(self, number: int) -> None:
+        super().entered(number)
+        self._profiler.begins(self.setting.model.layers[number].name)
 
     @property
     def averages_whole(self) -> bool:
@@ -100,7 +107,8 @@ class Dream(Scheduled):
     def _make_plan(self) -> None:
         s = self.setting
         group = s.averager.group
-        self.link = probe(group)
+        self.wait()
+        self.link = probe(s.averager)
         times = gather(self._profiler.times(), WorkerTimes, group)
         made = self._planned(times, self.link) if dist.get_rank(group) == 0 else None
         self.follow(broadcast(made, SyncPlan, group))
@@ -113,14 +121,18 @@ class Dream(Scheduled):
         s = self.setting
         copies = 2 + len(s.updates.state_of(s.model.layers[0].parameters[0])) if s.options.average_state else 1
         size_bytes = {layer.name: copies * layer.size_bytes for layer in s.model.layers}
-        units = joined(times[0].layers, size_bytes, link)
-        average_s = [link.average_s(sum(size_bytes[layer] for layer in unit)) for unit in units]
-        workers = tuple(
-            worker_profile(name, of, units, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
-        )
-        names = tuple(JOINED.join(unit) for unit in reversed(units))
-        problem = SyncProblem(layers=names, workers=workers, iterations=s.period)
-        return plan_sync(s.options.planner, problem)
+        plans: list[SyncPlan] = []
+        for units in {tuple(joined(times[0].layers, size_bytes, link, least)): None for least in _LEAST_LATENCIES}:
+            average_s = [link.average_s(sum(size_bytes[layer] for layer in unit)) for unit in units]
+            workers = tuple(
+                worker_profile(name, of, units, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
+            )
+            problem = SyncProblem(
+                layers=tuple(JOINED.join(unit) for unit in reversed(units)), workers=workers, iterations=s.period,
+                forward_overlap=self.overlaps_forward, spare=s.options.spare,
+            )  # fmt: skip
+            plans.append(plan_sync(s.options.planner, problem))
+        return min(plans, key=lambda plan: plan.period_s)
 
     def state(self) -> dict[str, Tensor]:
         saved = _Saved(plan=self.plan, origin=self.origin, busy_s=self._busy_s)
@@ -137,20 +149,22 @@ class Dream(Scheduled):
         self._begin()
 
     def detach(self) -> None:
+        super().detach()
         self._profiler.detach()
 
 
-def joined(layers: Sequence[str], size_bytes: Mapping[str, int], link: LinkModel) -> list[tuple[str, ...]]:
-    """Layers in the order given, in runs whose bytes take at least as long as one message's latency."""
+def joined(
+    layers: Sequence[str], size_bytes: Mapping[str, int], link: LinkModel, least_latencies: float
+) -> list[tuple[str, ...]]:  # fmt: skip
+    """Layers in the order given, in runs whose bytes take at least so many latencies of a message; the last may be
+    shorter: nothing is left to hide it behind, so it should not be long."""
     found: list[tuple[str, ...]] = []
     run: tuple[str, ...] = ()
     for layer in layers:
         run = (*run, layer)
-        if sum(size_bytes[member] for member in run) * link.byte_s >= link.latency_s:
+        if sum(size_bytes[member] for member in run) * link.byte_s >= least_latencies * link.latency_s:
             found.append(run)
             run = ()
-    if run and found:
-        run = (*found.pop(), *run)
     return [*found, run] if run else found
 
 

@@ -23,7 +23,7 @@ _ALIGNMENT_BYTES = 64
 
 @dataclass(frozen=True)
 class Layer:
-    """A module's own parameters, and those of small modules before it."""
+    """A module's own parameters, and those of small modules after it."""
 
     name: str
     parameters: tuple[nn.Parameter, ...]
@@ -116,17 +116,20 @@ def _by_module(model: nn.Module) -> list[tuple[str, _Named]]:
 
 
 def _merged(groups: Sequence[tuple[str, _Named]], smallest_bytes: int) -> list[tuple[str, _Named]]:
-    """Small groups join the next one, under its name; small ones at the end join the last large one."""
+    """Small groups join the one before, under its name, and small ones at the start the first large one.
+
+    Gradients come in backward order: the one before is complete later, and what joins it does not delay it.
+    """
     found: list[tuple[str, _Named]] = []
     waiting: _Named = []
-    for name, named in groups:
-        waiting = [*waiting, *named]
+    for name, named in reversed(groups):
+        waiting = [*named, *waiting]
         if sum(p.nbytes for _, p in waiting) >= smallest_bytes:
-            found.append((name, waiting))
+            found.insert(0, (name, waiting))
             waiting = []
     if waiting and found:
-        name, named = found[-1]
-        found[-1] = (name, [*named, *waiting])
+        name, named = found[0]
+        found[0] = (name, [*waiting, *named])
     elif waiting:
         found.append((groups[-1][0], waiting))
     # One module's own parameters may be split around its children's: its name then comes up twice.

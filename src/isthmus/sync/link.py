@@ -11,6 +11,7 @@ import numpy as np
 import torch
 import torch.distributed as dist
 
+from isthmus.sync.averaging import Averager
 from isthmus.sync.exchange import message_device
 
 SMALLEST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 24
@@ -20,27 +21,27 @@ LONGEST_S = 0.3
 
 
 class LinkModel(msgspec.Struct, frozen=True, kw_only=True):
-    """An all-reduce of `size` bytes among all workers takes `latency_s + size x byte_s`."""
+    """An average of `size` bytes among all workers takes `latency_s + size x byte_s`."""
 
     latency_s: float
     byte_s: float
-    """Seconds per byte of the tensor; what the ring's 2 (K - 1) / K makes of it is inside."""
+    """Seconds per byte of the tensor; that 2 (K - 1) / K of it is sent is inside."""
 
     def average_s(self, size_bytes: float) -> float:
         return self.latency_s + size_bytes * self.byte_s
 
 
-def probe(group: dist.ProcessGroup) -> LinkModel:
-    """Measure all-reduces of growing sizes. Every worker must take part, and all get the same answer."""
-    device = message_device(group)
+def probe(averager: Averager) -> LinkModel:
+    """Measure sums of growing sizes. Every worker must take part, and all get the same answer."""
+    device = message_device(averager.group)
     points: list[tuple[int, float]] = []
     size_bytes = SMALLEST_BYTES
-    _timed(torch.zeros(1, device=device), group)  # connections are made by the first one
+    _timed(torch.zeros(1, device=device), averager)  # connections are made by the first one
     while True:
         tensor = torch.zeros(size_bytes // 4, device=device)
-        taken_s = statistics.median(_timed(tensor, group) for _ in range(REPEATS))
+        taken_s = statistics.median(_timed(tensor, averager) for _ in range(REPEATS))
         slowest = torch.tensor([taken_s], dtype=torch.float64, device=device)
-        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=group)
+        dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=averager.group)
         points.append((size_bytes, float(slowest)))
         if float(slowest) > LONGEST_S or size_bytes >= MOST_BYTES:
             return fitted(points)
@@ -59,11 +60,11 @@ def fitted(points: Sequence[tuple[int, float]]) -> LinkModel:
     return LinkModel(latency_s=latency_s, byte_s=byte_s)
 
 
-def _timed(tensor: torch.Tensor, group: dist.ProcessGroup) -> float:
-    """Seconds of one all-reduce that all workers start together."""
-    dist.barrier(group)
+def _timed(tensor: torch.Tensor, averager: Averager) -> float:
+    """Seconds of one sum that all workers start together."""
+    dist.barrier(averager.group)
     start_s = time.perf_counter()
-    dist.all_reduce(tensor, group=group)
+    averager.sum([tensor]).wait()
     if tensor.device.type == "cuda":
         torch.cuda.synchronize(tensor.device)
     return time.perf_counter() - start_s

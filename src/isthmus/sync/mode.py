@@ -85,6 +85,9 @@ class Mode:
     def stepped(self) -> None:
         """The step is counted."""
 
+    def wait(self) -> None:
+        """Until nothing changes the parameters any more before the next step."""
+
     def detach(self) -> None:
         """Take away what was put on the model."""
 

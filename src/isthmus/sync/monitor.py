@@ -72,6 +72,11 @@ class Monitor:
         finally:
             self._waited_s += time.perf_counter() - start_s
 
+    @property
+    def waited_s(self) -> float:
+        """Waiting in the step that is being made."""
+        return self._waited_s
+
     def diverged(self, distance: float) -> None:
         """This worker was so far from the average, squared, of some layers."""
         self._divergence += distance

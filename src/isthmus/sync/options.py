@@ -27,6 +27,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`every-step`: gradients travel in messages of at least this size, but for the last."""
     overlap: bool = False
     """`partial`: update inside backward and average at once, as `dream` does and with its restrictions."""
+    forward_overlap: bool = True
+    """`dream`, and `partial` with `overlap`: averages may reach into the next forward, where each layer waits for its
+    own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read in another way than by
+    a forward or a state dict. Not with `average_state`."""
+    spare: float = 0.1
+    """`dream`: share of the computation that is not filled with averages beyond the one of each layer in a period."""
     warm_up_steps: int = 4
     """`dream`: steps that are measured before the first plan. The first of them is thrown away."""
     drift: float = 0.2
@@ -49,11 +55,12 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         at_least: dict[str, float] = {
             "smallest_layer_bytes": 0, "bucket_bytes": 1, "warm_up_steps": 2, "drift": 0, "outer_rate": 0,
             "outer_momentum": 0, "fragments": 0, "delay": 0, "mixing": 0,
+            "spare": 0,
         }  # fmt: skip
         for field, least in at_least.items():
             if not getattr(self, field) >= least:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at least {least}")
-        for field in ("outer_momentum", "mixing"):
+        for field in ("outer_momentum", "mixing", "spare"):
             if getattr(self, field) >= 1:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
         if not (self.weight > 0 and math.isfinite(self.weight)):

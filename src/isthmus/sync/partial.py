@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.plan.sync import SyncPlan
@@ -37,8 +37,8 @@ class Partial(Mode):
 class OverlappedPartial(Scheduled):
     """The same schedule inside backward, as the paper runs it."""
 
-    def __init__(self, setting: Setting) -> None:
-        super().__init__(setting)
+    def __init__(self, setting: Setting, module: nn.Module) -> None:
+        super().__init__(setting, module)
         self.follow(equal_plan(setting.model, setting.period))
 
 

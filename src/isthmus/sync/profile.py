@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import statistics
 from collections import deque
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -23,30 +24,50 @@ class WorkerTimes(msgspec.Struct, frozen=True, kw_only=True):
     layers: tuple[str, ...]
     forward_s: float
     """From the start of the step's first forward to the end of its last one."""
+    begins_s: tuple[float, ...]
+    """From the start of the first forward until the layer's own forward begins."""
     ready_s: tuple[float, ...]
     """From then until the layer's gradients were there and it was updated."""
 
 
+class _Mark(NamedTuple):
+    moment: Moment
+    waited_s: float
+    """Waiting for averages in this step so far: it is left out."""
+
+
 class _Step:
     def __init__(self) -> None:
-        self.start: Moment | None = None
-        self.forward_end: Moment | None = None
-        self.ready: dict[str, Moment] = {}
+        self.start: _Mark | None = None
+        self.begins: dict[str, _Mark] = {}
+        self.forward_end: _Mark | None = None
+        self.ready: dict[str, _Mark] = {}
+
+
+def _between_s(start: _Mark, end: _Mark) -> float:
+    return between_s(start.moment, end.moment) - (end.waited_s - start.waited_s)
 
 
 class Profiler:
     """Notes the moments of the newest steps; they are read only when somebody asks, so CUDA is never waited for."""
 
-    def __init__(self, model: nn.Module, device: torch.device) -> None:
+    def __init__(self, model: nn.Module, device: torch.device, waited_s: Callable[[], float]) -> None:
+        """`waited_s` says how long averages were waited for in this step."""
         self._device = device
+        self._waited_s = waited_s
         self._now = _Step()
         self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self._handles = [
             model.register_forward_pre_hook(self._forward_begins), model.register_forward_hook(self._forward_ended)
         ]  # fmt: skip
 
+    def begins(self, layer: str) -> None:
+        """The layer's forward begins; the first of several counts."""
+        self._forward_begins()
+        self._now.begins.setdefault(layer, self._mark())
+
     def ready(self, layer: str) -> None:
-        self._now.ready[layer] = now(self._device)
+        self._now.ready[layer] = self._mark()
 
     def stepped(self) -> None:
         self._steps.append(self._now)
@@ -72,23 +93,33 @@ class Profiler:
             raise InternalError("no step was measured")
         layers = tuple(whole[-1].ready)
         forward_s: list[float] = []
+        begins_s: list[list[float]] = []
         ready_s: list[list[float]] = []
         for step in whole:
             first = step.ready[layers[0]]
             end = step.forward_end if step.forward_end is not None else first
-            forward_s.append(between_s(step.start, end) if step.start is not None else 0.0)
-            ready_s.append([between_s(end, step.ready[layer]) for layer in layers])
+            start = step.start if step.start is not None else end
+            forward_s.append(_between_s(start, end))
+            begins_s.append([_between_s(start, step.begins.get(layer, start)) for layer in layers])
+            ready_s.append([_between_s(end, step.ready[layer]) for layer in layers])
         return WorkerTimes(
-            layers=layers, forward_s=statistics.median(forward_s),
-            ready_s=tuple(statistics.median(column) for column in zip(*ready_s, strict=True)),
+            layers=layers, forward_s=statistics.median(forward_s), begins_s=_medians(begins_s),
+            ready_s=_medians(ready_s),
         )  # fmt: skip
+
+    def _mark(self) -> _Mark:
+        return _Mark(now(self._device), self._waited_s())
 
     def _forward_begins(self, *_: object) -> None:
         if self._now.start is None:
-            self._now.start = now(self._device)
+            self._now.start = self._mark()
 
     def _forward_ended(self, *_: object) -> None:
-        self._now.forward_end = now(self._device)
+        self._now.forward_end = self._mark()
+
+
+def _medians(rows: list[list[float]]) -> tuple[float, ...]:
+    return tuple(statistics.median(column) for column in zip(*rows, strict=True))
 
 
 def worker_profile(
@@ -100,14 +131,19 @@ def worker_profile(
     became ready in another order counts as if each had waited for those before it.
     """
     ready_s = dict(zip(times.layers, times.ready_s, strict=True))
+    begins_s = dict(zip(times.layers, times.begins_s, strict=True))
     backward_s: list[float] = []
-    through_s = 0.0
+    forward_s: list[float] = []
+    through_s = waiting_s = 0.0
     for unit in units:
-        unit_s = max(ready_s[layer] for layer in unit)
-        backward_s.append(max(0.0, unit_s - through_s))
-        through_s = max(through_s, unit_s)
-    forward_s = [0.0] * len(units)
-    forward_s[-1] = times.forward_s  # only the sum counts where averages do not reach into the forward
+        unit_s = max(through_s, *(ready_s[layer] for layer in unit))
+        # The forward from the unit's first layer on. The model's first unit counts as needed from the start.
+        tail_s = max(waiting_s, times.forward_s - min(begins_s[layer] for layer in unit))
+        if unit is units[-1]:
+            tail_s = times.forward_s
+        backward_s.append(unit_s - through_s)
+        forward_s.append(tail_s - waiting_s)
+        through_s, waiting_s = unit_s, tail_s
     return WorkerProfile(
         worker=worker, forward_s=tuple(forward_s[::-1]), backward_s=tuple(backward_s[::-1]),
         average_s=tuple(average_s[::-1]),

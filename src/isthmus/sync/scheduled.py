@@ -1,22 +1,27 @@
-"""Partial synchronisation inside backward: layers are updated when their gradients are there, averaged if due.
+"""Partial synchronisation inside backward: layers that are due are updated and averaged when their gradients are there.
 
-    backward   |-- layer 4 --|u|-- layer 3 --|u|-- layer 2 --|u|-- layer 1 --|u|        u: the layer's own update
-    wire                       |........4........|             |....2....|       |wait    due in this step: 4 and 2
+    backward   |-- layer 4 --|u|-- layer 3 --|-- layer 2 --|u|-- layer 1 --|uu|        u: a layer's own update
+    wire                       |........4........|           |....2....|               due in this step: 4 and 2
 
 Averages are launched in the plan's order on every worker, whatever order gradients come in. Nothing is copied: the
 parameters of a layer are not read again in this step once its gradients are complete, so they are averaged in place.
+What is still on the way at the step's end is waited for there, or, with `forward_overlap`, where the next forward needs
+it (`gates`).
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import NamedTuple
 
-from torch import Tensor
+from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync.divergence import MeasuredAverage
+from isthmus.sync.gates import ForwardGates
 from isthmus.sync.hooks import gradients, versions
 from isthmus.sync.layers import Layer, spans
 from isthmus.sync.mode import Mode, Setting
@@ -27,6 +32,17 @@ from isthmus.sync.updates import Closure, average_with_state, per_parameter
 class _Due(NamedTuple):
     name: str
     layers: frozenset[int]
+
+
+@dataclass(frozen=True)
+class _Sent:
+    """An average on its way."""
+
+    layers: frozenset[int]
+    average: MeasuredAverage
+    packed: Packed | None
+    counts: bool
+    """Whether its divergence is reported: once a period for each layer."""
 
 
 JOINED = " + "
@@ -43,7 +59,7 @@ class Scheduled(Mode):
 
     in_backward = True
 
-    def __init__(self, setting: Setting) -> None:
+    def __init__(self, setting: Setting, module: nn.Module) -> None:
         super().__init__(setting)
         optimizer = setting.updates.optimizer
         if not per_parameter(optimizer):
@@ -54,6 +70,9 @@ class Scheduled(Mode):
             )
         self.origin = 0
         """The step at which the plan's first iteration was."""
+        self._on_the_way: dict[int, _Sent] = {}
+        """By layer, in the order in which they were sent."""
+        self.gates = ForwardGates(module, setting.model.layers, self.entered, lambda number: self.finish([number]))
         self._begin()
 
     def follow(self, plan: SyncPlan) -> None:
@@ -71,7 +90,7 @@ class Scheduled(Mode):
         self._late = self.plan is None and self.averages_whole
         """All layers are averaged after this step, none inside its backward."""
         self._ready: set[int] = set()
-        self._sent: list[tuple[_Due, MeasuredAverage, Packed | None]] = []
+        self._started = 0
         self._versions: dict[int, list[int]] = {}
 
     @property
@@ -85,23 +104,24 @@ class Scheduled(Mode):
         return frozenset(self.plan.iterations[(self.steps - self.origin) % len(self.plan.iterations)].scheduled)
 
     def ready(self, number: int) -> None:
-        s = self.setting
-        if not (s.options.average_state and (self._late or number in self._due_layers)):
-            s.updates.only(s.model.layers[number])
-        self._versions[number] = versions(s.model.layers[number].parameters)
+        self._versions[number] = versions(self.setting.model.layers[number].parameters)
         self._ready.add(number)
-        while len(self._sent) < len(self._due) and self._due[len(self._sent)].layers <= self._ready:
-            self._sent.append(self._start(self._due[len(self._sent)]))
+        while self._started < len(self._due) and self._due[self._started].layers <= self._ready:
+            self._start(self._due[self._started])
+            self._started += 1
 
-    def _start(self, due: _Due) -> tuple[_Due, MeasuredAverage, Packed | None]:
-        s, layers = self.setting, self._layers(due)
+    def _start(self, due: _Due) -> None:
+        s, layers = self.setting, self._layers(due.layers)
+        self.finish(sorted(due.layers))
         if not s.options.average_state:
-            return due, MeasuredAverage(s.averager, spans(layers)), None
-        packed = pack(self._loose(layers))
-        return due, MeasuredAverage(s.averager, [*spans(layers), *packed.flats]), packed
+            s.updates.only(layers)
+        packed = pack(self._loose(layers)) if s.options.average_state else None
+        average = MeasuredAverage(s.averager, [*spans(layers), *(packed.flats if packed is not None else ())])
+        sent = _Sent(due.layers, average, packed, due.name in self._scheduled)
+        self._on_the_way.update(dict.fromkeys(sorted(due.layers), sent))
 
-    def _layers(self, due: _Due) -> list[Layer]:
-        return [self.setting.model.layers[number] for number in sorted(due.layers)]
+    def _layers(self, numbers: frozenset[int]) -> list[Layer]:
+        return [self.setting.model.layers[number] for number in sorted(numbers)]
 
     def _loose(self, layers: list[Layer]) -> list[Tensor]:
         state_of = self.setting.updates.state_of
@@ -110,23 +130,53 @@ class Scheduled(Mode):
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         self._check(closure, scaler)
-        for due, average, packed in self._sent:
-            self._finish(due, average, packed)
+        s, everything = self.setting, frozenset(range(len(self.setting.model.layers)))
+        if not (self._late and s.options.average_state):
+            # One call for all that is not averaged now: an optimizer's step costs more than a small layer's update.
+            rest = everything - self._due_layers
+            self.finish(sorted(rest))
+            s.updates.only(self._layers(rest))
+        if not self.overlaps_forward:
+            self.wait()
         if self._late:
             self._average_all()
         return None
 
-    def _finish(self, due: _Due, average: MeasuredAverage, packed: Packed | None) -> None:
+    @property
+    def overlaps_forward(self) -> bool:
+        """Whether averages may be on the way between steps."""
+        options = self.setting.options
+        return options.forward_overlap and not options.average_state and self.gates.proven
+
+    def entered(self, number: int) -> None:
+        """A forward is about to read a layer."""
+        self.finish([number])
+
+    def wait(self) -> None:
+        self.finish(list(self._on_the_way))
+
+    def finish(self, numbers: Sequence[int]) -> None:
+        """Wait until these layers are averaged, if they are being so."""
+        for number in numbers:
+            if (sent := self._on_the_way.get(number)) is not None:
+                self._finish(sent)
+
+    def _finish(self, sent: _Sent) -> None:
         s = self.setting
         with s.monitor.waiting():
-            distance = average.wait()
-        if packed is not None:
-            layers = self._layers(due)
-            packed.copy_to(self._loose(layers))
-            for layer in layers:
-                s.updates.only(layer)
-        elif due.name in self._scheduled:
+            distance = sent.average.wait()
+        for number in sent.layers:
+            del self._on_the_way[number]
+        if sent.packed is not None:
+            layers = self._layers(sent.layers)
+            sent.packed.copy_to(self._loose(layers))
+            s.updates.only(layers)
+        elif sent.counts:
             s.monitor.diverged(distance)
+
+    def detach(self) -> None:
+        self.wait()
+        self.gates.detach()
 
     def _average_all(self) -> None:
         s = self.setting
@@ -135,8 +185,7 @@ class Scheduled(Mode):
             return
         with s.monitor.waiting():
             average_with_state(s.averager, s.updates, s.model.layers)
-        for layer in s.model.layers:
-            s.updates.only(layer)
+        s.updates.only(s.model.layers)
 
     def stepped(self) -> None:
         """The step is counted: get ready for the next."""

@@ -11,10 +11,11 @@ from torch.amp.grad_scaler import GradScaler
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError
+from isthmus.sync.averaging import Pending
 from isthmus.sync.dream import Dream
 from isthmus.sync.hooks import GradientHooks
 from isthmus.sync.mode import Mode, Setting
-from isthmus.sync.packing import pack
+from isthmus.sync.packing import Packed, pack
 from isthmus.sync.statistics import SyncStatistics
 from isthmus.sync.updates import Closure
 
@@ -26,10 +27,11 @@ class Sync:
         self.mode_name = name
         self._mode = mode
         self._setting = setting
-        self._module = module
         self._hooks: GradientHooks | None = None
         if mode.in_backward:
-            self._hooks = GradientHooks(setting.model.layers, mode.ready, self._backward_ended)
+            self._hooks = GradientHooks(setting.model.layers, self._ready, self._backward_ended)
+        self._buffers = [b for b in module.buffers() if b.is_floating_point()]
+        self._buffers_sent: tuple[Packed, Pending] | None = None
 
     def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None) -> Tensor | None:
         """Update the parameters and average what is due. To be called once per step, by every worker.
@@ -39,18 +41,26 @@ class Sync:
         """
         self._setting.model.check_in_place()
         mode = self._mode
+        self._send_buffers()
         loss = mode.step(closure, scaler)
         ends_period = mode.ends_period
         mode.count()
         if self._hooks is not None:
             self._hooks.reset()
-        if ends_period:
-            self._average_module_buffers()
+        self._receive_buffers()
         self._setting.monitor.stepped()
         if ends_period:
             mode.period_ended(self._setting.monitor.period_ended(mode.steps))
         mode.stepped()
         return loss
+
+    def wait(self) -> None:
+        """Wait for averages that reach into the next forward (option `forward_overlap`).
+
+        A forward and a state dict do so themselves. Anything else that reads or writes parameters between steps, such
+        as a moving average of them, must call this first.
+        """
+        self._mode.wait()
 
     @contextmanager
     def no_sync(self) -> Generator[None]:
@@ -95,6 +105,7 @@ class Sync:
 
     def state_dict(self) -> dict[str, Tensor]:
         """What this worker must keep besides its own model and optimizer, in the middle of a period too."""
+        self.wait()
         return {"counts": self._mode.counts(), **self._mode.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
@@ -105,28 +116,43 @@ class Sync:
         if "counts" not in state:
             raise UserError("saved sync state: 'counts' is missing: expected what Sync.state_dict() gave")
         self._setting.model.check_in_place()
+        self.wait()
         self._mode.recount(state["counts"])
         self._mode.load(state)
 
     def close(self) -> None:
         """Take the hooks away. The parameters stay where they are; the process group may be destroyed then."""
+        self.wait()
         self._setting.monitor.flush()
         self._setting.updates.detach()
         if self._hooks is not None:
             self._hooks.detach()
         self._mode.detach()
+        self._setting.averager.close()
 
     def _backward_ended(self) -> None:
         self._mode.backward_ended()
         if self._mode.resets_each_backward and self._hooks is not None:
             self._hooks.reset()
 
-    def _average_module_buffers(self) -> None:
-        """Running means and variances, so that all workers evaluate the same model."""
-        buffers = [b for b in self._module.buffers() if b.is_floating_point()]
-        if buffers:
-            packed = pack(buffers)
+    def _ready(self, number: int) -> None:
+        self._send_buffers()
+        self._mode.ready(number)
+
+    def _send_buffers(self) -> None:
+        """Running means and variances, so that all workers evaluate the same model.
+
+        The forward has changed them for the last time in this step, so they are averaged behind the backward.
+        """
+        if self._buffers and self._mode.ends_period and self._buffers_sent is None:
+            packed = pack(self._buffers)
+            self._buffers_sent = packed, self._setting.averager.start(packed.flats)
+
+    @torch.no_grad()
+    def _receive_buffers(self) -> None:
+        if self._buffers_sent is not None:
+            packed, pending = self._buffers_sent
             with self._setting.monitor.waiting():
-                self._setting.averager.average(packed.flats)
-            with torch.no_grad():
-                packed.copy_to(buffers)
+                pending.wait()
+            packed.copy_to(self._buffers)
+            self._buffers_sent = None

@@ -50,11 +50,17 @@ class Updates:
             scaler.step(self.optimizer)
             return None
 
-    def only(self, layer: Layer) -> None:
-        """One step of this layer. Rates and whatever else was changed in `param_groups` count as ever."""
+    def only(self, layers: Sequence[Layer]) -> None:
+        """One step of these layers. Rates and whatever else was changed in `param_groups` count as ever."""
+        if not layers:
+            return
         groups = self.optimizer.param_groups
+        members: dict[int, list[nn.Parameter]] = {}
+        for layer in layers:
+            for number, parameters in self._members[layer.name]:
+                members.setdefault(number, []).extend(parameters)
         self.optimizer.param_groups = [
-            {**groups[number], "params": parameters} for number, parameters in self._members[layer.name]
+            {**groups[number], "params": parameters} for number, parameters in sorted(members.items())
         ]
         try:
             with self._stepping():

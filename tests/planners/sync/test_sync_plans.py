@@ -24,7 +24,7 @@ from isthmus.planners.sync import (
 )
 from isthmus.planners.sync.bound import exposed_bound_s
 from isthmus.planners.sync.bubbles import fill_bubbles
-from isthmus.planners.sync.timeline import iteration_s, timeline
+from isthmus.planners.sync.timeline import Timeline, iteration_s, timeline
 
 NAMES = ("dream", "dream-brute", "dream-dfs", "dream-spread", "equal-number")
 
@@ -56,6 +56,19 @@ def test_filling_costs_nothing_and_leaves_no_room(problem: SyncProblem, data: st
     for layer in {*range(line.count)} - {*filled, *chosen}:
         more = sorted({*filled, *chosen, layer})
         assert line.average_s[layer] == 0 or iteration_s(line, more) > taken
+
+
+@given(problems(most_workers=3), st.data(), st.integers(0, 9))
+def test_fillings_leave_what_is_to_be_spared(problem: SyncProblem, data: st.DataObject, spare_s: int) -> None:
+    """Were each filled layer so much longer, the iteration would be as long as before."""
+    line = line_of(problem)
+    chosen = sorted(data.draw(st.sets(st.integers(0, line.count - 1))))
+    filled = fill_bubbles(line, chosen, past_gaps=True, spare_s=spare_s)
+    for layer in filled:
+        longer = line.average_s.copy()
+        longer[layer] += spare_s
+        delayed = Timeline(line.compute_s, line.ready_s, line.tail_s, longer)
+        assert iteration_s(delayed, sorted({*filled, *chosen})) == iteration_s(line, chosen)
 
 
 @given(problems(overlap=False), st.data())
@@ -100,7 +113,8 @@ def test_no_assignment_beats_the_bound(problem: SyncProblem) -> None:
     least = least_exposed(problem)
     assert 0 <= bound <= least
     apart = problem.forward_overlap and len(problem.workers) > 1  # one is ready late, another has the longer tail
-    if not apart and (problem.iterations == 1 or problem.iterations >= len(problem.layers)):
+    alone = problem.iterations >= len(problem.layers)
+    if not apart and (alone or (problem.iterations == 1 and not problem.forward_overlap)):
         assert bound == least
     plan = plan_sync("dream", problem)
     compute = problem.iterations * line_of(problem).compute_s
@@ -156,6 +170,7 @@ ONE = profile([1], [1], [1], worker="a")
         ({"workers": ()}, "workers: got none"),
         ({"workers": (ONE, ONE)}, "workers: got 'a' twice"),
         ({"iterations": 0}, "iterations: got 0, expected at least 1"),
+        ({"spare": 1.5}, "spare: got 1.5, expected 0 to 1"),
         ({"layers": ("x", "y")}, "worker 'a': forward_s: got 1 times, expected 2"),
         ({"workers": (profile([1], [0], [1]),)}, "backward_s: got a sum of 0"),
     ],

@@ -29,7 +29,7 @@ def sync_plan(problem: SyncProblem, planner: str, sets: Sequence[Sequence[int]],
     iterations: list[SyncIteration] = []
     averaged: list[list[int]] = []
     for chosen in sets:
-        filled = fill_bubbles(line, chosen, past_gaps=past_gaps)
+        filled = fill_bubbles(line, chosen, past_gaps=past_gaps, spare_s=problem.spare * line.compute_s)
         taken_s = iteration_s(line, chosen)
         averaged.append(sorted({*chosen, *filled}))
         iterations.append(

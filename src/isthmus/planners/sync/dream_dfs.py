@@ -80,8 +80,8 @@ def set_ends(line: Timeline) -> list[tuple[int, ...]]:
     The first that does not is tried both ways, unless the set overflows already: then it is delayed (Property 2).
     """
     count, elapsed = line.count, line.elapsed_s
-    hidden_s = line.compute_s - line.start_s
-    hidden_ends = np.searchsorted(elapsed, elapsed[:-1] + hidden_s, side="right") - 1
+    hidden_s = line.compute_s - line.ready_s
+    hidden_ends = np.searchsorted(elapsed[1:] + line.tail_s, elapsed[:-1] + hidden_s, side="right")
     found: list[tuple[int, ...]] = []
     for start, end in enumerate(hidden_ends.tolist()):
         if end <= start:

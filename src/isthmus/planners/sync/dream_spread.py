@@ -56,20 +56,23 @@ def improved(line: Timeline, iterations: int) -> Places:
 def greedy_places(line: Timeline, iterations: int, *, fullest: bool) -> Places:
     """Layers from the last ready to the first, each where it adds the least exposed time.
 
-    Seen from the end, an iteration that holds averages of `load` seconds gets load + average - room exposed by one
-    more layer in front. Among equals the fullest iteration is taken, or the emptiest.
+    Seen from the end, an iteration that holds averages of `load` seconds is through at ready + average + load with one
+    more layer in front, and then still has the tail of its last layer. Among equals the fullest iteration is taken, or
+    the emptiest.
     """
     places = np.zeros(line.count, dtype=np.intp)
-    load, exposed = np.zeros(iterations), np.zeros(iterations)
+    load, exposed, tail = np.zeros(iterations), np.zeros(iterations), np.full(iterations, -1.0)
     for layer in reversed(range(line.count)):
         average_s = float(line.average_s[layer])
-        room_s = line.compute_s - float(line.start_s[layer])
-        after = np.maximum(exposed, load + average_s - room_s)
+        if average_s == 0:
+            continue
+        tails = np.where(tail < 0, line.tail_s[layer], tail)
+        after = np.maximum(exposed, line.ready_s[layer] + average_s + load + tails - line.compute_s)
         ties = np.flatnonzero(after - exposed <= (after - exposed).min() + ROUNDING * line.compute_s)
         chosen = ties[load[ties].argmax() if fullest else load[ties].argmin()]
         places[layer] = chosen
         load[chosen] += average_s
-        exposed[chosen] = after[chosen]
+        exposed[chosen], tail[chosen] = after[chosen], tails[chosen]
     return places
 
 
@@ -110,16 +113,24 @@ class Board:
         return True
 
     def _update(self, iteration: int) -> None:
-        line, inside = self.line, self.places == iteration
+        line, here = self.line, self.places == iteration
+        inside = here & (line.average_s > 0)
         average = np.where(inside, line.average_s, 0.0)
         behind = np.cumsum(average[::-1])[::-1]
-        through = np.where(inside, line.start_s + behind, 0.0)
+        through = np.where(inside, line.ready_s + behind, 0.0)
         until = np.maximum.accumulate(through)
-        cost = max(line.compute_s, float(until[-1]))
+        tails = np.sort(line.tail_s[inside])
+        tail_s = float(tails[-1]) if len(tails) else 0.0
+        cost = max(line.compute_s, float(until[-1]) + tail_s)
         # One more layer delays those in front of it, and is itself followed by those behind.
-        alone = line.start_s + behind + line.average_s
-        self.more[iteration] = np.maximum(cost, np.maximum(until + line.average_s, alone))
+        alone = line.ready_s + behind + line.average_s
+        more = np.maximum(np.maximum(until[-1], until + line.average_s), alone) + np.maximum(line.tail_s, tail_s)
+        self.more[iteration] = np.where(line.average_s > 0, np.maximum(line.compute_s, more), cost)
         past = np.concatenate((np.maximum.accumulate(through[::-1])[::-1][1:], [0.0]))
         in_front = np.concatenate(([0.0], until[:-1])) - line.average_s
-        self.less[inside] = np.maximum(line.compute_s, np.maximum(past, in_front))[inside]
+        less = np.maximum(past, in_front) + tail_s
+        if len(tails):
+            last = int(np.flatnonzero(inside)[-1])
+            less[last] += (float(tails[-2]) if len(tails) > 1 else 0.0) - tail_s
+        self.less[here] = np.where(inside, np.maximum(line.compute_s, less), cost)[here]
         self.cost[iteration] = cost

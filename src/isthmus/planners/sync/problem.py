@@ -58,9 +58,10 @@ class SyncProblem:
     """Whether averaging may go on during the next forward, each layer's forward waiting for its own average.
 
     The paper calls overlap with the forward infeasible, because averages in place would change parameters in use.
-    Gated layer by layer none is in use. A layer that becomes ready then goes before those that the forward needs
-    later, which takes a channel that sends in chunks.
+    Gated layer by layer none is in use.
     """
+    spare: float = 0.0
+    """Share of an iteration's computation that fillings leave free, for what was not foreseen: 0 to 1."""
 
     def __post_init__(self) -> None:
         for field, names in (("layers", self.layers), ("workers", tuple(w.worker for w in self.workers))):
@@ -71,6 +72,8 @@ class SyncProblem:
                 raise UserError(f"{field}: got {twice!r} twice, expected different names")
         if self.iterations < 1:
             raise UserError(f"iterations: got {self.iterations}, expected at least 1")
+        if not 0 <= self.spare <= 1:
+            raise UserError(f"spare: got {self.spare}, expected 0 to 1")
         for profile in self.workers:
             profile.check_layers(len(self.layers))
             if not sum(profile.backward_s) > 0:

@@ -6,11 +6,15 @@ Layers are numbered in backward order here, 0 being the last of the model. The a
     channel                     |..0..|...1...| |...3...|         exposed: what sticks out
                                 ready_0                           iteration = max(compute, end of the channel)
 
-The channel starts a layer when the layer is ready and the one before is through (Eq. 7's tau). A set S is therefore
-through at max over a in S of (ready_a + the averages of S from a on), and an interval of layers costs what its two
-ends say. With forward overlap the forward that follows still has `tail_a` to do from layer a on, so `ready_a +
-tail_a` takes the place of `ready_a`. Layers ready later are needed sooner, so the newest always goes first; for
-one machine with heads and tails that both grow this is Jackson's preemptive schedule, and the same formula its value.
+The channel starts a layer when the layer is ready and the one before is through (Eq. 7's tau). The last layer of a set S
+is therefore through at max over a in S of (ready_a + the averages of S from a on), and an interval of layers costs what
+its two ends say. With forward overlap the forward that follows still has `tail_a` to do from layer a on, and may begin it
+when a's own average is through. Both that moment and `tail_a` grow with a, so the last layer of S decides:
+
+    iteration = max(compute, last of S through + tail of the last)
+
+Letting layers that the forward needs first overtake the others would hide more, but neither Gloo nor NCCL interrupts a
+message. `start_s`, readiness and tail together, is what that would take: it serves the lower bound.
 
 With several workers an average starts when the last of them is ready and lasts as long as the slowest link takes,
 and all begin each iteration together. That is exact where one worker is the slowest throughout; else, as fast
@@ -39,9 +43,18 @@ class Timeline:
 
     compute_s: float
     """An iteration without averaging."""
-    start_s: Floats
-    """Layer a ready, and with forward overlap the forward that depends on it: never falls with a."""
+    ready_s: Floats
+    """When layer a can be averaged: never falls with a."""
+    tail_s: Floats
+    """With forward overlap, the forward that waits for layer a's average, else 0: never falls with a."""
     average_s: Floats
+
+    @property
+    def start_s(self) -> Floats:
+        """Readiness and tail of each layer. Where nothing is averaged, no more than an iteration."""
+        whole_s = self.ready_s + self.tail_s
+        # One worker's readiness plus another's tail may exceed both; where nothing is averaged they do not meet.
+        return np.where(self.average_s > 0, whole_s, np.minimum(whole_s, self.compute_s))
 
     @property
     def count(self) -> int:
@@ -59,40 +72,47 @@ def timeline(workers: Sequence[WorkerProfile], *, forward_overlap: bool) -> Time
     ready = np.cumsum([w.backward_s[::-1] for w in workers], axis=1)
     average = np.max([w.average_s[::-1] for w in workers], axis=0)
     compute_s = float((forward[:, -1] + ready[:, -1]).max())
-    start = ready.max(axis=0) + forward.max(axis=0) if forward_overlap else (forward[:, -1:] + ready).max(axis=0)
-    # One worker's readiness plus another's tail may exceed both; where nothing is averaged they do not meet.
-    return Timeline(compute_s, np.where(average > 0, start, np.minimum(start, compute_s)), average)
+    if not forward_overlap:
+        return Timeline(compute_s, (forward[:, -1:] + ready).max(axis=0), np.zeros_like(average), average)
+    return Timeline(compute_s, ready.max(axis=0), forward.max(axis=0), average)
 
 
 def iteration_s(line: Timeline, chosen: Sequence[int]) -> float:
     """Seconds of an iteration that averages the layers `chosen` (ascending numbers, which may leave gaps)."""
     layers = np.asarray(chosen, dtype=np.intp)
-    average = line.average_s[layers]
-    to_come = np.cumsum(average[::-1])[::-1]
-    return float((line.start_s[layers] + to_come).max(initial=line.compute_s))
+    layers = layers[line.average_s[layers] > 0]
+    if not len(layers):
+        return line.compute_s
+    to_come = np.cumsum(line.average_s[layers][::-1])[::-1]
+    return max(line.compute_s, float((line.ready_s[layers] + to_come).max() + line.tail_s[layers[-1]]))
 
 
 def interval_exposed_s(line: Timeline) -> Floats:
     """[end, start]: exposed seconds of an iteration that averages layers start..end-1; infinite for end < start.
 
     Shape (layers + 1, layers + 1). The recursion of Eq. 7 unrolled: the channel is through at
-    elapsed[end] + max over start <= a < end of (start_s[a] - elapsed[a]).
+    elapsed[end] + max over start <= a < end of (ready_s[a] - elapsed[a]).
     """
-    lead = line.start_s - line.elapsed_s[:-1]
-    # Running from the last start to the first makes each row's maximum over start..end-1 a cumulative one.
-    latest = np.where(_below_diagonal(line.count)[:, :-1], lead, -np.inf)
-    latest = np.maximum.accumulate(latest[:, ::-1], axis=1)[:, ::-1]
-    return _exposed(line, latest)
+    lead = np.where(line.average_s > 0, line.ready_s - line.elapsed_s[:-1], -np.inf)
+    return _exposed(line, _latest(line, lead))
 
 
 def printed_exposed_s(line: Timeline) -> Floats:
     """As `interval_exposed_s` under Eq. 8: only the first layer of a set is waited for, the rest go back to back."""
-    lead = line.start_s - line.elapsed_s[:-1]
+    lead = line.ready_s - line.elapsed_s[:-1]
     return _exposed(line, np.broadcast_to(lead, (line.count + 1, line.count)))
 
 
+def _latest(line: Timeline, values: Floats) -> Floats:
+    """[end, start]: the largest of the values start..end-1; -infinite for none. Shape (layers + 1, layers)."""
+    # Running from the last start to the first makes each row's maximum over start..end-1 a cumulative one.
+    found = np.where(_below_diagonal(line.count)[:, :-1], values, -np.inf)
+    return np.maximum.accumulate(found[:, ::-1], axis=1)[:, ::-1]
+
+
 def _exposed(line: Timeline, lead: Floats) -> Floats:
-    over = line.elapsed_s[:, None] + lead - line.compute_s
+    tail = _latest(line, np.where(line.average_s > 0, line.tail_s, -np.inf))
+    over = line.elapsed_s[:, None] + lead + tail - line.compute_s
     exposed = np.full((line.count + 1, line.count + 1), np.inf)
     exposed[:, :-1] = np.where(over > ROUNDING * line.compute_s, over, 0.0)
     exposed[~_below_diagonal(line.count)] = np.inf

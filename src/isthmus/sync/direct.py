@@ -1,0 +1,155 @@
+"""Sums over the workers in two hops, where a ring takes 2 (K - 1): between islands every hop is latency.
+
+    worker j    1. sends every other worker its shard of the elements, and adds up the shards of its own that arrive
+                2. sends that sum to all
+
+Every worker sends 2 (K - 1) / K of the tensor, as in a ring, but over all its links at once. This is the sharded
+parameter server of DT-FM (Eq. 2) on torch's point-to-point messages, in place. A shard is added up by one worker, in
+the order of the workers: all end with the same bits, run after run.
+
+A thread takes the sums in turn, so that the caller's backward goes on:
+
+    wire     |1: hop 1|1: hop 2|2: hop 1|2: hop 2|        hop 1 of a sum follows hop 2 of the one before at once
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+_TAGS = 1 << 20
+_LARGEST_BYTES = 1 << 24
+"""A larger tensor is summed in pieces: each needs space for what arrives, of its own size."""
+
+
+class DirectSum:
+    """One piece of memory on its way. Not to be touched before `wait` has returned."""
+
+    def __init__(self, tensor: Tensor, share: float, group: dist.ProcessGroup, number: int) -> None:
+        self.ended_s = 0.0
+        """When it was there, on the clock of `time.perf_counter`."""
+        self._tensor, self._share = tensor, share
+        self._group = group
+        self._rank, workers = dist.get_rank(group), dist.get_world_size(group)
+        edges = [tensor.numel() * worker // workers for worker in range(workers + 1)]
+        self._shards = [tensor[start:end] for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        self._others = [worker for worker in range(workers) if worker != self._rank]
+        self._tag = 2 * number % _TAGS
+        self._parts: list[Tensor] = []
+        self._arriving: list[dist.Work] = []
+        self._sums: list[dist.Work] = []
+        self._sent: list[dist.Work] = []
+        self._done = threading.Event()
+        self._error: Exception | None = None
+
+    def wait(self) -> None:
+        """Until the sum is there. Raises what torch.distributed raised on the way."""
+        self._done.wait()
+        if self._error is not None:
+            raise self._error
+
+    def offer(self) -> None:
+        """Say where both hops may put what they bring. Gloo sends nothing before: later it would cost a round trip."""
+        if self._sums:
+            return
+        own = self._shards[self._rank]
+        self._parts = [torch.empty_like(own) for _ in self._others]
+        for worker, part in zip(self._others, self._parts, strict=True):
+            self._arriving += self._receive(part, worker, 0)
+            self._sums += self._receive(self._shards[worker], worker, 1)
+
+    def send_shards(self) -> None:
+        """Hop 1."""
+        self._tensor.mul_(self._share)
+        for worker in self._others:
+            self._send(self._shards[worker], worker, 0)
+
+    def send_sum(self) -> None:
+        """Hop 2, when hop 1 of all others is here."""
+        own = self._shards[self._rank]
+        for work in self._arriving:
+            work.wait()
+        for part in self._parts:
+            own.add_(part)
+        self._parts.clear()
+        for worker in self._others:
+            self._send(own, worker, 1)
+
+    def end(self, error: Exception | None = None) -> None:
+        """Wait for hop 2 of all others, and let the caller go on."""
+        try:
+            if error is None:
+                for work in (*self._sums, *self._sent):
+                    work.wait()
+        except RuntimeError as raised:
+            error = raised
+        self._error, self.ended_s = error, time.perf_counter()
+        self._done.set()
+
+    def _receive(self, tensor: Tensor, worker: int, hop: int) -> list[dist.Work]:
+        if not tensor.numel():
+            return []
+        work = dist.irecv(tensor, group=self._group, group_src=worker, tag=self._tag + hop)
+        assert work is not None, "this process is not in its own group"
+        return [work]
+
+    def _send(self, tensor: Tensor, worker: int, hop: int) -> None:
+        if tensor.numel():
+            work = dist.isend(tensor, group=self._group, group_dst=worker, tag=self._tag + hop)
+            assert work is not None, "this process is not in its own group"
+            self._sent.append(work)
+
+
+class DirectSums:
+    """The sums of one group in turn. All workers must start the same ones in the same order."""
+
+    def __init__(self, group: dist.ProcessGroup) -> None:
+        self._group = group
+        self._started = 0
+        self._queue: queue.SimpleQueue[DirectSum | None] = queue.SimpleQueue()
+        threading.Thread(target=self._run, name="isthmus-sync", daemon=True).start()
+
+    def start(self, tensor: Tensor, share: float) -> Sequence[DirectSum]:
+        """Begin to sum a flat CPU tensor times `share` in place, in one piece or several."""
+        found: list[DirectSum] = []
+        for piece in tensor.view(-1).split(max(1, _LARGEST_BYTES // tensor.element_size())):
+            found.append(DirectSum(piece, share, self._group, self._started))
+            self._started += 1
+            self._queue.put(found[-1])
+        return found
+
+    def close(self) -> None:
+        """After the last sum."""
+        self._queue.put(None)
+
+    @torch.no_grad()
+    def _run(self) -> None:
+        before: DirectSum | None = None
+        now = self._queue.get()
+        while now is not None:
+            following: DirectSum | None = None
+            error: Exception | None = None
+            try:
+                now.offer()
+                now.send_shards()
+                if before is not None:
+                    before.end()
+                if waiting := not self._queue.empty():
+                    following = self._queue.get()
+                    if following is not None:
+                        following.offer()
+                now.send_sum()
+            except RuntimeError as raised:
+                error, waiting = raised, False
+            if following is not None:
+                before = now
+            else:
+                now.end(error)
+                before = None
+            now = following if waiting else self._queue.get()
