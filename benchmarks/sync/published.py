@@ -32,6 +32,11 @@ LATENCY_S = 5e-5
 """What merging messages saves; the profiles do not tell it apart. A tenth of their smallest averages."""
 BUCKETS = (1, 1 << 20, 25 << 20)
 BANDWIDTHS = {"100 MB/s": 100e6, "1 GB/s": 1e9}
+SCHEDULED = (
+    ("partial", "equal-number", False), ("dream, as the paper", "dream", False), ("dream", "dream", True),
+    ("dream-spread", "dream-spread", True),
+)  # fmt: skip
+"""Name, planner, and whether averages reach into the next forward."""
 EXTRAPOLATED = (31 / 32) / (15 / 16)
 COMPRESSED = {"int8": 1 / 4, "sparse2bit": 1 / 100}
 """Bytes of a delta against float32's."""
@@ -66,13 +71,13 @@ def cases() -> Iterator[tuple[str, str, list[float], list[float]]]:
 def model_of(backward_s: list[float], average_s: list[float], share: float = 1.0) -> SyncedModel:
     """Backward order; a forward takes half the backward, as in benchmarks/dream."""
     layers = tuple(
-        SyncedLayer(name=f"layer-{n}", backward_s=b, average_s=share * a, size_bytes=int(a * 1e9))
+        SyncedLayer(
+            name=f"layer-{n}", forward_s=b / 2, backward_s=b, average_s=share * a, size_bytes=int(a * 1e9)
+        )
         for n, (b, a) in reversed(list(enumerate(zip(backward_s, average_s, strict=True))))
     )
     least_s = min((a for a in average_s if a > 0), default=0.0)
-    return SyncedModel(
-        forward_s=sum(backward_s) / 2, layers=layers, latency_s=min(LATENCY_S, least_s), period=PERIOD
-    )  # fmt: skip
+    return SyncedModel(forward_s=0.0, layers=layers, latency_s=min(LATENCY_S, least_s), period=PERIOD)
 
 
 def schedule_of(plan: SyncPlan) -> list[frozenset[str]]:
@@ -80,15 +85,15 @@ def schedule_of(plan: SyncPlan) -> list[frozenset[str]]:
 
 
 def measure(name: str, workers: str, backward_s: list[float], average_s: list[float]) -> Result:
-    model, problem = model_of(backward_s, average_s), problem_of(backward_s, average_s, PERIOD, overlap=False)
+    model = model_of(backward_s, average_s)
     step_s = {
         "every-step": min(simulate_sync("every-step", model, SyncChoices(bucket_bytes=b)) for b in BUCKETS),
         "local": simulate_sync("local", model, SyncChoices()),
         "streaming": simulate_sync("streaming", model, SyncChoices()),
     }
-    for mode, planner in (("partial", "equal-number"), ("dream", "dream"), ("dream-spread", "dream-spread")):
-        schedule = schedule_of(plan_sync(planner, problem))
-        step_s[mode] = simulate_sync("partial", model, SyncChoices(schedule=schedule))
+    for mode, planner, overlap in SCHEDULED:
+        schedule = schedule_of(plan_sync(planner, problem_of(backward_s, average_s, PERIOD, overlap=overlap)))
+        step_s[mode] = simulate_sync("dream", model, SyncChoices(schedule=schedule, forward_overlap=overlap))
     hard: dict[str, float] = {}
     for delay in (1, 4):
         hard[f"streaming, delay {delay}"] = simulate_sync("streaming", model, SyncChoices(delay=delay))

@@ -45,10 +45,18 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
         return self.told.modes[0].step_s
 
     @property
+    def wire_s(self) -> float:
+        """Per step, of averaging once a period: each worker sends 2 / K of the model to every other one."""
+        return 2 / self.case.workers * self.told.size_bytes / self.payload_bytes_per_s / PERIOD
+
+    @property
+    def ring_s(self) -> float:
+        """As `wire_s` in a ring, which uses one link of each worker."""
+        return (self.case.workers - 1) * self.wire_s
+
+    @property
     def bound_s(self) -> float:
-        """A ring moves 2 (K - 1) / K of the model, once a period."""
-        share = 2 * (self.case.workers - 1) / self.case.workers
-        return max(self.compute_s, share * self.told.size_bytes / self.payload_bytes_per_s / PERIOD)
+        return max(self.compute_s, self.wire_s)
 
     def step_s(self, mode: str) -> float:
         return next(figures.step_s for figures in self.told.modes if figures.mode == mode)
@@ -99,16 +107,14 @@ def measure(case: Case) -> Result:
 
 def table(results: list[Result]) -> Table:
     drawn = Table("model", "link", title=f"Milliseconds per step, {WORKERS} workers, H = {PERIOD}")
-    headings = ("compute", "wire / H", *MODES, "bound", "dream / bound", "floor", "DDP / dream", "local / dream",
+    headings = ("compute", "wire / H", "in a ring", *MODES, "bound", "dream / bound", "floor", "DDP / dream", "local / dream",
                 "prediction off by")  # fmt: skip
     for heading in headings:
         drawn.add_column(heading, justify="right")
     for r in results:
-        share = 2 * (r.case.workers - 1) / r.case.workers
-        wire_s = share * r.told.size_bytes / r.payload_bytes_per_s / PERIOD
         drawn.add_row(
-            r.case.kind, f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s", _ms(r.compute_s), _ms(wire_s),
-            *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s), f"{r.step_s('dream') / r.bound_s:.2f}",
+            r.case.kind, f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s", _ms(r.compute_s), _ms(r.wire_s),
+            _ms(r.ring_s), *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s), f"{r.step_s('dream') / r.bound_s:.2f}",
             _ms(r.told.plan.certificate.lower_bound / PERIOD), f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}",
             f"{r.step_s('local') / r.step_s('dream'):.2f}", f"{statistics.median(errors(r)):.1%}",
         )  # fmt: skip

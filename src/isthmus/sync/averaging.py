@@ -26,7 +26,7 @@ class Averager:
         self.sent_bytes = 0
         """What this worker sent in a ring: 2 (K - 1) / K of every tensor."""
         self.busy_s = 0.0
-        """How long averages were on the way, overlapping ones counted once. Of CPU tensors on Gloo only: 0 elsewhere."""
+        """How long averages were on the way, overlapping ones counted once. 0 but for CPU tensors on Gloo."""
         self._through_s = 0.0
         self._sums = DirectSums(group) if self.workers > 1 and dist.get_backend(group) == "gloo" else None
         self._weights = gather(weight, float, group)

@@ -18,6 +18,7 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from itertools import pairwise
 
 import torch
 import torch.distributed as dist
@@ -38,7 +39,7 @@ class DirectSum:
         self._group = group
         self._rank, workers = dist.get_rank(group), dist.get_world_size(group)
         edges = [tensor.numel() * worker // workers for worker in range(workers + 1)]
-        self._shards = [tensor[start:end] for start, end in zip(edges[:-1], edges[1:], strict=True)]
+        self._shards = [tensor[start:end] for start, end in pairwise(edges)]
         self._others = [worker for worker in range(workers) if worker != self._rank]
         self._tag = 2 * number % _TAGS
         self._parts: list[Tensor] = []

@@ -1,7 +1,7 @@
 """Averages that reach into the next forward: each layer's forward waits for its own average, and for no other.
 
-    backward   |-- layer 3 --|-- layer 2 --|-- layer 1 --|        forward   |1?|- layer 1 -|2?|- layer 2 -|3?|- layer 3 -|
-    wire                     |.....3.....|  |.....2.....||.....1.....|
+    compute    |- back 3 -|- back 2 -|- back 1 -|     |- forward 1 -|- forward 2 -|- forward 3 -|
+    wire                  |..3..|    |....2....||..1..|
 
 The gates are forward pre-hooks on the modules that own parameters. A module may read another's parameters past that
 module's own forward, as nn.MultiheadAttention does; who does is seen in the first forward pass, where every torch
@@ -21,7 +21,7 @@ from isthmus.sync.layers import Layer
 
 
 class ForwardGates:
-    """Calls `enter(number)` before a layer is read in a forward, `touch(number)` before a state dict takes or sets it."""
+    """Calls `enter(number)` before a forward reads a layer, `touch(number)` before a state dict takes or sets it."""
 
     def __init__(
         self, model: nn.Module, layers: Sequence[Layer], enter: Callable[[int], None], touch: Callable[[int], None]

@@ -6,10 +6,10 @@ Layers are numbered in backward order here, 0 being the last of the model. The a
     channel                     |..0..|...1...| |...3...|         exposed: what sticks out
                                 ready_0                           iteration = max(compute, end of the channel)
 
-The channel starts a layer when the layer is ready and the one before is through (Eq. 7's tau). The last layer of a set S
-is therefore through at max over a in S of (ready_a + the averages of S from a on), and an interval of layers costs what
-its two ends say. With forward overlap the forward that follows still has `tail_a` to do from layer a on, and may begin it
-when a's own average is through. Both that moment and `tail_a` grow with a, so the last layer of S decides:
+The channel starts a layer when the layer is ready and the one before is through (Eq. 7's tau). The last layer of a set
+S is therefore through at max over a in S of (ready_a + the averages of S from a on), and an interval of layers costs
+what its two ends say. With forward overlap the forward that follows still has `tail_a` to do from layer a on, and may
+begin it when a's own average is through. Both that moment and `tail_a` grow with a, so the last layer of S decides:
 
     iteration = max(compute, last of S through + tail of the last)
 
