@@ -107,16 +107,17 @@ def measure(case: Case) -> Result:
 
 def table(results: list[Result]) -> Table:
     drawn = Table("model", "link", title=f"Milliseconds per step, {WORKERS} workers, H = {PERIOD}")
-    headings = ("compute", "wire / H", "in a ring", *MODES, "bound", "dream / bound", "floor", "DDP / dream", "local / dream",
-                "prediction off by")  # fmt: skip
+    headings = ("compute", "wire / H", "in a ring", *MODES, "bound", "dream / bound", "floor", "DDP / dream",
+                "local / dream", "prediction off by")  # fmt: skip
     for heading in headings:
         drawn.add_column(heading, justify="right")
     for r in results:
         drawn.add_row(
             r.case.kind, f"{r.case.bandwidth_bit_per_s / MBIT:.0f} Mbit/s", _ms(r.compute_s), _ms(r.wire_s),
-            _ms(r.ring_s), *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s), f"{r.step_s('dream') / r.bound_s:.2f}",
-            _ms(r.told.plan.certificate.lower_bound / PERIOD), f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}",
-            f"{r.step_s('local') / r.step_s('dream'):.2f}", f"{statistics.median(errors(r)):.1%}",
+            _ms(r.ring_s), *[_ms(r.step_s(mode)) for mode in MODES], _ms(r.bound_s),
+            f"{r.step_s('dream') / r.bound_s:.2f}", _ms(r.told.plan.certificate.lower_bound / PERIOD),
+            f"{r.step_s('torch DDP') / r.step_s('dream'):.2f}", f"{r.step_s('local') / r.step_s('dream'):.2f}",
+            f"{statistics.median(errors(r)):.1%}",
         )  # fmt: skip
     drawn.caption = (
         "bound: max(compute, wire / H); floor: what no assignment of layers undercuts, latencies included (the plan's "

@@ -15,32 +15,46 @@ times = st.floats(1e-3, 1.0)
 layer_times = st.lists(st.tuples(times, times), min_size=1, max_size=8)
 
 
-def model_of(layers: list[tuple[float, float]], period: int, latency_s: float = 0.0) -> SyncedModel:
+def model_of(
+    layers: list[tuple[float, float]], period: int, latency_s: float = 0.0, forward_s: float = 0.0
+) -> SyncedModel:  # fmt: skip
+    """`forward_s` is each layer's own; half a second comes before all of them where it is none."""
     made = tuple(
-        SyncedLayer(name=f"layer-{n}", backward_s=backward_s, average_s=average_s, size_bytes=1)
+        SyncedLayer(
+            name=f"layer-{n}", forward_s=forward_s, backward_s=backward_s, average_s=average_s, size_bytes=1
+        )  # fmt: skip
         for n, (backward_s, average_s) in enumerate(layers)
     )
-    return SyncedModel(forward_s=0.5, layers=made, latency_s=latency_s, period=period)
+    return SyncedModel(forward_s=0.0 if forward_s else 0.5, layers=made, latency_s=latency_s, period=period)
 
 
-def problem_of(model: SyncedModel) -> SyncProblem:
+def problem_of(model: SyncedModel, *, overlap: bool = False) -> SyncProblem:
     forward_order = model.layers[::-1]
     count = len(forward_order)
     profile = WorkerProfile(
-        worker="w", forward_s=(model.forward_s / count,) * count,
+        worker="w", forward_s=tuple(layer.forward_s or model.forward_s / count for layer in forward_order),
         backward_s=tuple(layer.backward_s for layer in forward_order),
         average_s=tuple(layer.average_s for layer in forward_order),
     )  # fmt: skip
     names = tuple(layer.name for layer in forward_order)
-    return SyncProblem(layers=names, workers=(profile,), iterations=model.period)
+    return SyncProblem(layers=names, workers=(profile,), iterations=model.period, forward_overlap=overlap)
 
 
-@given(layer_times, st.integers(1, 5))
-def test_dream_takes_what_its_plan_says(layers: list[tuple[float, float]], period: int) -> None:
-    model = model_of(layers, period)
-    plan = plan_sync("dream", problem_of(model))
+@given(layer_times, st.integers(1, 5), st.booleans(), st.sampled_from(["dream", "dream-spread"]))
+def test_a_schedule_takes_what_its_plan_says(
+    layers: list[tuple[float, float]], period: int, overlap: bool, planner: str
+) -> None:
+    model = model_of(layers, period, forward_s=0.1)
+    plan = plan_sync(planner, problem_of(model, overlap=overlap))
     schedule = [frozenset(plan.averaged(step)) for step in range(period)]
-    assert simulate_sync("dream", model, SyncChoices(schedule=schedule)) == pytest.approx(plan.step_s)
+    choices = SyncChoices(schedule=schedule, forward_overlap=overlap)
+    assert simulate_sync("dream", model, choices) == pytest.approx(plan.step_s)
+
+
+@given(layer_times, st.integers(1, 4))
+def test_a_spread_schedule_is_no_worse_than_intervals(layers: list[tuple[float, float]], period: int) -> None:
+    problem = problem_of(model_of(layers, period, forward_s=0.1), overlap=True)
+    assert plan_sync("dream-spread", problem).period_s <= plan_sync("dream", problem).period_s * (1 + 1e-9)
 
 
 @given(layer_times)

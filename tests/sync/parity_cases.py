@@ -1,12 +1,14 @@
 """Run by torchrun: many small cases in one group of workers, each against one process that does it all.
 
-`parity_cases.py PART...`. Worker 0 prints a JSON line: the largest relative difference of every case, by name. All is
-computed in float64: in float32 rounding alone makes 1e-6 in 50 steps, and would hide what is wrong.
+Four workers first, then the first two of them alone: starting processes takes longer than the cases. Worker 0 prints a
+JSON line: the largest relative difference of every case, by name. All is computed in float64: in float32 rounding alone
+makes 1e-6 in 50 steps, and would hide what is wrong.
 """
 
 from __future__ import annotations
 
 import json
+import os
 import runpy
 import sys
 import time
@@ -24,6 +26,7 @@ from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options
 from isthmus.sync.exchange import gather
+from isthmus.training.compression import Bf16, Codec, Int8, Sparse2Bit
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "torchrun"
 STEPS = 50
@@ -294,7 +297,7 @@ def unequal(found: dict[str, float]) -> None:
         optimizer = OPTIMIZERS["sgd"](made)
         options = Options(balance=True, outer_rate=1.0, outer_momentum=0.0)
         sync = isthmus.sync.attach(made, optimizer, mode=mode, period=6, options=options)
-        while sync.periods < 6:
+        while sync.periods < 4:
             optimizer.zero_grad()
             loss_of(made, sync.steps, rank).backward()
             time.sleep(0.06 if rank else 0.02)
@@ -306,10 +309,7 @@ def unequal(found: dict[str, float]) -> None:
         found[f"balanced: {mode}: fewer steps where slow"] = 0.0 if steps[0] > 1.5 * steps[1] else 1.0
         named = statistics.slowest is not None and statistics.slowest.startswith("worker 1 on ")
         found[f"slowest named: {mode}"] = 0.0 if named and statistics.behind_s > 0 else 1.0
-        flat = torch.cat([p.detach().flatten() for p in made.parameters()])
-        everyone = [torch.zeros_like(flat) for _ in range(dist.get_world_size())]
-        dist.all_gather(everyone, flat)
-        found[f"balanced: {mode}: together"] = max(float((flat - other).abs().max()) for other in everyone)
+        found[f"balanced: {mode}: together"] = _spread(made)
 
 
 class Short:
@@ -353,11 +353,45 @@ def packed(found: dict[str, float]) -> None:
         found[f"packed with loss, a quarter of the bytes: {mode}"] = abs(4 * sent[2] / sent[1] - 1)
 
 
-PARTS = {
-    "packed": packed,
-    "unequal": unequal,
-    "parity": parity, "periods": periods, "planned": planned, "shared": shared, "lbfgs": lbfgs, "different": different,
-}  # fmt: skip
+def codecs(found: dict[str, float]) -> None:
+    """The codecs of a run, on deltas: workers end together, near to where they end without, with the bytes they say."""
+    codecs = {"bf16": (Bf16(), 0.02), "int8": (Int8(), 0.02), "sparse2bit": (Sparse2Bit(2.0), 0.5)}
+    for mode in ("outer", "streaming"):
+        exact, _ = _with_codec(mode, None)
+        for name, (codec, near) in codecs.items():
+            made, sync = _with_codec(mode, codec)
+            found[f"{name}, {mode}: near"] = 0.0 if 0 < apart(made, exact) < near else 1.0
+            sizes = sync.statistics().layer_bytes.values()
+            elements = sum(sizes) // 8
+            if mode == "outer":
+                found[f"{name}, {mode}: together"] = _spread(made)
+                said = 8 * codec.wire_bytes(elements, torch.float64)
+                found[f"{name}, {mode}: bytes"] = abs(sync.statistics().sent_bytes / said - 1)
+
+
+def _with_codec(mode: str, codec: Codec | None) -> tuple[nn.Module, isthmus.sync.Sync]:
+    made = model()
+    optimizer = OPTIMIZERS["momentum"](made)
+    options = Options(outer_rate=1.0, outer_momentum=0.0)
+    sync = isthmus.sync.attach(made, optimizer, mode=mode, period=3, codec=codec, options=options)
+    for step in range(24):
+        optimizer.zero_grad()
+        loss_of(made, step, dist.get_rank()).backward()
+        sync.step()
+    sync.close()
+    return made, sync
+
+
+def _spread(made: nn.Module) -> float:
+    """The largest difference between workers."""
+    flat = torch.cat([p.detach().flatten() for p in made.parameters()])
+    everyone = [torch.zeros_like(flat) for _ in range(dist.get_world_size())]
+    dist.all_gather(everyone, flat)
+    return max(float((flat - other).abs().max()) for other in everyone)
+
+
+OF_FOUR = (parity, planned)
+OF_TWO = (parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs)
 
 
 def main() -> None:
@@ -366,12 +400,24 @@ def main() -> None:
     # The script with three lines changed, as it stands; its process group is kept for the rest.
     with mock.patch.object(dist, "destroy_process_group"):
         runpy.run_path(str(EXAMPLES / "synced.py"), run_name="__main__")
-    for name in sys.argv[1:]:
-        PARTS[name](found)
-    dist.barrier()
-    if dist.get_rank() == 0:
-        print(json.dumps(found))
+    rank = dist.get_rank()
+    _run(OF_FOUR, found)
     dist.destroy_process_group()
+    if rank < 2:
+        store = dist.TCPStore(os.environ["MASTER_ADDR"], int(os.environ["MASTER_PORT"]), is_master=False)
+        dist.init_process_group("gloo", store=dist.PrefixStore("two", store), rank=rank, world_size=2)
+        _run(OF_TWO, found)
+        if rank == 0:
+            print(json.dumps(found))
+        dist.destroy_process_group()
+
+
+def _run(parts: Sequence[Callable[[dict[str, float]], None]], found: dict[str, float]) -> None:
+    told: dict[str, float] = {}
+    for part in parts:
+        part(told)
+    found.update({f"{dist.get_world_size()} workers: {name}": value for name, value in told.items()})
+    dist.barrier()
 
 
 if __name__ == "__main__":

@@ -1,7 +1,12 @@
-"""Run by torchrun: the example's training in every mode, saving on the way. `resume_cases.py FOLDER`."""
+"""Run by torchrun: the example's training in every mode, saving on the way. `resume_cases.py WHOLE [KILLED]`.
+
+With a second folder, what was saved first is copied there, and `dream` goes on from it until somebody stops it. A plan
+depends on times that were measured, so both runs must go on from the save that holds it.
+"""
 
 from __future__ import annotations
 
+import shutil
 import sys
 from pathlib import Path
 
@@ -14,9 +19,21 @@ sys.path.insert(0, str(Path(__file__).parents[2] / "examples" / "torchrun"))
 
 from resumed import train  # pyright: ignore[reportMissingImports]
 
-if __name__ == "__main__":
+
+def main(whole: Path, killed: Path | None) -> None:
     torch.set_num_threads(1)
     dist.init_process_group("gloo")
     for mode in mode_names():
-        train(Path(sys.argv[1]) / mode, mode, 24, 8)
+        train(whole / mode, mode, 24, 8)
+    dist.barrier()
+    if killed is not None:
+        if dist.get_rank() == 0:
+            for mode in mode_names():
+                shutil.copytree(whole / mode / "step-000008", killed / mode / "step-000008")
+        dist.barrier()
+        train(killed / "dream", "dream", 1_000_000, 8)
     dist.destroy_process_group()
+
+
+if __name__ == "__main__":
+    main(Path(sys.argv[1]), Path(sys.argv[2]) if sys.argv[2:] else None)

@@ -137,7 +137,7 @@ def _scheduled(run: _Run, choices: SyncChoices, steps: int) -> None:
         through: dict[str, float] = {}
 
         def ready(layer: SyncedLayer, due: frozenset[str] = due, through: dict[str, float] = through) -> None:
-            if layer.name in due:
+            if layer.name in due and layer.average_s > 0:
                 through[layer.name] = run.send([layer])
 
         run.compute(ready if choices.in_backward else None, gates)

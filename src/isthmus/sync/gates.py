@@ -33,7 +33,7 @@ class ForwardGates:
         self._reads: _Reads | None = None
         self.proven = False
         """Whether a whole forward was seen, so that nothing is read past a gate."""
-        self._handles = [model.register_forward_pre_hook(self._model_begins)]
+        self._handles = [model.register_forward_pre_hook(torch.compiler.disable(self._model_begins))]
         for module in model.modules():
             numbers = sorted({self._layer_of[p] for p in module.parameters(recurse=False) if p in self._layer_of})
             if numbers:
@@ -42,7 +42,8 @@ class ForwardGates:
                     module.register_forward_pre_hook(_hook_of(self._entered, numbers)),
                     module.register_state_dict_pre_hook(touching), module.register_load_state_dict_pre_hook(touching),
                 ]  # fmt: skip
-        self._handles.append(model.register_forward_hook(self._model_ended, always_call=True))
+        ended = torch.compiler.disable(self._model_ended)
+        self._handles.append(model.register_forward_hook(ended, always_call=True))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -53,7 +54,6 @@ class ForwardGates:
             self._reads.entered.add(number)
         self._enter(number)
 
-    @torch.compiler.disable
     def _model_begins(self, *_: object) -> None:
         for number in self._early:
             self._enter(number)
@@ -61,7 +61,6 @@ class ForwardGates:
             self._reads = _Reads(self._layer_of)
             self._reads.__enter__()
 
-    @torch.compiler.disable
     def _model_ended(self, *_: object) -> None:
         if self._reads is not None:
             self._reads.__exit__(None, None, None)
