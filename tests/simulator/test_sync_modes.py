@@ -17,12 +17,10 @@ layer_times = st.lists(st.tuples(times, times), min_size=1, max_size=8)
 
 def model_of(
     layers: list[tuple[float, float]], period: int, latency_s: float = 0.0, forward_s: float = 0.0
-) -> SyncedModel:  # fmt: skip
+) -> SyncedModel:
     """`forward_s` is each layer's own; half a second comes before all of them where it is none."""
     made = tuple(
-        SyncedLayer(
-            name=f"layer-{n}", forward_s=forward_s, backward_s=backward_s, average_s=average_s, size_bytes=1
-        )  # fmt: skip
+        SyncedLayer(name=f"layer-{n}", forward_s=forward_s, backward_s=backward_s, average_s=average_s, size_bytes=1)
         for n, (backward_s, average_s) in enumerate(layers)
     )
     return SyncedModel(forward_s=0.0 if forward_s else 0.5, layers=made, latency_s=latency_s, period=period)

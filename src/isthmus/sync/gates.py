@@ -11,7 +11,7 @@ function tells what it reads, and such layers are waited for before the whole mo
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Any
+from typing import Any, cast
 
 import torch
 from torch import Tensor, nn
@@ -33,7 +33,7 @@ class ForwardGates:
         self._reads: _Reads | None = None
         self.proven = False
         """Whether a whole forward was seen, so that nothing is read past a gate."""
-        self._handles = [model.register_forward_pre_hook(torch.compiler.disable(self._model_begins))]
+        self._handles = [model.register_forward_pre_hook(_uncompiled(self._model_begins))]
         for module in model.modules():
             numbers = sorted({self._layer_of[p] for p in module.parameters(recurse=False) if p in self._layer_of})
             if numbers:
@@ -42,8 +42,7 @@ class ForwardGates:
                     module.register_forward_pre_hook(_hook_of(self._entered, numbers)),
                     module.register_state_dict_pre_hook(touching), module.register_load_state_dict_pre_hook(touching),
                 ]  # fmt: skip
-        ended = torch.compiler.disable(self._model_ended)
-        self._handles.append(model.register_forward_hook(ended, always_call=True))
+        self._handles.append(model.register_forward_hook(_uncompiled(self._model_ended), always_call=True))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -68,12 +67,16 @@ class ForwardGates:
 
 
 def _hook_of(call: Callable[[int], None], numbers: Sequence[int]) -> Callable[..., None]:
-    @torch.compiler.disable
     def hook(*_: object) -> None:
         for number in numbers:
             call(number)
 
-    return hook
+    return _uncompiled(hook)
+
+
+def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """torch.compile is to leave a gate as it is: it waits, and keeps account."""
+    return cast("Callable[..., None]", torch.compiler.disable(hook))
 
 
 class _Reads(TorchFunctionMode):
