@@ -35,7 +35,7 @@ _NOTICEABLE = 0.01
 
 _LEAST_LATENCIES = (4.0, 2.0, 1.0, 0.5, 0.0)
 """Layers are joined until their bytes take so many latencies: the best of these plans is followed,"""
-_AS_GOOD = 1.01
+_AS_GOOD = 1.003
 """or one that takes no more than this and has fewer messages: each costs processor time, which no plan counts."""
 
 
