@@ -14,7 +14,7 @@ import torch.distributed as dist
 from isthmus.sync.averaging import Averager
 from isthmus.sync.exchange import message_device
 
-SMALLEST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 24
+SMALLEST_BYTES, GROWTH, MOST_BYTES = 1 << 10, 4, 1 << 22
 REPEATS = 3
 LONGEST_S = 0.3
 """After a probe that took this long no larger one follows."""
