@@ -25,6 +25,7 @@ import isthmus.sync
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options
+from isthmus.sync.averaging import Averager
 from isthmus.sync.exchange import gather
 from isthmus.training.compression import Bf16, Codec, Int8, Sparse2Bit
 
@@ -385,14 +386,38 @@ def _with_codec(mode: str, codec: Codec | None) -> tuple[nn.Module, isthmus.sync
 
 def _spread(made: nn.Module) -> float:
     """The largest difference between workers."""
-    flat = torch.cat([p.detach().flatten() for p in made.parameters()])
+    return _apart_between_workers(torch.cat([p.detach().flatten() for p in made.parameters()]))
+
+
+def _apart_between_workers(flat: Tensor) -> float:
     everyone = [torch.zeros_like(flat) for _ in range(dist.get_world_size())]
     dist.all_gather(everyone, flat)
     return max(float((flat - other).abs().max()) for other in everyone)
 
 
-OF_FOUR = (parity, planned)
-OF_TWO = (parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs)
+def sums(found: dict[str, float]) -> None:
+    """Weighted averages of any size, several on the way at once, in pieces too: right, and the same bits everywhere."""
+    assert dist.group.WORLD is not None
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    shares = [2 * (worker + 1) / (workers * (workers + 1)) for worker in range(workers)]
+    averager = Averager(dist.group.WORLD, weight=rank + 1.0)
+    for piece_bytes in (1 << 24, 400):
+        drawn = [[torch.randn(size, generator=torch.Generator().manual_seed(100 * size + worker), dtype=torch.float64)
+                  for size in (1, 2, 3, 5, 1000, 4099)] for worker in range(workers)]  # fmt: skip
+        own = [tensor.clone() for tensor in drawn[rank]]
+        with mock.patch("isthmus.sync.direct.LARGEST_BYTES", piece_bytes):
+            pendings = [averager.start([tensor]) for tensor in own]
+        for pending in reversed(pendings):
+            pending.wait()
+        for tensor, *of in zip(own, *drawn, strict=True):
+            right = sum((share * one for share, one in zip(shares, of, strict=True)), torch.zeros_like(tensor))
+            found[f"sums of {len(tensor)} in pieces of {piece_bytes}: right"] = float((tensor - right).abs().max())
+            found[f"sums of {len(tensor)} in pieces of {piece_bytes}: alike"] = _apart_between_workers(tensor)
+    averager.close()
+
+
+OF_FOUR = (parity, planned, sums)
+OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs)
 
 
 def main() -> None:

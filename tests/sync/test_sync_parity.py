@@ -18,7 +18,7 @@ def test_modes_equal_one_process() -> None:
     assert len(right) == 4, told
     assert min(right) > 75, told  # 10 by chance
     found = json.loads(last)
-    for workers, cases in ((4, 13), (2, 50)):
+    for workers, cases in ((4, 35), (2, 80)):
         assert sum(name.startswith(f"{workers} workers") for name in found) >= cases
     wrong = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
     assert not wrong

@@ -25,7 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 _TAGS = 1 << 20
-_LARGEST_BYTES = 1 << 24
+LARGEST_BYTES = 1 << 24
 """A larger tensor is summed in pieces: each needs space for what arrives, of its own size."""
 
 
@@ -119,7 +119,7 @@ class DirectSums:
     def start(self, tensor: Tensor, share: float) -> Sequence[DirectSum]:
         """Begin to sum a flat CPU tensor times `share` in place, in one piece or several."""
         found: list[DirectSum] = []
-        for piece in tensor.view(-1).split(max(1, _LARGEST_BYTES // tensor.element_size())):
+        for piece in tensor.view(-1).split(max(1, LARGEST_BYTES // tensor.element_size())):
             found.append(DirectSum(piece, share, self._group, self._started))
             self._started += 1
             self._queue.put(found[-1])
