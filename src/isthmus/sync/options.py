@@ -31,9 +31,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`dream`, and `partial` with `overlap`: averages may reach into the next forward, where each layer waits for its
     own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read in another way than by
     a forward or a state dict. Not with `average_state`."""
-    spare: float = 0.5
-    """`dream`: share of the computation that fillings leave free. The wire would have time for them, but what is sent
-    keeps processors busy as well."""
+    spare: float = 1.0
+    """`dream`: share of the computation that fillings leave free: 1 for no fillings, 0 to average layers once more
+    wherever the wire would be idle. That brings workers nearer to each other, but keeps processors and links busy."""
     warm_up_steps: int = 4
     """`dream`: steps that are measured before the first plan. The first of them is thrown away."""
     drift: float = 0.2
