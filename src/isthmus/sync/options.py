@@ -61,7 +61,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for field, least in at_least.items():
             if not getattr(self, field) >= least:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at least {least}")
-        for field in ("outer_momentum", "mixing", "spare"):
+        if self.spare > 1:
+            raise UserError(f"sync option 'spare': got {self.spare}, expected at most 1")
+        for field in ("outer_momentum", "mixing"):
             if getattr(self, field) >= 1:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
         if not (self.weight > 0 and math.isfinite(self.weight)):
