@@ -88,7 +88,7 @@ class DirectSum:
             if error is None:
                 for work in (*self._sums, *self._sent):
                     work.wait()
-        except RuntimeError as raised:
+        except Exception as raised:
             error = raised
         self._error, self.ended_s = error, time.perf_counter()
         self._done.set()
@@ -134,7 +134,7 @@ class DirectSums:
         before: DirectSum | None = None
         now = self._queue.get()
         while now is not None:
-            following: DirectSum | None = None
+            following, waiting = None, False
             error: Exception | None = None
             try:
                 now.offer()
@@ -146,9 +146,9 @@ class DirectSums:
                     if following is not None:
                         following.offer()
                 now.send_sum()
-            except RuntimeError as raised:
-                error, waiting = raised, False
-            if following is not None:
+            except Exception as raised:  # whatever it was, somebody waits for it
+                error = raised
+            if error is None and following is not None:
                 before = now
             else:
                 now.end(error)
