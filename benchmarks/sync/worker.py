@@ -91,9 +91,13 @@ def synced_model(statistics: SyncStatistics, compute_s: float, units: Sequence[s
 
 
 def measure(case: Case) -> Told:
-    alone = without(case)
-    found = [(alone, None)] + [(with_ddp(case), None)] * ("torch DDP" in case.modes)
-    found += [with_sync(case, mode) for mode in case.modes if mode != "torch DDP"]
+    before = without(case)
+    others: list[tuple[ModeFigures, SyncStatistics | None]] = []
+    others += [(with_ddp(case), None)] * ("torch DDP" in case.modes)
+    others += [with_sync(case, mode) for mode in case.modes if mode != "torch DDP"]
+    # Before and after, as the machine may have become slower or faster meanwhile.
+    alone = msgspec.structs.replace(before, step_s=(before.step_s + without(case).step_s) / 2)
+    found = [(alone, None), *others]
     statistics = {figures.mode: told for figures, told in found if told is not None}
     dream = statistics["dream"]
     assert dream.plan is not None and dream.link is not None
