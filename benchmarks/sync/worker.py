@@ -62,7 +62,7 @@ def with_sync(case: Case, mode: str) -> tuple[ModeFigures, SyncStatistics]:
     module = slow_model(case)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
     # The plan is to be that of the first probe, whatever the machine's other work does.
-    options = Options(overlap=mode == "partial", drift=1e9)
+    options = Options(overlap=mode == "partial", forward_overlap=True, drift=1e9)
     sync = isthmus.sync.attach(module, optimizer, mode=mode, period=PERIOD, options=options)
     settle = {"dream": 4 + PERIOD, "every-step": 1}.get(mode, PERIOD)
     step_s = timed(case, module, optimizer, sync.step, settle=settle)

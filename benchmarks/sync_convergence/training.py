@@ -103,6 +103,7 @@ def train(setting: Setting, make: Callable[[], nn.Module]) -> Curve:
         sync.step()
         if (step + 1) % setting.eval_every == 0:
             # In the middle of a period: at its end local SGD's workers are together.
+            sync.wait()
             loss, divergence = of_mean(task, model)
             steps.append(step + 1)
             losses.append(loss)

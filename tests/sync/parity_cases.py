@@ -113,7 +113,7 @@ def parity(found: dict[str, float]) -> None:
     plain = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0)
     cases = [("every-step", small), ("local", plain), ("partial", plain), ("dream", plain), ("outer", plain),
              ("streaming", plain)]  # fmt: skip
-    overlapped = Options(smallest_layer_bytes=0, overlap=True)
+    overlapped = Options(smallest_layer_bytes=0, overlap=True, forward_overlap=True)
     for name in ("sgd", "momentum", "adamw") if dist.get_world_size() == 2 else ("momentum", "adamw"):
         make = OPTIMIZERS[name]
         expected = one_process(make, dist.get_world_size())
@@ -140,14 +140,16 @@ def periods(found: dict[str, float]) -> None:
         found[f"local of 4, {name}"] = apart(synced(make, "local", 4, fine)[0], expected)
         diloco = Options(outer_rate=1.0, outer_momentum=0.0)
         found[f"outer of 4, {name}"] = apart(synced(make, "outer", 4, diloco)[0], expected)
-        for options in (fine, Options(smallest_layer_bytes=0, overlap=True)):
+        for options in (fine, Options(smallest_layer_bytes=0, overlap=True, forward_overlap=True)):
             made, sync = synced(make, "partial", 3, options)
             plan = sync.statistics().plan
             assert plan is not None
             expected = by_period(make, workers, lambda step, plan=plan: _named(plan.averaged(step), everything))[rank]
             found[f"partial of 3, {name}, overlap {options.overlap}"] = apart(made, expected)
-        given = Options(smallest_layer_bytes=0, plan=plan)
-        found[f"dream of 3 with a plan, {name}"] = apart(synced(make, "dream", 3, given)[0], expected)
+        for overlap in (False, True):
+            given = Options(smallest_layer_bytes=0, plan=plan, forward_overlap=overlap)
+            made, _ = synced(make, "dream", 3, given)
+            found[f"dream of 3 with a plan, {name}, into the forward {overlap}"] = apart(made, expected)
 
 
 def _named(layers: tuple[str, ...], parameters: list[str]) -> list[str]:

@@ -135,7 +135,7 @@ class TestDream:
         return loss
 
     def test_the_next_forward_waits_layer_by_layer(self, waits: list[int]) -> None:
-        model, optimizer, sync = _attached(Options(smallest_layer_bytes=0, plan=_plan()))
+        model, optimizer, sync = _attached(Options(smallest_layer_bytes=0, plan=_plan(), forward_overlap=True))
         self._step(model, optimizer, sync)
         assert waits == []
         model[1].register_forward_pre_hook(lambda *_: waits.append(-1))
@@ -145,7 +145,7 @@ class TestDream:
 
     @pytest.mark.parametrize("how", ["wait", "state_dict", "close", "model"])
     def test_whoever_asks_waits_for_all(self, waits: list[int], how: str) -> None:
-        model, optimizer, sync = _attached(Options(smallest_layer_bytes=0, plan=_plan()))
+        model, optimizer, sync = _attached(Options(smallest_layer_bytes=0, plan=_plan(), forward_overlap=True))
         self._step(model, optimizer, sync)
         (model.state_dict if how == "model" else getattr(sync, how))()
         assert waits == [20, 20]

@@ -27,10 +27,10 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`every-step`: gradients travel in messages of at least this size, but for the last."""
     overlap: bool = False
     """`partial`: update inside backward and average at once, as `dream` does and with its restrictions."""
-    forward_overlap: bool = True
+    forward_overlap: bool = False
     """`dream`, and `partial` with `overlap`: averages may reach into the next forward, where each layer waits for its
-    own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read in another way than by
-    a forward or a state dict. Not with `average_state`."""
+    own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read or written in another
+    way than by a forward or a state dict: what is on the way is in pieces. Without effect with `average_state`."""
     spare: float = 1.0
     """`dream`: share of the computation that fillings leave free: 1 for no fillings, 0 to average layers once more
     wherever the wire would be idle. That brings workers nearer to each other, but keeps processors and links busy."""
