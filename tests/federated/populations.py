@@ -45,6 +45,9 @@ class ListedData:
     def load(self, client: int) -> dict[str, Tensor]:
         return self.clients[client]
 
+    def load_many(self, clients: Sequence[int]) -> dict[str, Tensor]:
+        return {name: torch.cat([self.clients[c][name] for c in clients]) for name in self.clients[0]}
+
 
 def population(clients: int = CLIENTS, per_size: int = 1) -> ListedData:
     """Sizes of 3 to 20 samples, `per_size` clients of each; labels that a client's own direction decides."""

@@ -11,7 +11,7 @@ from torch import nn
 
 from isthmus.federated import StateStore
 from isthmus.federated.resident import Resident
-from isthmus.federated.stacked import best_together
+from isthmus.federated.stacked import HOT, Stacked, best_together
 from isthmus.protocol.federated_events import Opening, Task, Turn
 from tests.federated.populations import Run, members, module, population
 from tests.federated.twins import TWINS
@@ -77,6 +77,39 @@ def test_clients_trained_together_agree_with_one_by_one(name: str, tmp_path: Pat
     assert torch.allclose(together.model, alone.model, rtol=1e-5, atol=1e-9)
 
 
+def test_operators_written_down_give_the_bits_of_the_module() -> None:
+    resident = Resident(module())
+    stacked = Stacked(resident)
+    weights = resident.vector() + torch.randn(3, resident.size, dtype=torch.float64)
+    data = population().load(5)
+    batch = {name: torch.stack([column[:2], column[1:3], column[:2]]) for name, column in data.items()}
+    expected = stacked.gradient(weights, batch)
+    traced = stacked.trace(weights, batch)
+    assert torch.equal(traced(weights, batch), expected)
+    for row in range(3):
+        alone = resident.gradient(weights[row], {name: column[row] for name, column in batch.items()})
+        assert torch.allclose(alone, expected[row], rtol=1e-12)
+
+
+@pytest.mark.parametrize("hot", [1, HOT])
+def test_a_bad_client_among_many_is_the_only_one_refused(
+    hot: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus.federated.stacked.HOT", hot)
+    run = Run("fedavg", {}, tmp_path, rounds=1, together=4, clients_per_size=3)
+    site = run.sites["e0"]
+    data = population(per_size=3)
+    alike = [c for c in range(len(data.clients)) if data.sizes[c] == data.sizes[0]]
+    samples = int(data.sizes[0])
+    site.open(Opening(turn=Turn(0), clients=3, samples=3 * samples), run.server.broadcast())
+    data.clients[alike[1]]["pixel_values"][0] = float("nan")
+    monkeypatch.setattr(site, "_data", data)
+    timed, refused = site.train([Task(c, samples, -1) for c in alike])
+    assert [t.client for t in timed] == [alike[0], alike[2]]
+    assert [r.client for r in refused] == [alike[1]]
+    assert site.partial.clients == 2
+
+
 def test_a_model_that_draws_is_trained_one_by_one() -> None:
     columns = {name: column[:4] for name, column in population().load(0).items()}
     assert best_together(Resident(Dropping().double()), columns) == 1
@@ -109,5 +142,6 @@ def test_a_dropped_turn_leaves_no_states_but_those_that_are_in(tmp_path: Path) -
     site.open(Opening(turn=Turn(2), clients=3, samples=40, durable_round=0), run.server.broadcast())
     assert store.path(0, 0).is_file(), "round 1 is not on disk yet: a crash would go back to this"
     site.open(Opening(turn=Turn(3), clients=3, samples=40, durable_round=1), run.server.broadcast())
+    site.train([Task(1, int(SIZES[1]), -1)])
     assert not store.path(0, 0).exists()
     assert store.path(0, 1).is_file()

@@ -51,6 +51,27 @@ def test_a_bad_number_is_refused_and_leaves_nothing(bad: float, at: int) -> None
     assert torch.equal(total.total, before)
 
 
+@given(terms=st.lists(NUMBERS, min_size=1, max_size=9), weight=st.integers(1, 500))
+def test_rows_at_once_are_the_same_bits_as_one_by_one(terms: list[list[float]], weight: int) -> None:
+    exponent = scale_exponent(weight * len(terms))
+    alone, at_once = FixedSum(3, exponent), FixedSum(3, exponent)
+    for term in terms:
+        alone.add(torch.tensor(term), weight)
+    at_once.add_rows(torch.tensor(terms), weight)
+    assert torch.equal(alone.total, at_once.total)
+
+
+@pytest.mark.parametrize("bad", [math.nan, -math.inf, 1e9])
+@pytest.mark.parametrize("at", [0, 40_000])
+def test_rows_of_which_one_is_bad_leave_nothing(bad: float, at: int) -> None:
+    rows = torch.linspace(-1, 1, 50_000).expand(5, -1).clone()
+    rows[3, at] = bad
+    total = FixedSum(50_000, 0)
+    with pytest.raises(PeerError, match="among 5 terms"):
+        total.add_rows(rows)
+    assert not total.total.any()
+
+
 def test_a_sum_without_room_is_refused() -> None:
     total = FixedSum(1, 0)
     with pytest.raises(PeerError, match="no room"):

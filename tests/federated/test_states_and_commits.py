@@ -10,6 +10,7 @@ import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
+from safetensors.torch import load_file
 
 from isthmus.errors import UserError
 from isthmus.federated import Commits, Identity, StateStore
@@ -45,8 +46,8 @@ def test_no_folder_is_large(tmp_path: Path) -> None:
     store = StateStore(tmp_path)
     folders = [store.path(client, 0).parent for client in range(20_000)]
     counts = np.unique([str(f) for f in folders], return_counts=True)[1]
-    assert counts.max() <= 8
-    assert len({f.parent for f in folders}) == 256
+    assert counts.max() <= 20
+    assert len(counts) > 4000
 
 
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=20, deadline=None)
@@ -65,7 +66,34 @@ def test_after_a_crash_only_committed_states_stay(
     for client, round_ in kept.items():
         rounds[client] = round_
     store.sweep(uncommitted(rounds, lambda r: np.arange(6), 5))
-    assert {tuple(map(int, name.split(".")[0].split("-"))) for name in files(store.path(0, 0).parents[2])} == committed
+    assert {tuple(map(int, name.split(".")[0].split("-"))) for name in files(store.path(0, 0).parents[1])} == committed
+
+
+@pytest.mark.parametrize("numbers", [3, 600_000])
+def test_a_file_is_the_librarys_and_may_be_written_over(numbers: int, tmp_path: Path) -> None:
+    store = StateStore(tmp_path)
+    draws = torch.Generator().manual_seed(0)
+    first = {"a": torch.randn(numbers, generator=draws), "b": torch.arange(7).reshape(7, 1)}
+    then = {"c": torch.randn(2, numbers, generator=draws, dtype=torch.float64).T, "d": torch.tensor(True)}
+    store.write(1, 0, first)
+    for name, value in load_file(store.path(1, 0)).items():
+        assert torch.equal(value, first[name])
+    store.retire([(1, 0)])
+    store.write(2, 1, then)
+    assert files(tmp_path) == ["2-000001.safetensors"]
+    store.write(2, 2, first)
+    store.retire([(2, 1)])
+    store.expect(2, 2)
+    store.write(3, 3, {"a": torch.ones(1)})  # a smaller one over a larger
+    for name, value in store.read(2, 2).items():
+        assert torch.equal(value, first[name])
+    assert store.read(3, 3)["a"].tolist() == [1]
+    assert files(tmp_path) == ["2-000002.safetensors", "3-000003.safetensors"]
+
+
+def test_a_state_of_numbers_that_no_file_holds_is_refused(tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=r"state 'z' of client 1: got torch.complex64, expected plain numbers"):
+        StateStore(tmp_path).write(1, 0, {"z": torch.zeros(2, dtype=torch.complex64)})
 
 
 def test_a_state_that_is_no_tensor_is_refused(tmp_path: Path) -> None:

@@ -19,8 +19,7 @@ from rich.console import Console
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, availability, build, client_data, members
-from isthmus.federated.pacing import slow_down
+from isthmus.federated.job import FederatedJob, availability, build, client_data, emulation, members
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_events import Line, Opening, Task, Turn
@@ -45,9 +44,10 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
 
     machine = coordinator_of(job, data.sizes, cohort, 0, None)
     count = len(machine.executors)
-    etas = job.execution.slow_down or (0.0,) * count
-    factors = [slow_down(eta, job.execution.unstable, k, job.federated.rounds) for k, eta in enumerate(etas)]
-    costs = FederatedCosts(lines=(line,) * count, factor=lambda executor, round_: factors[executor](1.0, round_))
+    emulated = [emulation(job, k) for k in range(count)]
+    costs = FederatedCosts(
+        lines=(line,) * count, noise=job.execution.noise, factor=lambda k, round_: emulated[k].factor(round_)
+    )  # fmt: skip
     rounds = simulate_federated(machine, costs, job.federated.seed)
     if json:
         told = {

@@ -2,14 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.data.dataset import Array, ColumnSpec, as_tensors, fingerprint_of
+from isthmus.data.dataset import Array, ColumnSpec, as_tensors, fingerprint_of, joined
 from isthmus.data.text import TextOptions, files_of
 from isthmus.data.tokenizer import BYTES, load_tokenizer
 from isthmus.errors import UserError
@@ -83,3 +83,6 @@ class TextClients:
             "input_ids": tokens[at].astype(np.int64), "labels": tokens[at + shift].astype(np.int64),
         }  # fmt: skip
         return as_tensors(arrays)
+
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        return joined([self.load(client) for client in clients])

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Protocol
 
 import numpy as np
@@ -34,6 +34,10 @@ class ClientData(Protocol):
         """All samples of a client, [samples, *shape] per column."""
         ...
 
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        """All samples of several clients, one client after another."""
+        ...
+
 
 class PartitionedData:
     """A data set shared out among clients."""
@@ -59,6 +63,9 @@ class PartitionedData:
 
     def load(self, client: int) -> dict[str, torch.Tensor]:
         return self._dataset.batch(self._parts.samples(client), self._columns)
+
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        return self._dataset.batch(np.concatenate([self._parts.samples(c) for c in clients]), self._columns)
 
 
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:

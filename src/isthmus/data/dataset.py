@@ -72,6 +72,11 @@ def as_tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 
+def joined(parts: Sequence[Mapping[str, torch.Tensor]]) -> dict[str, torch.Tensor]:
+    """The samples of one part after those of another, column by column."""
+    return as_tensors({name: np.concatenate([part[name].numpy() for part in parts]) for name in parts[0]})
+
+
 def fingerprint_of(settings: Mapping[str, object], arrays: Iterable[Array]) -> str:
     """sha256 (hex) over the settings and over each array's dtype, shape and bytes, in the order given."""
     digest = hashlib.sha256(msgspec.json.encode(dict(settings), order="sorted"))

@@ -8,7 +8,7 @@ writer), as a log-normal within `smallest` and `largest`. A writer's samples are
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
@@ -16,7 +16,7 @@ import numpy as np
 from msgspec import Meta
 from numpy.typing import NDArray
 
-from isthmus.data.dataset import ColumnSpec, as_tensors, fingerprint_of
+from isthmus.data.dataset import ColumnSpec, as_tensors, fingerprint_of, joined
 from isthmus.errors import UserError
 from isthmus.streams import stream
 
@@ -71,13 +71,16 @@ class FemnistShaped:
     def load(self, client: int) -> dict[str, torch.Tensor]:
         return self._draw(stream(self._options.seed, "data", 2, client), int(self._sizes[client]))
 
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        return joined([self.load(client) for client in clients])
+
     def held_out(self, samples: int) -> dict[str, torch.Tensor]:
         """Samples of writers who are not in the population, 20 of each."""
         parts = [
             self._draw(stream(self._options.seed, "data", 3, writer), min(20, samples - start))
             for writer, start in enumerate(range(0, samples, 20))
         ]
-        return {name: _joined([part[name] for part in parts]) for name in self.columns}
+        return joined(parts)
 
     def _draw(self, draws: np.random.Generator, count: int) -> dict[str, torch.Tensor]:
         taste = draws.dirichlet(np.full(CLASSES, 1.0))
@@ -100,7 +103,3 @@ def _shapes(draws: np.random.Generator) -> NDArray[np.float64]:
     smooth = np.fft.irfft2(spectrum * np.exp(-((frequency / 0.09) ** 2)), s=(SIDE, SIDE))
     smooth /= smooth.std(axis=(1, 2), keepdims=True)
     return 1 / (1 + np.exp(-4 * (smooth - 0.8)))
-
-
-def _joined(parts: list[torch.Tensor]) -> torch.Tensor:
-    return as_tensors({"joined": np.concatenate([part.numpy() for part in parts])})["joined"]

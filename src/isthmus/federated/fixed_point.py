@@ -69,6 +69,25 @@ class FixedSum:
         if self._bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
 
+    def add_rows(self, terms: Tensor, weight: float = 1.0) -> None:
+        """Add `weight` times every row of [terms, size]: the same bits as one by one. PeerError as `add`, and nothing
+        added, if a number of any row is bad."""
+        factor, largest, parts = weight * self._factor, 0.0, list[Tensor]()
+        rows = terms.detach().reshape(len(terms), -1)
+        for part in rows.split(max(1, _BLOCK // len(rows)), dim=1):
+            work = part.to(torch.float64, copy=True).mul_(factor)
+            low, high = work.aminmax()
+            found = max(-low.item(), high.item())
+            if not (found < _LIMIT and low.item() == low.item()):
+                raise PeerError(f"got {_worst(terms)} among {len(rows)} terms")
+            largest = max(largest, found)
+            parts.append(work.add_(_MAGIC).view(torch.int64).sub_(_MAGIC_BITS).sum(0))
+        bound = self._bound + largest * len(rows)
+        if bound >= _SUM_LIMIT:
+            raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
+        self._bound = bound
+        self.total.add_(torch.cat(parts))
+
     def check_term(self, term: Tensor, weight: float) -> None:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""
         low, high = term.detach().double().aminmax() if term.numel() else (torch.zeros(()), torch.zeros(()))

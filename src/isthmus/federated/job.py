@@ -29,6 +29,7 @@ from isthmus.federated.admission import AdmissionRules
 from isthmus.federated.algorithms import Algorithm, AlgorithmSpec, load_algorithm
 from isthmus.federated.evaluation import Evaluator
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.pacing import Emulation
 from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
@@ -75,6 +76,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Emulation: eta of each executor, which sleeps eta T after training for T."""
     unstable: bool = False
     """Emulation: speeds that change from round to round."""
+    noise: Annotated[float, Meta(ge=0, le=2)] = 0.0
+    """Emulation: sigma of a log-normal factor of mean 1 in every client's time."""
     together: NotNegative = 1
     """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
     threads: Positive = 1
@@ -312,6 +315,15 @@ def executors(job: FederatedJob, population: int) -> int:
     wanted = job.participation.needed(population)
     counts = {"cohort": min(population, round(wanted * job.participation.over_select)), "population": population}
     return counts.get(job.scheme.per, job.execution.executors if job.scheme.processes else 1)
+
+
+def emulation(job: FederatedJob, executor: int) -> Emulation:
+    """How executor number `executor` is to differ from this machine."""
+    eta = job.execution.slow_down[executor] if job.execution.slow_down else 0.0
+    return Emulation(
+        executor=executor, eta=eta, unstable=job.execution.unstable, noise=job.execution.noise,
+        rounds=job.federated.rounds, seed=job.federated.seed,
+    )  # fmt: skip
 
 
 def identity(job: FederatedJob, data: ClientData, numbers: int) -> Identity:

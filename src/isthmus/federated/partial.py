@@ -89,6 +89,26 @@ class Partial:
         self._weight += _units(weight)
         self.clients += 1
 
+    def fold_rows(self, update: Update, clients: int, samples: int) -> None:
+        """Take in the updates of clients with as many samples each: values have a first dim of them. Nothing may be
+        collected. Errors as `fold`, for all of them at once."""
+        assert not self.collects, "collected values belong to a client each"
+        _check_names(update.values, self._returns)
+        weight = self._weight_of(update, samples)
+        added: list[tuple[FixedSum, Tensor, float]] = []
+        for name, combine in self._returns.items():
+            value, factor = update.values[name], weight if combine == "weighted_mean" else 1.0
+            try:
+                total = self._sum(name, value[0].numel())
+                total.add_rows(value, factor)
+            except PeerError:
+                for other, terms, used in added:
+                    other.add_rows(terms, -used)
+                raise
+            added.append((total, value, factor))
+        self._weight += clients * _units(weight)
+        self.clients += clients
+
     def check_update(self, update: Update, samples: int) -> None:
         """PeerError, as `fold` would raise it for an update whose names and shapes are right. Nothing is changed."""
         weight = self._weight_of(update, samples)

@@ -8,7 +8,7 @@ import numpy as np
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isthmus.data.dataset import ColumnSpec, Dataset
+from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import Update
 from isthmus.federated.worksite import Worksite
@@ -39,6 +39,9 @@ class OwnData:
 
     def load(self, client: int) -> dict[str, Tensor]:
         return self._dataset.batch(np.arange(self.samples), list(self.columns))
+
+    def load_many(self, clients: Sequence[int]) -> dict[str, Tensor]:
+        return joined([self.load(client) for client in clients])
 
 
 class Site(Worksite):

@@ -8,23 +8,34 @@ numbers agree to 1e-5), and a run keeps to what it began with.
 from __future__ import annotations
 
 import time
+from collections import Counter
 from collections.abc import Callable, Iterator, Mapping, Sequence
 
+import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
+from torch.fx.experimental.proxy_tensor import make_fx
 
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.resident import Batch, Resident, loss_of
 from isthmus.streams import stream
 
-MOST_TOGETHER = 32
+TRIED = (8, 32, 128)
+"""Numbers of clients that a measurement tries, in this order, until more is no faster."""
 PAYS = 1.2
 """So many times faster it must be to give up one by one."""
+HOT = 20
+"""Calls with the same shapes after which they are traced: that takes as long as a hundred calls."""
+Gradient = Callable[[Tensor, Batch], Tensor]
 
 
 class Stacked:
-    """Gradients of many models of one shape at once."""
+    """Gradients of many models of one shape at once.
+
+    Going through vmap, grad and the module's code takes longer than the arithmetic. For shapes that come often the
+    operators are therefore written down once (`make_fx`), and run from that list: the same operators, the same bits.
+    """
 
     def __init__(self, resident: Resident) -> None:
         names = list(resident.names)
@@ -33,21 +44,41 @@ class Stacked:
             parameters = dict(zip(names, resident.views(vector), strict=True))
             return loss_of(functional_call(resident.module, parameters, (), dict(batch)))
 
-        self._gradient: Callable[[Tensor, Batch], Tensor] = vmap(grad(loss))
+        self._gradient: Gradient = vmap(grad(loss))
+        self._calls: Counter[tuple[torch.Size, ...]] = Counter()
+        self._traced: dict[tuple[torch.Size, ...], Gradient] = {}
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
-        """`weights` [clients, P], columns [clients, batch, ...] -> [clients, P]."""
-        return self._gradient(weights, batch)
+        """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""
+        shapes = (weights.shape, *(column.shape for column in batch.values()))
+        traced = self._traced.get(shapes)
+        if traced is None:
+            self._calls[shapes] += 1
+            if self._calls[shapes] < HOT:
+                return self._gradient(weights, batch)
+            traced = self.trace(weights, batch)
+        return traced(weights, batch)
+
+    def trace(self, weights: Tensor, batch: Batch) -> Gradient:
+        """Write down the operators for these shapes now."""
+        shapes = (weights.shape, *(column.shape for column in batch.values()))
+        self._traced[shapes] = make_fx(self._gradient)(weights, dict(batch))
+        return self._traced[shapes]
+
+
+def power_of_two(count: int) -> int:
+    """The least that is not below `count`, which is at least 1."""
+    return 1 << (count - 1).bit_length()
 
 
 class StackedLocal:
-    """The `Local` of several clients in one round."""
+    """The `Local` of several clients in one round. Their data is one client's samples after another's, as many each."""
 
     def __init__(
         self,
         stacked: Stacked,
         config: LocalConfig,
-        data: Sequence[Batch],
+        data: Batch,
         *,
         seed: int,
         round_: int,
@@ -55,30 +86,30 @@ class StackedLocal:
     ) -> None:
         self._stacked = stacked
         self._config = config
-        self._data = data
+        self._clients = len(clients)
+        self._rows = data
+        self.samples = len(next(iter(data.values()))) // len(clients)
         self._keys = [(seed, round_, client) for client in clients]
-        self.samples = len(next(iter(data[0].values())))
 
     @property
     def learning_rate(self) -> float:
         return self._config.learning_rate
 
     def start(self, model: Tensor) -> Tensor:
-        return model.expand(len(self._data), -1).clone()
+        return model.expand(self._clients, -1).clone()
 
     def batches(self) -> Iterator[Batch]:
         """Of all clients in step: each one's own permutation."""
         draws = [stream(seed, "order", round_, client) for seed, round_, client in self._keys]
+        starts = np.arange(self._clients)[:, None] * self.samples
         for _ in range(self._config.epochs):
-            orders = [torch.from_numpy(d.permutation(self.samples)) for d in draws]
-            shuffled = {
-                name: torch.stack([one[name][order] for one, order in zip(self._data, orders, strict=True)])
-                for name in self._data[0]
-            }
-            yield from self._slices(shuffled)
+            orders = np.stack([d.permutation(self.samples) for d in draws]) + starts
+            order = torch.from_numpy(orders.reshape(-1))
+            yield from self._slices({name: column[order] for name, column in self._rows.items()})
 
-    def _slices(self, columns: Batch) -> Iterator[Batch]:
+    def _slices(self, rows: Batch) -> Iterator[Batch]:
         size = self._config.batch_size
+        columns = {name: column.unflatten(0, (self._clients, self.samples)) for name, column in rows.items()}
         for start in range(0, self.samples, size):
             yield {name: column[:, start : start + size] for name, column in columns.items()}
 
@@ -86,15 +117,14 @@ class StackedLocal:
         return self._stacked.gradient(weights, batch)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
-        whole = {name: torch.stack([one[name] for one in self._data]) for name in self._data[0]}
         total = torch.zeros_like(weights)
-        for batch in self._slices(whole):
+        for batch in self._slices(self._rows):
             share = next(iter(batch.values())).shape[1] / self.samples
             total.add_(self._stacked.gradient(weights, batch), alpha=share)
         return total
 
 
-def best_together(resident: Resident, columns: Batch, *, repeats: int = 5) -> int:
+def best_together(resident: Resident, columns: Batch, *, repeats: int = 3) -> int:
     """How many clients are trained together fastest, by measurement on one batch; 1 where the model does not allow it.
 
     Models that draw random numbers or keep running means are trained one by one: each client must have its own.
@@ -104,17 +134,17 @@ def best_together(resident: Resident, columns: Batch, *, repeats: int = 5) -> in
     model, stacked = resident.vector(), Stacked(resident)
     plain_s = _quickest_s(lambda: resident.gradient(model, columns), repeats)
     found, found_s = 1, plain_s / PAYS
-    count = 4
-    while count <= MOST_TOGETHER:
+    for count in TRIED:
         weights = model.expand(count, -1).clone()
         batch = {name: column.expand(count, *column.shape).clone() for name, column in columns.items()}
         try:
-            each_s = _quickest_s(lambda w=weights, b=batch: stacked.gradient(w, b), repeats) / count
+            traced = stacked.trace(weights, batch)
         except RuntimeError:  # an operation without a batching rule, or control flow on values
             return 1
-        if each_s < found_s:
-            found, found_s = count, each_s
-        count *= 2
+        each_s = _quickest_s(lambda w=weights, b=batch, t=traced: t(w, b), repeats) / count
+        if each_s >= found_s:
+            break
+        found, found_s = count, each_s
     return found
 
 

@@ -1,27 +1,41 @@
 """What clients keep between rounds: one safetensors file per client and round, in folders by hash.
 
-    states/3f/a2/17-000012.safetensors      client 17, as it is after round 12
+    states/3fa/17-000012.safetensors      client 17, as it is after round 12
 
 A file is named by the round that wrote it, so what an open round writes never touches what the last one left: to
 abort a round is to forget it, and the coordinator's number per client says which file counts. So a file needs no
-rename and no listing, and no folder is large: 65,536 of them hold 1e6 clients with about 15 files each.
+listing, and no folder is large: 4,096 of them hold 1e6 clients with 250 files each.
+
+States of clients come and go with every round, so a file that nobody needs any more is renamed and written over: to
+remove one and to make another takes twice as long, and the kernel would have to find the memory anew. Written is
+straight from the tensors to the kernel, which brings it to the disk behind; large states are mapped, not copied.
 """
 
 from __future__ import annotations
 
 import contextlib
 import hashlib
-from collections.abc import Iterable, Mapping
+import os
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
 
+import msgspec
+import torch
 from safetensors import SafetensorError
-from safetensors.torch import load, save
+from safetensors.torch import load, load_file
 from torch import Tensor
 
 from isthmus.errors import UserError
+from isthmus.training.layout import pack
 
 NEVER = -1
 """The round of a client that has kept nothing yet."""
+MAPPED_BYTES = 1 << 20
+"""From here on a file is mapped: smaller ones are read sooner than mapped."""
+_DTYPES = {
+    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
 
 
 class StateStore:
@@ -29,20 +43,33 @@ class StateStore:
 
     def __init__(self, folder: Path) -> None:
         self._folder = folder
+        self._free: list[Path] = []
 
     def path(self, client: int, round_: int) -> Path:
         digest = hashlib.blake2b(client.to_bytes(8, "little"), digest_size=2).hexdigest()
-        return self._folder / digest[:2] / digest[2:] / f"{client}-{round_:06d}.safetensors"
+        return self._folder / digest[:3] / f"{client}-{round_:06d}.safetensors"
 
     def read(self, client: int, round_: int) -> dict[str, Tensor]:
         """The state that the client had after a round. UserError when it is not there or not whole."""
         path = self.path(client, round_)
         try:
+            if path.stat().st_size >= MAPPED_BYTES:
+                return load_file(path)
             return load(path.read_bytes())
         except FileNotFoundError:
             raise UserError(f"state {path}: missing: the folder is of another run") from None
         except (OSError, SafetensorError) as e:
             raise UserError(f"state {path}: cannot be read: {e}") from None
+
+    def expect(self, client: int, round_: int) -> None:
+        """Have the kernel bring the state from the disk while something else is computed. Nothing happens on errors:
+        `read` will tell."""
+        with contextlib.suppress(OSError):
+            file = os.open(self.path(client, round_), os.O_RDONLY)
+            try:
+                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
+            finally:
+                os.close(file)
 
     def write(self, client: int, round_: int, state: Mapping[str, Tensor]) -> int:
         """Keep a state; returns its bytes. UserError for a state that is no dict of tensors, or a full disk."""
@@ -52,16 +79,43 @@ class StateStore:
                     f"algorithm: state {name!r} of client {client}: got {type(value).__name__}, expected a tensor"
                 )
         path = self.path(client, round_)
-        data = save({name: value.detach().contiguous() for name, value in state.items()})
+        parts = [_header(client, state), *(pack(value.detach().contiguous()) for value in state.values())]
         try:
-            try:
-                path.write_bytes(data)
-            except FileNotFoundError:
-                path.parent.mkdir(parents=True, exist_ok=True)
-                path.write_bytes(data)
+            self._write(path, parts)
         except OSError as e:
             raise UserError(f"state {path}: cannot be written: {e.strerror or e}") from None
-        return len(data)
+        return sum(len(part) for part in parts)
+
+    def _write(self, path: Path, parts: Sequence[bytes | memoryview]) -> None:
+        over = self._free.pop() if self._free else None
+        try:
+            file = self._open(path, over)
+        except FileNotFoundError:
+            path.parent.mkdir(parents=True, exist_ok=True)
+            over = over if over is not None and over.exists() else None
+            file = self._open(path, over)
+        try:
+            left = [memoryview(part) for part in parts if len(part)]
+            while left:
+                written = os.writev(file, left)
+                while left and written >= len(left[0]):
+                    written -= len(left.pop(0))
+                if written:
+                    left[0] = left[0][written:]
+            if over is not None:
+                os.ftruncate(file, sum(len(part) for part in parts))
+        finally:
+            os.close(file)
+
+    def _open(self, path: Path, over: Path | None) -> int:
+        if over is None:
+            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        over.rename(path)
+        return os.open(path, os.O_WRONLY)
+
+    def retire(self, entries: Iterable[tuple[int, int]]) -> None:
+        """The states of (client, round) are of no use any more: their files are written over."""
+        self._free += [self.path(client, round_) for client, round_ in entries]
 
     def drop(self, entries: Iterable[tuple[int, int]]) -> None:
         """Remove the states of (client, round), those that are there."""
@@ -82,3 +136,20 @@ class StateStore:
                     path.unlink()
                     removed += 1
         return removed
+
+
+def _header(client: int, state: Mapping[str, Tensor]) -> bytes:
+    """A safetensors file up to its data. The library's own writers copy the data, or take ten times as long."""
+    at, entries = 0, dict[str, dict[str, object]]()
+    for name, value in state.items():
+        if value.dtype not in _DTYPES:
+            raise UserError(f"algorithm: state {name!r} of client {client}: got {value.dtype}, expected plain numbers")
+        entries[name] = {
+            "dtype": _DTYPES[value.dtype],
+            "shape": list(value.shape),
+            "data_offsets": [at, at + value.nbytes],
+        }
+        at += value.nbytes
+    text = msgspec.json.encode(entries)
+    text += b" " * (-len(text) % 8)
+    return len(text).to_bytes(8, "little") + text

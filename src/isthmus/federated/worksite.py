@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
@@ -15,7 +16,7 @@ from isthmus.federated.algorithms import Algorithm, Combine, Pass, Update, Value
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import BUFFERS, Partial
 from isthmus.federated.resident import Resident
-from isthmus.federated.stacked import Stacked, StackedLocal
+from isthmus.federated.stacked import Stacked, StackedLocal, power_of_two
 from isthmus.federated.states import NEVER, StateStore
 from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed, Turn
 from isthmus.streams import torch_seed
@@ -39,21 +40,21 @@ class Worksite:
         data: ClientData,
         states: StateStore | None,
         *,
-        slow_down: Callable[[float, int], float] = lambda seconds, _: seconds,
-        admit: Callable[[Update], Update] = lambda update: update,
+        lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+        admit: Callable[[Update], Update] | None = None,
     ) -> None:
-        """`states` is None for algorithms that keep nothing. `slow_down(seconds, round)` is how long training that
-        took `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
+        """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
+        `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
         self.resident = Resident(module)
         self._work = work
         self._data = data
         self._states = states
-        self._slow_down = slow_down
+        self._lasts = lasts
         self._admit = admit
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
         self._draws = False
-        self._stacked: Stacked | None = None
+        self._stacked = Stacked(self.resident)
         self._told: Values = {}
         self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
@@ -61,8 +62,9 @@ class Worksite:
         self._written: list[tuple[int, int]] = []
         self._replaced: list[tuple[int, int, int]] = []
 
-    def warm_up(self, client: int = 0) -> None:
-        """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time.
+    def warm_up(self, client: int = 0, together: int = 1) -> None:
+        """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The
+        same for numbers of clients trained as one, up to `together`.
 
         Also finds out whether the model draws random numbers: seeding torch takes as long as a small client.
         """
@@ -73,6 +75,11 @@ class Worksite:
         self.resident.gradient(model, few)
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
+        count = 2
+        while count <= power_of_two(together) and together > 1:
+            several = {name: column.expand(count, *column.shape).clone() for name, column in few.items()}
+            self._stacked.trace(model.expand(count, -1).clone(), several)
+            count *= 2
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""
@@ -84,7 +91,7 @@ class Worksite:
         if self._states is not None:
             gone = [(client, old) for client, old, new in self._replaced if new <= opening.durable_round]
             self._replaced = [entry for entry in self._replaced if entry[2] > opening.durable_round]
-            self._states.drop(gone)
+            self._states.retire(gone)
 
     def _returns(self, number: int) -> Mapping[str, Combine]:
         returns = self._passes[number].returns
@@ -103,17 +110,12 @@ class Worksite:
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
                 continue
-            seconds = time.perf_counter() - start_s
-            assert self._turn is not None
-            lasts_s = self._slow_down(seconds, self._turn.round)
-            if lasts_s > seconds:
-                time.sleep(lasts_s - seconds)
-            timed.append(Timed(task.client, task.samples, lasts_s))
+            timed.append(Timed(task.client, task.samples, self._stretch(start_s)))
         return tuple(timed), tuple(refused)
 
     def _train_one(self, task: Task) -> None:
         assert self._turn is not None, "a turn is open"
-        data = self._load(task)
+        data = self._load([task])
         state = self._state(task)
         local = PlainLocal(
             self.resident, self._workspace, self._work.local, data,
@@ -131,46 +133,73 @@ class Worksite:
         self._take_in(task, update)
 
     def _train_together(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
-        """As one by one, but for the bits. Each gets an equal part of the time."""
+        """As one by one, but for the bits. Each gets an equal part of the time.
+
+        The first one is repeated until they are a power of two, and its copies thrown away: there are few such shapes,
+        so that each soon comes often enough to be traced.
+        """
         assert self._turn is not None, "a turn is open"
         start_s = time.perf_counter()
-        if self._stacked is None:
-            self._stacked = Stacked(self.resident)
+        rows = [*tasks, *[tasks[0]] * (power_of_two(len(tasks)) - len(tasks))]
         local = StackedLocal(
-            self._stacked, self._work.local, [self._load(task) for task in tasks],
-            seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in tasks],
+            self._stacked, self._work.local, self._load(rows),
+            seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in rows],
         )  # fmt: skip
-        states = [state for task in tasks if (state := self._state(task)) is not None]
+        states = [state for task in rows if (state := self._state(task)) is not None]
         stacked = {name: torch.stack([s[name] for s in states]) for name in states[0]} if states else None
         update = self._passes[self._turn.number].client(local, self._told, stacked)
+        taken, refused = self._take_in_rows(tasks, _first(update, len(tasks)))
+        each_s = self._stretch(start_s) / len(tasks)
+        return tuple(Timed(t.client, t.samples, each_s) for t in taken), refused
+
+    def _take_in_rows(self, tasks: Sequence[Task], update: Update) -> tuple[Sequence[Task], tuple[Refusal, ...]]:
+        """All of them at once where that can be; else, and to find out whose numbers are bad, one by one."""
+        if self._admit is None and update.state is None and not self.partial.collects:
+            with contextlib.suppress(PeerError):
+                self.partial.fold_rows(update, len(tasks), tasks[0].samples)
+                return tasks, ()
         taken: list[Task] = []
         refused: list[Refusal] = []
         for row, task in enumerate(tasks):
             state = None if update.state is None else {name: value[row] for name, value in update.state.items()}
             values = {name: value[row] for name, value in update.values.items()}
-            own = Update(values=values, state=state, weight=update.weight)
             try:
-                self._take_in(task, own)
+                self._take_in(task, Update(values=values, state=state, weight=update.weight))
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
                 continue
             taken.append(task)
+        return taken, tuple(refused)
+
+    def _stretch(self, start_s: float) -> float:
+        """Sleep as long as emulation asks; returns the seconds since `start_s`, as a clock sees them."""
+        assert self._turn is not None, "a turn is open"
         seconds = time.perf_counter() - start_s
-        lasts_s = self._slow_down(seconds, self._turn.round)
-        if lasts_s > seconds:
+        if (lasts_s := self._lasts(seconds, self._turn.round)) > seconds:
             time.sleep(lasts_s - seconds)
-        return tuple(Timed(t.client, t.samples, lasts_s / len(tasks)) for t in taken), tuple(refused)
+            seconds = time.perf_counter() - start_s
+        return seconds
+
+    def expect(self, task: Task) -> None:
+        """This client comes next: its state is brought nearer while another trains."""
+        if self._states is not None and task.state_round != NEVER:
+            self._states.expect(task.client, task.state_round)
 
     def _take_in(self, task: Task, update: Update) -> None:
-        self.partial.fold(task.client, self._admit(update), task.samples)
+        admitted = update if self._admit is None else self._admit(update)
+        self.partial.fold(task.client, admitted, task.samples)
         if update.state is not None:
             self._keep(task, update.state)
 
-    def _load(self, task: Task) -> dict[str, Tensor]:
-        data = self._data.load(task.client)
-        samples = len(next(iter(data.values())))
-        if samples != task.samples:
-            raise UserError(f"client {task.client}: its data has {samples} samples, expected {task.samples}")
+    def _load(self, tasks: Sequence[Task]) -> dict[str, Tensor]:
+        """The samples of all of them, one client after another."""
+        several = len(tasks) > 1
+        data = self._data.load_many([t.client for t in tasks]) if several else self._data.load(tasks[0].client)
+        samples, expected = len(next(iter(data.values()))), sum(t.samples for t in tasks)
+        if samples != expected:
+            who = "clients" if several else "client"
+            named = ", ".join(str(t.client) for t in tasks)
+            raise UserError(f"{who} {named}: the data has {samples} samples, expected {expected}")
         return self._cast(data)
 
     def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
@@ -211,3 +240,10 @@ class Worksite:
             self._replaced = [(c, old, new) for c, old, new in self._replaced if (c, new) not in gone]
         self._written = []
         self._turn = None
+
+
+def _first(update: Update, count: int) -> Update:
+    """The first rows of an update of several clients."""
+    state = None if update.state is None else {name: value[:count] for name, value in update.state.items()}
+    values = {name: value[:count] for name, value in update.values.items()}
+    return Update(values=values, state=state, weight=update.weight)

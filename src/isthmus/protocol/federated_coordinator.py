@@ -202,7 +202,7 @@ class FederatedCoordinator:
         opening = Opening(
             turn=turn, clients=len(asked), samples=self._dealer.samples(asked), durable_round=self.durable_round
         )
-        holds = self._steals
+        holds = self._steals and len(alive) > 1
         for name in alive:
             mine = deal.tasks.get(name, ())
             if self.rules.single:

@@ -23,6 +23,7 @@ from isthmus.protocol.federated_events import (
     Halted,
     SendSums,
     Stop,
+    Task,
     TellDrained,
     TellReturned,
     Train,
@@ -41,7 +42,7 @@ from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, Ready
 from isthmus.runtime.post import SWITCH_S, Post, headers_of
 
 Told = Mapping[str, Tensor]
-Act = tuple[Begin, Told] | Train | SendSums | Forget | Stop | Exception
+Act = tuple[Begin, Told] | tuple[Train, Task | None] | SendSums | Forget | Stop | Exception
 
 
 class Executor:
@@ -69,7 +70,9 @@ class Executor:
                     raise act
                 case (Begin(opening=opening), told):
                     self.site.open(opening, told)
-                case Train(turn=turn, tasks=tasks):
+                case (Train(turn=turn, tasks=tasks), upcoming):
+                    if upcoming is not None:
+                        self.site.expect(upcoming)
                     timed, refused = self.site.train(tasks)
                     self._handle(Trained(turn=turn, timed=timed, refused=refused))
                 case SendSums():
@@ -108,6 +111,8 @@ class Executor:
                         self._post.put(ReturnedMessage(run=self._run, turn=turn, tasks=tasks))
                     case Begin():
                         self._acts.put((instruction, self._told))
+                    case Train():
+                        self._acts.put((instruction, self.machine.upcoming))
                     case _:
                         self._acts.put(instruction)
 

@@ -24,13 +24,13 @@ from isthmus.federated.job import (
     availability,
     build,
     client_data,
+    emulation,
     evaluator,
     executors,
     identity,
     members,
     round_rules,
 )
-from isthmus.federated.pacing import slow_down
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server, uncommitted
 from isthmus.federated.stacked import best_together
@@ -120,13 +120,12 @@ class FederatedRun:
 
     def _site(self, number: int) -> Worksite:
         job = self.job
-        eta = job.execution.slow_down[number] if job.execution.slow_down else 0.0
         site = Worksite(
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
-            self._states, slow_down=slow_down(eta, job.execution.unstable, number, job.federated.rounds),
-            admit=lambda update: bounded(update, job.bounds),
+            self._states, lasts=emulation(job, number).clock(),
+            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
         )  # fmt: skip
-        site.warm_up()
+        site.warm_up(together=min(job.execution.together, job.participation.needed(len(self.data.sizes))))
         return site
 
     def _in_process(self, after: _Aftermath) -> Finish:

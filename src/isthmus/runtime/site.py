@@ -17,7 +17,7 @@ from isthmus.data import load_dataset
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.algorithms import load_algorithm
 from isthmus.federated.offer import Offer, SiteConfig
-from isthmus.federated.pacing import slow_down
+from isthmus.federated.pacing import Emulation
 from isthmus.federated.site import OwnData, Site
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work
@@ -151,7 +151,7 @@ class SiteWorkshop:
         states = StateStore(self._folder / "states" / offer.run) if keeps else None
         site = Site(
             Work(algorithm=algorithm, local=offer.local, seed=offer.seed), module, self._data, states,
-            slow_down=slow_down(self._config.slow_down, False, 0, 1),
+            lasts=Emulation(eta=self._config.slow_down).clock(),
         )  # fmt: skip
         site.warm_up(offer.client)
         self._warm = (offer, site)
