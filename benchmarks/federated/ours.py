@@ -1,0 +1,43 @@
+"""Isthmus: the job as a user would write it, through the same run as the command line's."""
+
+from __future__ import annotations
+
+import json
+import tempfile
+from pathlib import Path
+
+import msgspec
+from task import Rounds, Task
+
+from isthmus.federated.job import FederatedJob
+from isthmus.runtime.federated_run import FederatedRun
+
+
+def job_of(folder: Path, executors: int, together: int) -> FederatedJob:
+    """The peers write nothing of a round to disk, so only the last one is saved."""
+    settings = json.loads((folder / "settings.json").read_text())
+    samples = str(folder / "samples.npz")
+    document = {
+        "name": "compared",
+        "model": {"name": f"networks:{settings['network']}"},
+        "data": {"kind": "npz", "options": {"path": samples, "heldout_path": samples}},
+        "partition": {"scheme": "natural", "column": "client"},
+        "federated": {
+            "rounds": settings["rounds"], "seed": settings["seed"], "evaluate_every": 0,
+            "save_every": settings["rounds"],
+        },
+        "local": {name: settings[name] for name in ("epochs", "batch_size", "learning_rate")},
+        "participation": {"clients": settings["clients_a_round"]},
+        "execution": {"executors": executors, "together": together},
+    }  # fmt: skip
+    return msgspec.convert(document, FederatedJob)
+
+
+def run(task: Task, folder: Path, options: dict[str, int]) -> None:
+    rounds = Rounds()
+    job = job_of(task.folder, options["executors"], options["together"])
+    with tempfile.TemporaryDirectory() as place:
+        run = FederatedRun(job, Path(place), resume=False, watch=lambda _: rounds.end())
+        run.run()
+        rounds.write(folder, run.server.values["model"])
+        (folder / "together.json").write_text(json.dumps(run.job.execution.together))
