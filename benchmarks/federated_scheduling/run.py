@@ -21,11 +21,11 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
+from bounds import bound_s
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.planners.cohort import CohortProblem, certified
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Line
 from isthmus.protocol.federated_pace import Pace
@@ -123,26 +123,17 @@ def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64])
     )  # fmt: skip
     costs = FederatedCosts(lines=lines, noise=noise, latency_s=LATENCY_S, factor=factor)
     rounds = simulate_federated(machine, costs, seed=7)[SKIPPED:]
-    over = [r.seconds / bound_s(r, lines, factor, sizes) for r in rounds]
+    over = [
+        r.seconds / bound_s(sizes[members(n)], lines, [factor(k, n) for k in range(len(lines))])
+        for r in rounds
+        for n in [r.record.round]
+    ]
     errors = [e for r in rounds if (e := error(r)) is not None]
     return Outcome(
         setting=setting, noise=noise, strategy=strategy, over_bound=statistics.fmean(over),
         worst_over_bound=max(over), error=statistics.fmean(errors) if errors else None,
         stolen=statistics.fmean(r.record.stolen for r in rounds),
     )  # fmt: skip
-
-
-def bound_s(round_: SimulatedRound, lines: tuple[Line, ...], factor: Factor, sizes: NDArray[np.int64]) -> float:
-    """No schedule of the round's clients ends sooner, by the executors' true lines."""
-    number = round_.record.round
-    problem = CohortProblem(
-        sizes=sizes[members(number)].astype(float),
-        seconds_per_sample=np.array([line.seconds_per_sample * factor(k, number) for k, line in enumerate(lines)]),
-        fixed_s=np.array([line.fixed_s * factor(k, number) for k, line in enumerate(lines)]),
-    )
-    found = certified(problem, steps=0).lower_bound_s
-    assert found is not None, "certified proves one"
-    return found
 
 
 def error(round_: SimulatedRound) -> float | None:

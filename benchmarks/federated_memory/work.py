@@ -1,0 +1,109 @@
+"""One measured run in processes of its own: `python work.py '<Case as JSON>' FOLDER`. Prints what it found as JSON."""
+
+from __future__ import annotations
+
+import json
+import sys
+import tempfile
+import time
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from torch import Tensor
+
+from isthmus.federated.algorithms import Local, Update, Values
+from isthmus.federated.algorithms.scaffold import Scaffold
+from isthmus.federated.job import FederatedJob, build, client_data
+from isthmus.runtime.federated_run import FederatedRun
+
+sys.path.insert(0, str(Path(__file__).parents[1] / "federated"))  # its networks
+
+
+class Forgetful(Scaffold, frozen=True):
+    """SCAFFOLD whose clients begin anew each time: the same computation, and nothing is stored."""
+
+    def init_client(self, model: Tensor) -> Values | None:
+        return None
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        update = super().client(local, told, super().init_client(told["model"]))
+        return Update(values=update.values, weight=update.weight)
+
+
+class Case(msgspec.Struct, frozen=True, kw_only=True):
+    network: str
+    data: dict[str, object]
+    partition: dict[str, object] | None
+    clients: int
+    """A round."""
+    rounds: int
+    algorithm: str = "fedavg"
+    epochs: int = 1
+    batch_size: int = 20
+    scheme: str = "ours"
+    executors: int = 2
+    alone: bool = False
+    """Nothing but one client's training, in a bare loop."""
+
+
+class Found(msgspec.Struct, frozen=True, kw_only=True):
+    rounds_s: list[float]
+    ended_s: list[float]
+    """On the system's clock."""
+    model_bytes: int
+    training_s: float = 0.0
+    """Of all executors together, in the rounds after the first."""
+
+
+def job_of(case: Case) -> FederatedJob:
+    algorithm = "work:Forgetful" if case.algorithm == "forgetful" else case.algorithm
+    document: dict[str, object] = {
+        "name": "memory", "model": {"name": f"networks:{case.network}"}, "data": case.data,
+        "federated": {"algorithm": algorithm, "rounds": case.rounds, "evaluate_every": 0, "save_every": 2},
+        "local": {"epochs": case.epochs, "batch_size": case.batch_size, "learning_rate": 0.02},
+        "participation": {"clients": case.clients},
+        "execution": {"scheme": case.scheme, "executors": case.executors},
+    }  # fmt: skip
+    if case.partition is not None:
+        document["partition"] = case.partition
+    return msgspec.convert(document, FederatedJob)
+
+
+def through_isthmus(case: Case, folder: Path) -> Found:
+    ended_s: list[float] = []
+    training_s = 0.0
+    run = FederatedRun(job_of(case), folder, resume=False, watch=lambda _: ended_s.append(time.monotonic()))
+    run.run()
+    for line in run.books.history.lines()[1:]:
+        training_s += sum(line.busy_s().values())
+    return Found(
+        rounds_s=np.diff(ended_s).tolist(), ended_s=ended_s, model_bytes=run.server.values["model"].nbytes,
+        training_s=training_s,
+    )  # fmt: skip
+
+
+def alone(case: Case) -> Found:
+    """One client's training as anybody would write it."""
+    job = job_of(case)
+    columns = client_data(job).load(0)
+    module = build(job)
+    optimizer = torch.optim.SGD(module.parameters(), lr=0.02)
+    for start in range(0, len(columns["labels"]), case.batch_size):
+        optimizer.zero_grad()
+        module(**{name: c[start : start + case.batch_size] for name, c in columns.items()})["loss"].backward()
+        optimizer.step()
+    return Found(rounds_s=[], ended_s=[], model_bytes=sum(p.nbytes for p in module.parameters()))
+
+
+def main() -> None:
+    torch.set_num_threads(1)
+    case = msgspec.json.decode(sys.argv[1], type=Case)
+    with tempfile.TemporaryDirectory(dir=sys.argv[2]) as folder:
+        found = alone(case) if case.alone else through_isthmus(case, Path(folder))
+    print(json.dumps(msgspec.to_builtins(found)))
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,256 @@
+"""The same schedules in real processes on this machine, and the virtual clock against the real one.
+
+`python benchmarks/federated_scheduling/real.py [--quick] [--json PATH] [--only schedules|clocks]`
+
+Schedules: 1,000 clients a round on four processes that sleep until they are as slow as asked, with 30 % noise in every
+client's time. Clocks: executors as they are, and emulated ones; the first half of the rounds gives their lines, noise
+and the cost of messages, and the virtual clock then foretells the second half.
+"""
+
+from __future__ import annotations
+
+import argparse
+import math
+import os
+import platform
+import statistics
+import sys
+import tempfile
+from collections.abc import Mapping, Sequence
+from datetime import UTC, datetime
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from bounds import bound_s
+from numpy.typing import NDArray
+from rich.console import Console
+from rich.table import Table
+from run import leaf_sizes
+
+from isthmus.data import DataSpec, load_dataset
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import FederatedJob, emulation, members
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import Line, Timed
+from isthmus.protocol.federated_pace import Pace
+from isthmus.protocol.federated_rules import RoundRules
+from isthmus.runtime.federated_run import FederatedRun
+from isthmus.simulator.federated import FederatedCosts, simulate_federated
+
+LATEST = Path(__file__).parent / "results" / "real.json"
+CLIENTS, PER_ROUND, ROUNDS, SKIPPED = 3400, 1000, 10, 2
+NOISE = 0.3
+EXECUTORS = (1.0, 3.0, 7.0, 15.0)
+"""Eta: 1:2:4:8, the first at half this machine's speed, so that noise can make a client quicker too."""
+STRATEGIES: dict[str, dict[str, object]] = {
+    "uniform": {"planner": "uniform", "steals": False},
+    "parrot": {"planner": "parrot", "steals": False},
+    "certified": {"planner": "certified", "steals": False},
+    "certified and stealing": {},
+}
+SEEDS = 5
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """One strategy, over the rounds after the first `SKIPPED`."""
+
+    setting: str
+    strategy: str
+    over_bound: float
+    worst_over_bound: float
+    round_s: float
+    stolen: float
+
+
+class Clocks(msgspec.Struct, frozen=True, kw_only=True):
+    """Second half of a run's rounds."""
+
+    setting: str
+    measured_s: float
+    """Mean time of a round."""
+    simulated_s: float
+    off: float
+    worst_off: float
+    """Of a single round."""
+
+
+class Report(msgspec.Struct, frozen=True, kw_only=True):
+    when: str
+    host: str
+    outcomes: tuple[Outcome, ...] = ()
+    clocks: tuple[Clocks, ...] = ()
+
+
+def write_samples(path: Path, sizes: NDArray[np.int64]) -> None:
+    """Digits, drawn with repetition."""
+    whole = load_dataset(DataSpec(kind="digits", options={"flat": True, "holdout": 0.0}), "train")
+    drawn = np.random.default_rng(0).integers(len(whole), size=int(sizes.sum()))
+    columns = whole.batch(drawn, ["pixel_values", "labels"])
+    np.savez(
+        path, pixel_values=columns["pixel_values"].numpy(), labels=columns["labels"].numpy(),
+        client=np.repeat(np.arange(len(sizes)), sizes),
+    )  # fmt: skip
+
+
+def job_of(samples: Path, per_round: int, rounds: int, execution: Mapping[str, object]) -> FederatedJob:
+    document = {
+        "name": "scheduled",
+        "model": {"name": "mlp", "options": {"features": 64, "width": 64, "layers": 1, "classes": 10}},
+        "data": {"kind": "npz", "options": {"path": str(samples), "heldout_path": str(samples)}},
+        "partition": {"scheme": "natural"},
+        "federated": {"rounds": rounds, "evaluate_every": 0, "save_every": rounds},
+        "participation": {"clients": per_round},
+        "execution": execution,
+    }
+    return msgspec.convert(document, FederatedJob)
+
+
+def run(job: FederatedJob) -> tuple[list[RoundLine], NDArray[np.int64]]:
+    lines: list[RoundLine] = []
+    with tempfile.TemporaryDirectory() as folder:
+        made = FederatedRun(job, Path(folder), resume=False, watch=lines.append)
+        made.run()
+    return lines, made.data.sizes
+
+
+def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[Line, ...], float]:
+    """Each executor's line without its emulated factor, and the noise's sigma about the lines."""
+    pace = Pace(job.execution.executors, window_rounds=None, keep_rounds=len(rounds) + 1)
+    for k in range(job.execution.executors):
+        emulated = emulation(job, k)
+        for line in rounds:
+            timed = line.record.trained.get(f"executor-{k}", ())
+            calm = [Timed(t.client, t.samples, t.seconds / emulated.factor(line.record.round)) for t in timed]
+            pace.record(line.record.round, k, calm)
+    found = tuple(pace.line(k) for k in range(job.execution.executors))
+    sigmas = [
+        math.log(t.seconds / emulation(job, k).factor(line.record.round) / found[k].seconds(t.samples))
+        for line in rounds
+        for k in range(job.execution.executors)
+        for t in line.record.trained.get(f"executor-{k}", ())
+    ]
+    return found, statistics.pstdev(sigmas)
+
+
+def factors(job: FederatedJob, round_: int) -> list[float]:
+    return [emulation(job, k).factor(round_) for k in range(job.execution.executors)]
+
+
+def schedule(setting: str, strategy: str, samples: Path, rounds: int) -> Outcome:
+    unstable = setting == "unstable"
+    etas = [1.0] * 4 if unstable else list(EXECUTORS)
+    execution = {"executors": 4, "slow_down": etas, "unstable": unstable, "noise": NOISE, **STRATEGIES[strategy]}
+    job = job_of(samples, PER_ROUND, rounds, execution)
+    lines, sizes = run(job)
+    true, _ = calm_lines(job, lines[SKIPPED:])
+    over = [
+        line.seconds / bound_s(sizes[members(job, sizes, n)], true, factors(job, n))
+        for line in lines[SKIPPED:]
+        for n in [line.record.round]
+    ]
+    return Outcome(
+        setting=setting, strategy=strategy, over_bound=statistics.fmean(over), worst_over_bound=max(over),
+        round_s=statistics.fmean(line.seconds for line in lines[SKIPPED:]),
+        stolen=statistics.fmean(line.record.stolen for line in lines[SKIPPED:]),
+    )  # fmt: skip
+
+
+def clocks(setting: str, samples: Path, per_round: int, rounds: int, execution: Mapping[str, object]) -> Clocks:
+    job = job_of(samples, per_round, rounds, execution)
+    lines, sizes = run(job)
+    half = rounds // 2
+    seen, told = lines[1:half], lines[half:]
+    true, noise = calm_lines(job, seen)
+    # Whoever ends last has the round's time less messages, the wait for the model, and the sums' way.
+    around_s = statistics.median(line.seconds - line.makespan_s for line in seen)
+    simulated = np.mean([_simulated(job, sizes, lines[:half], true, noise, around_s, seed) for seed in range(SEEDS)], 0)
+    measured = np.array([line.seconds for line in told])
+    return Clocks(
+        setting=setting, measured_s=float(measured.mean()), simulated_s=float(simulated.mean()),
+        off=float(simulated.mean() / measured.mean() - 1), worst_off=float(np.abs(simulated / measured - 1).max()),
+    )  # fmt: skip
+
+
+def _simulated(
+    job: FederatedJob, sizes: NDArray[np.int64], seen: Sequence[RoundLine], true: tuple[Line, ...], noise: float,
+    around_s: float, seed: int,
+) -> list[float]:  # fmt: skip
+    """Seconds of the rounds after those seen, with the run's own machine."""
+    count = job.execution.executors
+    pace = Pace(count, window_rounds=job.execution.window_rounds)
+    for line in seen:
+        for k in range(count):
+            pace.record(line.record.round, k, line.record.trained.get(f"executor-{k}", ()))
+    rules = RoundRules(
+        rounds=job.federated.rounds, first_round=len(seen), needed=job.participation.needed(len(sizes)), steals=True
+    )
+    machine = FederatedCoordinator(
+        [f"executor-{k}" for k in range(count)], rules, sizes, lambda r: members(job, sizes, r), pace
+    )
+    emulated = [emulation(job, k) for k in range(count)]
+    costs = FederatedCosts(
+        lines=true, noise=noise, broadcast_s=around_s / 2, sums_s=around_s / 2,
+        factor=lambda executor, round_: emulated[executor].factor(round_),
+    )  # fmt: skip
+    return [r.seconds for r in simulate_federated(machine, costs, seed)]
+
+
+def main() -> int:
+    parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    parser.add_argument("--quick", action="store_true", help="fewer rounds, without the uniform schedule")
+    parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
+    parser.add_argument("--only", choices=("schedules", "clocks"))
+    options = parser.parse_args()
+    rounds = 5 if options.quick else ROUNDS
+    before = msgspec.json.decode(options.json.read_bytes(), type=Report) if options.json.is_file() else None
+    outcomes: list[Outcome] = [] if before is None else list(before.outcomes)
+    found: list[Clocks] = [] if before is None else list(before.clocks)
+    with tempfile.TemporaryDirectory() as folder:
+        samples = Path(folder) / "samples.npz"
+        write_samples(samples, np.maximum(leaf_sizes(CLIENTS) // 4, 1))
+        if options.only != "clocks":
+            chosen = [s for s in STRATEGIES if s != "uniform" or not options.quick]
+            outcomes = [
+                schedule(setting, s, samples, rounds) for setting in ("heterogeneous", "unstable") for s in chosen
+            ]
+        if options.only != "schedules":
+            emulated = {"executors": 4, "slow_down": list(EXECUTORS), "noise": NOISE}
+            found = [
+                clocks("2 executors as they are", samples, PER_ROUND, 2 * rounds, {"executors": 2}),
+                clocks("2 executors, 20 clients", samples, 20, 8 * rounds, {"executors": 2}),
+                clocks("1:2:4:8, 30 % noise", samples, PER_ROUND, 2 * rounds, emulated),
+            ]
+    report = Report(
+        when=datetime.now(UTC).date().isoformat(),
+        host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", outcomes=tuple(outcomes),
+        clocks=tuple(found),
+    )  # fmt: skip
+    options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
+    show(report)
+    return 0
+
+
+def show(report: Report) -> None:
+    table = Table("setting", "strategy", title=f"{PER_ROUND:,} clients a round, 4 processes, noise {NOISE:.0%}")
+    for column in ("over bound", "worst", "round", "stolen"):
+        table.add_column(column, justify="right")
+    for o in report.outcomes:
+        table.add_row(
+            o.setting, o.strategy, f"{o.over_bound:.3f}", f"{o.worst_over_bound:.3f}", f"{o.round_s:.2f} s",
+            f"{o.stolen:.0f}",
+        )  # fmt: skip
+    clocked = Table("setting", title="The virtual clock against the real one")
+    for column in ("measured", "simulated", "off", "worst round"):
+        clocked.add_column(column, justify="right")
+    for c in report.clocks:
+        clocked.add_row(
+            c.setting, f"{c.measured_s:.3f} s", f"{c.simulated_s:.3f} s", f"{c.off:+.1%}", f"{c.worst_off:.1%}"
+        )  # fmt: skip
+    console = Console()
+    console.print(table)
+    console.print(clocked)
+
+
+if __name__ == "__main__":
+    sys.exit(main())
