@@ -25,8 +25,8 @@ import torch.distributed as dist
 from torch import Tensor
 
 _TAGS = 1 << 20
-LARGEST_BYTES = 1 << 24
-"""A larger tensor is summed in pieces: each needs space for what arrives, of its own size."""
+LARGEST_BYTES = 1 << 23
+"""A larger tensor is summed in pieces: each needs space for what arrives, nearly of its own size."""
 
 
 class DirectSum:
@@ -55,12 +55,18 @@ class DirectSum:
         if self._error is not None:
             raise self._error
 
-    def offer(self) -> None:
-        """Say where both hops may put what they bring. Gloo sends nothing before: later it would cost a round trip."""
-        if self._sums:
-            return
+    @property
+    def space_bytes(self) -> int:
+        """What hop 1 brings."""
+        return len(self._others) * self._shards[self._rank].nbytes
+
+    def offer(self, space: Tensor) -> None:
+        """Say where both hops may put what they bring: hop 1 into `space`, uint8 [at least `space_bytes`].
+
+        Gloo sends nothing before: later it would cost a round trip.
+        """
         own = self._shards[self._rank]
-        self._parts = [torch.empty_like(own) for _ in self._others]
+        self._parts = list(space[: self.space_bytes].view(own.dtype).view(len(self._others), own.numel()))
         for worker, part in zip(self._others, self._parts, strict=True):
             self._arriving += self._receive(part, worker, 0)
             self._sums += self._receive(self._shards[worker], worker, 1)
@@ -78,7 +84,9 @@ class DirectSum:
             work.wait()
         for part in self._parts:
             own.add_(part)
+        # A receipt keeps its tensor as well, and this sum may be kept until somebody waits for it.
         self._parts.clear()
+        self._arriving.clear()
         for worker in self._others:
             self._send(own, worker, 1)
 
@@ -90,6 +98,8 @@ class DirectSum:
                     work.wait()
         except Exception as raised:
             error = raised
+        self._sums.clear()
+        self._sent.clear()
         self._error, self.ended_s = error, time.perf_counter()
         self._done.set()
 
@@ -113,6 +123,9 @@ class DirectSums:
     def __init__(self, group: dist.ProcessGroup) -> None:
         self._group = group
         self._started = 0
+        self._space = [torch.empty(0, dtype=torch.uint8)] * 2
+        """For what arrives in turn: allocating it anew each time would leave holes of many megabytes."""
+        self._offered = 0
         self._queue: queue.SimpleQueue[DirectSum | None] = queue.SimpleQueue()
         threading.Thread(target=self._run, name="isthmus-sync", daemon=True).start()
 
@@ -129,22 +142,29 @@ class DirectSums:
         """After the last sum."""
         self._queue.put(None)
 
+    def _offer(self, one: DirectSum) -> None:
+        turn, self._offered = self._offered % 2, self._offered + 1
+        if len(self._space[turn]) < one.space_bytes:
+            self._space[turn] = torch.empty(one.space_bytes, dtype=torch.uint8)
+        one.offer(self._space[turn])
+
     @torch.no_grad()
     def _run(self) -> None:
         before: DirectSum | None = None
-        now = self._queue.get()
+        now, offered = self._queue.get(), False
         while now is not None:
             following, waiting = None, False
             error: Exception | None = None
             try:
-                now.offer()
+                if not offered:
+                    self._offer(now)
                 now.send_shards()
                 if before is not None:
                     before.end()
                 if waiting := not self._queue.empty():
                     following = self._queue.get()
                     if following is not None:
-                        following.offer()
+                        self._offer(following)
                 now.send_sum()
             except Exception as raised:  # whatever it was, somebody waits for it
                 error = raised
@@ -153,4 +173,5 @@ class DirectSums:
             else:
                 now.end(error)
                 before = None
+            offered = following is not None
             now = following if waiting else self._queue.get()
