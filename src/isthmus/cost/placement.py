@@ -85,7 +85,7 @@ def least_in_flight(problem: Problem) -> int:
 
 def rooms(placed: Placement) -> list[Room]:
     """The memory of each stage and its device; FleetTooSmall where too few micro-batches fit."""
-    problem, found = placed.problem, rooms_if(placed, placed.recompute)
+    problem, found = placed.problem, room_of_each(placed)
     for name, need in shortages(placed, found).items():
         stages = placed.times.stages_of[name]
         capacity = found[stages[0]].capacity
@@ -98,12 +98,12 @@ def rooms(placed: Placement) -> list[Room]:
     return found
 
 
-def rooms_if(placed: Placement, recompute: Sequence[bool]) -> list[Room]:
-    """The memory of each stage and its device, if these stages recomputed; they may not fit."""
+def room_of_each(placed: Placement) -> list[Room]:
+    """As `rooms`, also where they do not fit."""
     fleet = placed.problem.fleet
     return [
         Room(fleet.device(name).memory_bytes, size.memory(0, again).total, size.kept(again))
-        for name, size, again in zip(placed.order, placed.sizes, recompute, strict=True)
+        for name, size, again in zip(placed.order, placed.sizes, placed.recompute, strict=True)
     ]
 
 

@@ -10,9 +10,10 @@ from __future__ import annotations
 import itertools
 
 from isthmus.cost.in_flight import in_flight_limits
-from isthmus.cost.placement import Placement, recomputing, rooms_if, shortages
+from isthmus.cost.placement import Placement, recomputing, room_of_each, shortages
 
 MOST_SHARING = 8
+"""Stages up to which every choice is tried where two are on one device."""
 ROUNDING = 1e-12
 """Relative: a step that is shorter by no more is as long."""
 
@@ -36,10 +37,9 @@ def fastest(placed: Placement) -> Placement:
     now = recomputing(placed, _unfitting(placed))
     best, best_s = now, float("inf")
     while True:
-        found = rooms_if(now, now.recompute)
-        if shortages(now, found):
+        limits = _limits(now)
+        if limits is None:
             return best
-        limits = in_flight_limits(now.problem, now.times, found)
         period_s = now.times.throttled_period_s(limits, count)
         step_s = now.times.step_s(count, period_s)
         if step_s < best_s * (1 - ROUNDING):
@@ -63,14 +63,19 @@ def _best_of_all(placed: Placement) -> Placement:
 
 def _step_s(placed: Placement) -> float:
     """Infinite where it does not fit."""
-    found, count = rooms_if(placed, placed.recompute), placed.problem.micro_batches
-    if shortages(placed, found):
+    limits, count = _limits(placed), placed.problem.micro_batches
+    if limits is None:
         return float("inf")
-    limits = in_flight_limits(placed.problem, placed.times, found)
     return placed.times.step_s(count, placed.times.throttled_period_s(limits, count))
+
+
+def _limits(placed: Placement) -> tuple[int, ...] | None:
+    """Micro-batches in flight per stage; None where it does not fit."""
+    found = room_of_each(placed)
+    return None if shortages(placed, found) else in_flight_limits(placed.problem, placed.times, found)
 
 
 def _unfitting(placed: Placement) -> list[bool]:
     """The stages of devices that are short of memory otherwise."""
-    short = shortages(placed, rooms_if(placed, placed.recompute))
+    short = shortages(placed, room_of_each(placed))
     return [name in short for name in placed.order]
