@@ -1,7 +1,7 @@
 import pytest
 
 from isthmus.protocol import Coordinator, Item, RunSpec, items
-from isthmus.protocol.events import (
+from isthmus.protocol.coordinator_events import (
     Advance,
     Assign,
     Commit,

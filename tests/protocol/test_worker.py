@@ -302,7 +302,7 @@ def test_a_stale_epoch_is_dropped_and_counted():
     assert worker.handle(opened) == []
     assert worker.statistics().stale == 1
     assert worker.handle(Opened(item=opened.item, epoch=1)) == [Compute("F", 0, 0)]
-    assert worker.handle(Computed(work="F", item=0, micro_batch=0, epoch=0)) == []
+    assert worker.handle(Arrived(parcel="forward", source=0, item=0, micro_batch=0, epoch=0)) == []
     assert worker.statistics().stale == 2
     assert worker.statistics().phase == "tasklets"
 

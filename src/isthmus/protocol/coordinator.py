@@ -1,39 +1,68 @@
 """The coordinator: the life of a run. Events in, instructions out.
 
-    joining ──all joined──► placing ──all ready──► running ──last item reported──► done
-                                                      │  └─interrupted─► closing ──saved──► done
-                    a device is lost, in any phase ───┴──► done (the last committed checkpoint stays)
+    joining ──all joined──► fetching ──► placing ──all ready──► running ──last item reported──► done
+       ▲                    (what the                            │   └─interrupted─► closing ──saved──► done
+       │                     plan moved)                         ├─ a better plan ─► settling ─┐
+       └─────── planning ◄──all said what they hold── holding ◄──┴── a device is lost ─────────┘
 
 It leases items ahead of the slowest device, so that no device waits for it, and commits a checkpoint once every
 device has reported its part.
+
+A lost device is fenced: a new plan epoch begins, and whatever is of an older one is dropped, from whomever. Those
+left stop, say what they hold (`recovery`), get a plan made for them, and go on from the latest step whose state is
+whole, in memory or in the last checkpoint. A plan that is changed for a better one, for one who leaves or for one who
+came goes the same way, but that all finish what is leased first: then nothing is lost. A device may be lost at any
+point of that; it is then begun again, in one more epoch.
+
+Why each sample range enters the model once: a training item's range is a function of its step, an epoch leases the
+steps from where it began in order, and states of steps that were done on another line do not count.
 """
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
 import msgspec
 
-from isthmus.protocol.events import (
+from isthmus.protocol.coordinator_events import (
     Advance,
     Assign,
+    Begin,
+    Call,
+    Changed,
     Commit,
     CoordinatorEvent,
     CoordinatorInstruction,
+    Fence,
+    Fetch,
+    Fetched,
     Finish,
     Halt,
+    Held,
+    Hold,
     Interrupted,
     Joined,
+    Leaving,
     Lost,
+    MakePlan,
+    Mirrored,
+    NoPlan,
+    Offered,
     Open,
     Place,
+    Planned,
     Ready,
+    Release,
     Reported,
+    Retire,
 )
-from isthmus.protocol.work import Item, RunSpec, items
+from isthmus.protocol.leases import Leases
+from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
+from isthmus.protocol.work import RunSpec
 
-Phase = Literal["joining", "placing", "running", "closing", "done"]
+Phase = Literal["joining", "holding", "planning", "fetching", "placing", "running", "settling", "closing", "done"]
+Out = list[CoordinatorInstruction]
 
 
 class CoordinatorStatistics(msgspec.Struct, frozen=True):
@@ -42,101 +71,274 @@ class CoordinatorStatistics(msgspec.Struct, frozen=True):
     """Items that every device has reported."""
     leased: int
     stale: int
+    epoch: int
+    recovery_point: int
+    """The run goes on from this step at least, if any one device is lost now."""
 
 
 class Coordinator:
-    """The state machine of a run over the devices of one plan."""
+    """The state machine of a run over the devices of one plan after another."""
 
-    def __init__(self, devices: Iterable[str], spec: RunSpec, epoch: int = 0) -> None:
+    def __init__(
+        self, devices: Iterable[str], spec: RunSpec, epoch: int = 0, *, layout: Layout | None = None,
+        lineage: Lineage | None = None,
+    ) -> None:  # fmt: skip
+        """Without a layout the run ends when a device is lost. `lineage` is of a run whose coordinator was started
+        again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold more."""
         self.devices = tuple(devices)
         self.spec = spec
+        self._layout = layout or Layout(parts={})
+        self._survives = layout is not None
         self._epoch = epoch
+        self._lineage = lineage or Lineage()
         self._phase: Phase = "joining"
-        self._joined: set[str] = set()
-        self._ready: set[str] = set()
-        self._rest = items(spec)
-        self._open: dict[int, Item] = {}
+        self._leases = Leases(spec, self._layout)
+        self._step = self._saved = spec.start_step
+        self._began = lineage is not None
+        """Whether there may be more than the checkpoint to go on from."""
+        self._present: set[str] = set()
+        self._offered: set[str] = set()
+        self._leaving: set[str] = set()
+        self._held: dict[str, Sequence[Holding]] = {}
+        self._next: Layout | None = None
+        self._awaited: set[str] = set()
+        """Who is to be ready, or to have given what it holds."""
         self._reports: dict[int, dict[str, Reported]] = {}
-        self._leased = self._finished = 0
         self._interrupted = False
+        self._reason = ""
         self._stale = 0
 
-    def statistics(self) -> CoordinatorStatistics:
-        return CoordinatorStatistics(self._phase, self._finished, self._leased, self._stale)
+    @property
+    def epoch(self) -> int:
+        return self._epoch
 
-    def handle(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
+    @property
+    def layout(self) -> Layout:
+        return self._layout
+
+    def statistics(self) -> CoordinatorStatistics:
+        leases = self._leases
+        return CoordinatorStatistics(
+            self._phase, leases.finished, leases.leased, self._stale, self._epoch, max(self._saved, leases.acknowledged)
+        )
+
+    def handle(self, event: CoordinatorEvent) -> Out:
         """Take one event; return what to do now."""
         if event.epoch != self._epoch or self._phase == "done":
             self._stale += event.epoch != self._epoch
             return []
         match event:
-            case Joined(device=device):
-                return self._on_joined(device)
+            case Joined(device=device, holdings=holdings):
+                return self._on_joined(device, holdings)
             case Ready(device=device):
                 return self._on_ready(device)
             case Reported():
                 return self._on_reported(event)
             case Lost(device=device, reason=reason):
-                return self._end("lost", f"device {device!r} was lost: {reason}")
+                return self._on_lost(device, reason)
             case Interrupted():
                 return self._on_interrupted()
+            case Held(device=device, holdings=holdings):
+                self._held[device] = holdings
+                return self._on_held()
+            case Planned(layout=layout, pays=pays):
+                return self._on_planned(layout, pays=pays)
+            case NoPlan(reason=reason):
+                return self._on_no_plan(reason)
+            case Fetched(device=device):
+                return self._on_fetched(device)
+            case Mirrored(of=of, step=step):
+                return self._acknowledged(self._leases.mirrored(of, step))
+            case Offered(device=device):
+                self._offered.add(device)
+                return self._reconsider()
+            case Leaving(device=device):
+                self._leaving.add(device)
+                return self._reconsider(must=True)
+            case Changed():
+                return self._reconsider()
 
-    def _on_joined(self, device: str) -> list[CoordinatorInstruction]:
-        self._joined.add(device)
-        if self._phase != "joining" or not self._joined.issuperset(self.devices):
+    # Joining, fetching, placing
+
+    def _on_joined(self, device: str, holdings: Sequence[Holding]) -> Out:
+        self._present.add(device)
+        self._offered.discard(device)
+        self._held[device] = holdings
+        if self._phase == "joining":
+            return self._restore()
+        return self._on_held() if self._phase == "holding" else self._reconsider()
+
+    def _restore(self) -> Out:
+        """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
+        if not self._present.issuperset(self.devices):
             return []
+        held = {d: h for d, h in self._held.items() if d in self._present}
+        found = recovery_step(self._layout.all_parts, held, self._lineage) if self._began else None
+        from_memory = found is not None and found >= self._saved
+        self._step = found if found is not None and from_memory else self._saved
+        self._own = held_at(self._step, held, self._lineage) if from_memory else {}
+        lent = loans(self._layout.parts, self._own) if from_memory else {}
+        self._lineage.begin(self._epoch, self._step)
+        self._leases.begin(self._step, self._layout, due=self._began)
+        out: Out = []
+        if self._survives:
+            out.append(Begin(self._epoch, self._step, self._leases.leased, self._began and not from_memory))
+        self._phase = "fetching"
+        self._awaited = set(lent)
+        out += [Fetch(device, self._step, parts) for device, parts in sorted(lent.items())]
+        return out if lent else out + self._place()
+
+    def _on_fetched(self, device: str) -> Out:
+        self._awaited.discard(device)
+        return self._place() if self._phase == "fetching" and not self._awaited else []
+
+    def _place(self) -> Out:
         self._phase = "placing"
-        return [step for d in self.devices for step in (Assign(d), Place(d))]
+        self._awaited = set(self.devices)
+        none = frozenset[str]()
+        own = {d: self._own.get(d, none) & self._layout.parts.get(d, none) for d in self.devices}
+        return [step for d in self.devices for step in (Assign(d), Place(d, own[d]))]
 
-    def _on_ready(self, device: str) -> list[CoordinatorInstruction]:
-        self._ready.add(device)
-        if self._phase != "placing" or not self._ready.issuperset(self.devices):
+    def _on_ready(self, device: str) -> Out:
+        self._awaited.discard(device)
+        if self._phase != "placing" or self._awaited:
             return []
-        self._phase = "running"
-        return self._lease()
+        self._phase, self._began = "running", True
+        if self._interrupted:
+            return self._close()
+        out = self._lease()
+        if not self._leases.keeps:
+            out += self._release()
+        if staying := self._leaving & set(self.devices):
+            return out + self._reconsider(must=bool(staying))
+        return out + self._reconsider() if self._present - self._leaving - set(self.devices) else out
 
-    def _on_reported(self, report: Reported) -> list[CoordinatorInstruction]:
+    # Running
+
+    def _on_reported(self, report: Reported) -> Out:
         reports = self._reports.setdefault(report.item, {})
         reports[report.device] = report
         if not reports.keys() >= set(self.devices):
             return []
         del self._reports[report.item]
-        item = self._open.pop(report.item)
-        self._finished += 1
-        out: list[CoordinatorInstruction] = [Advance(item, _mean_loss(reports.values()))]
+        item = self._leases.finish(report.item)
+        out: Out = [Advance(item, _mean_loss(reports.values()))]
         if item.kind == "save":
+            self._saved = item.step
             out.append(Commit(item))
-        if self._phase == "running":
+        elif item.kind == "keep":
+            out += self._acknowledged(self._leases.kept(item.step))
+        if self._phase == "running" or (self._phase == "settling" and not self._leases.at_period):
             out += self._lease()
-        if not self._open:
-            out += self._end("interrupted" if self._interrupted else "done")
+        if not self._leases.open:
+            out += self._move() if self._phase == "settling" else self._end(self._ending)
         return out
 
-    def _on_interrupted(self) -> list[CoordinatorInstruction]:
-        if self._phase != "running":
-            return self._end("interrupted") if self._phase in ("joining", "placing") else []
-        newest = self._open[max(self._open)]
-        if newest.kind == "save" and newest.step == self.spec.steps:
+    @property
+    def _ending(self) -> Literal["done", "interrupted"]:
+        return "interrupted" if self._interrupted else "done"
+
+    def _acknowledged(self, step: int | None) -> Out:
+        """A snapshot may be complete now."""
+        return [] if step is None else [Retire(step), *self._release()]
+
+    def _release(self) -> Out:
+        gone = sorted(self._leaving & self._present - set(self.devices))
+        for device in gone:
+            self._forget(device)
+        return [Release(device) for device in gone]
+
+    def _lease(self) -> Out:
+        out: Out = [Open(item) for item in self._leases.lease()]
+        return out or ([] if self._leases.open else self._end("done"))
+
+    def _on_interrupted(self) -> Out:
+        if self._phase in ("joining", "fetching", "placing") and not self._began:
+            return self._end("interrupted")
+        if self._phase == "closing" or self._leases.over:
             return []  # the run's last item is leased already: it ends as if nobody had asked
         self._interrupted = True
+        return self._close() if self._phase in ("running", "settling") else []
+
+    def _close(self) -> Out:
+        """Finish what is leased, save, leave."""
         self._phase = "closing"
-        if newest.kind == "save":
+        last = self._leases.last_step
+        if self._leases.closing or last == self._saved:
+            return [] if self._leases.open else self._end("interrupted")
+        return [Open(self._leases.lease_save())]
+
+    # Another plan, or fewer devices
+
+    def _reconsider(self, *, must: bool = False) -> Out:
+        """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
+        if self._phase != "running" or not self._survives:
             return []
-        steps = newest.step + 1 if newest.kind == "train" else newest.step
-        return [self._open_item(Item(index=newest.index + 1, kind="save", step=steps))]
+        return [MakePlan(tuple(sorted((self._present | self._offered) - self._leaving)), must=must)]
 
-    def _lease(self) -> list[CoordinatorInstruction]:
-        out: list[CoordinatorInstruction] = []
-        while len(self._open) < self.spec.lease_ahead and (item := next(self._rest, None)) is not None:
-            out.append(self._open_item(item))
-        return out or ([] if self._open else self._end("done"))
+    def _on_planned(self, layout: Layout, *, pays: bool) -> Out:
+        if self._phase == "planning":
+            return self._adopt(layout)
+        if self._phase != "running" or not pays:
+            return []
+        self._next = layout
+        self._phase = "settling"
+        return [] if self._leases.open else self._move()
 
-    def _open_item(self, item: Item) -> Open:
-        self._open[item.index] = item
-        self._leased += 1
-        return Open(item)
+    def _on_no_plan(self, reason: str) -> Out:
+        if self._phase == "planning":
+            return self._end("lost", f"{self._reason}; without it {reason}" if self._reason else reason)
+        self._leaving.clear()
+        return []
 
-    def _end(self, outcome: Literal["done", "interrupted", "lost"], reason: str = "") -> list[CoordinatorInstruction]:
+    def _move(self) -> Out:
+        """All leased work is done, and all devices have the state of the same step."""
+        return self._end(self._ending) if self._leases.exhausted else self._hold()
+
+    def _on_lost(self, device: str, reason: str) -> Out:
+        if not self._survives:
+            return self._end("lost", f"device {device!r} was lost: {reason}")
+        self._forget(device)
+        at_work = self._phase in ("running", "settling", "closing")
+        if at_work and device not in self.devices:
+            return [Fence(device)]
+        self._reason = f"device {device!r} was lost: {reason}"
+        if self._phase == "joining" and not self._began and device in self.devices:
+            self._began = True  # it never came: go on with those who did
+        return [Fence(device), *self._hold()]
+
+    def _forget(self, device: str) -> None:
+        self._held.pop(device, None)
+        for devices in (self._present, self._offered, self._leaving):
+            devices.discard(device)
+
+    def _hold(self) -> Out:
+        self._epoch += 1
+        self._phase = "holding"
+        self._reports.clear()
+        self._held.clear()
+        return [Hold(d) for d in sorted(self._present)] if self._present else self._on_held()
+
+    def _on_held(self) -> Out:
+        if self._phase != "holding" or not self._held.keys() >= self._present:
+            return []
+        available = (self._present | self._offered) - self._leaving
+        planned, self._next = self._next, None
+        if planned is not None and available >= planned.parts.keys():
+            return self._adopt(planned)
+        self._phase = "planning"
+        if not available:
+            return self._end("lost", f"{self._reason}; no other device is left")
+        return [MakePlan(tuple(sorted(available)))]
+
+    def _adopt(self, layout: Layout) -> Out:
+        self._layout = layout
+        self.devices = tuple(layout.parts)
+        self._phase = "joining"
+        missing = [d for d in self.devices if d not in self._present]
+        return [Call(d) for d in missing] if missing else self._restore()
+
+    def _end(self, outcome: Literal["done", "interrupted", "lost"], reason: str = "") -> Out:
         if self._phase == "done":
             return []
         self._phase = "done"

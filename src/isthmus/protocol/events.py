@@ -1,6 +1,7 @@
-"""What happens to a machine (events) and what it asks for (instructions). Names and numbers only, never tensors.
+"""What happens to a worker (events) and what it asks for (instructions). Names and numbers only, never tensors.
 
-Every event carries the plan epoch under which it arose; a machine drops and counts those of another epoch.
+What comes from another party carries the plan epoch under which it arose; a machine drops and counts what is of another
+epoch.
 """
 
 from __future__ import annotations
@@ -86,6 +87,12 @@ class Saved(Event, frozen=True, kw_only=True):
     item: int
 
 
+class Kept(Event, frozen=True, kw_only=True):
+    """A copy of the stage's state is in memory."""
+
+    item: int
+
+
 class Halted(Event, frozen=True, kw_only=True):
     """The coordinator ends the run."""
 
@@ -154,6 +161,12 @@ class Save(msgspec.Struct, frozen=True):
     item: int
 
 
+class Keep(msgspec.Struct, frozen=True):
+    """Copy this stage's state in memory: its part of a snapshot."""
+
+    item: int
+
+
 class Report(msgspec.Struct, frozen=True):
     """Tell the coordinator that the item is done here, with this stage's loss if it has one."""
 
@@ -164,83 +177,5 @@ class Stop(msgspec.Struct, frozen=True):
     """Leave."""
 
 
-WorkerEvent = Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | Halted
-WorkerInstruction = Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | Report | Stop
-
-
-# To the coordinator
-
-
-class Joined(Event, frozen=True, kw_only=True):
-    device: str
-
-
-class Ready(Event, frozen=True, kw_only=True):
-    """The device holds its stage, its weights and its links."""
-
-    device: str
-
-
-class Reported(Event, frozen=True, kw_only=True):
-    """A device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage."""
-
-    device: str
-    item: int
-    loss: float | None = None
-    count: float | None = None
-
-
-class Lost(Event, frozen=True, kw_only=True):
-    device: str
-    reason: str
-
-
-class Interrupted(Event, frozen=True, kw_only=True):
-    """The user wants to stop: finish what is leased, save, leave."""
-
-
-# From the coordinator
-
-
-class Assign(msgspec.Struct, frozen=True):
-    """Give the device its stage."""
-
-    device: str
-
-
-class Place(msgspec.Struct, frozen=True):
-    """Give the device its weights."""
-
-    device: str
-
-
-class Open(msgspec.Struct, frozen=True):
-    """Lease the item to every device."""
-
-    item: Item
-
-
-class Advance(msgspec.Struct, frozen=True):
-    """Every device finished the item. `loss` is its mean, if the item has one."""
-
-    item: Item
-    loss: float | None = None
-
-
-class Commit(msgspec.Struct, frozen=True):
-    """All parts of the checkpoint are written: make it the latest."""
-
-    item: Item
-
-
-class Halt(msgspec.Struct, frozen=True):
-    """Tell every device that is still there to leave."""
-
-
-class Finish(msgspec.Struct, frozen=True):
-    outcome: Literal["done", "interrupted", "lost"]
-    reason: str = ""
-
-
-CoordinatorEvent = Joined | Ready | Reported | Lost | Interrupted
-CoordinatorInstruction = Assign | Place | Open | Advance | Commit | Halt | Finish
+WorkerEvent = Opened | Arrived | PartsArrived | Computed | Filled | Taken | Collected | Updated | Saved | Kept | Halted
+WorkerInstruction = Compute | Send | SendParts | Merge | Fill | Take | Collect | Update | Save | Keep | Report | Stop

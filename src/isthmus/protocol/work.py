@@ -12,14 +12,15 @@ import msgspec
 class Item(msgspec.Struct, frozen=True, kw_only=True):
     """One unit of leased work. Every device does all items, in order.
 
-    `train` is one optimizer step, `eval` a forward-only pass over held-out samples, `save` a checkpoint.
+    `train` is one optimizer step, `eval` a forward-only pass over held-out samples, `save` a checkpoint, `keep` a
+    snapshot in the devices' memory.
     `first_sample` and `samples` are positions in the data order, which the coordinator owns.
     """
 
     index: int
-    kind: Literal["train", "eval", "save"]
+    kind: Literal["train", "eval", "save", "keep"]
     step: int
-    """Train: the step's number, from 0. Eval and save: how many steps came before."""
+    """Train: the step's number, from 0. The others: how many steps came before."""
     first_sample: int = 0
     micro_batches: int = 0
     first_micro_batch: int = 0
@@ -67,21 +68,30 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_step: int = 0
 
 
-def items(spec: RunSpec) -> Iterator[Item]:
-    """The run's items. An evaluation is split so that no item has more micro-batches than a training step."""
-    index = 0
+def items(spec: RunSpec, *, due: bool = False) -> Iterator[Item]:
+    """The run's items. An evaluation is split so that no item has more micro-batches than a training step.
+
+    `due` begins with what comes after the step before the first one.
+    """
+    count = itertools.count()
+    if due and spec.start_step:
+        yield from _after(spec.start_step, spec, count)
     batch = spec.micro_batches * spec.micro_batch_size
     for step in range(spec.start_step, spec.steps):
-        yield Item(index=index, kind="train", step=step, first_sample=step * batch, micro_batches=spec.micro_batches)
-        index += 1
-        done, last = step + 1, step + 1 == spec.steps
-        if spec.eval_every and (done % spec.eval_every == 0 or last):
-            for start in range(0, spec.eval_micro_batches, spec.micro_batches):
-                count = min(spec.micro_batches, spec.eval_micro_batches - start)
-                yield Item(
-                    index=index, kind="eval", step=done, first_sample=start * spec.micro_batch_size, micro_batches=count
-                )
-                index += 1
-        if last or (spec.save_every and done % spec.save_every == 0):
-            yield Item(index=index, kind="save", step=done)
-            index += 1
+        yield Item(
+            index=next(count), kind="train", step=step, first_sample=step * batch, micro_batches=spec.micro_batches
+        )
+        yield from _after(step + 1, spec, count)
+
+
+def _after(done: int, spec: RunSpec, count: Iterator[int]) -> Iterator[Item]:
+    """What is due after so many steps."""
+    last = done == spec.steps
+    if spec.eval_every and (done % spec.eval_every == 0 or last):
+        for start in range(0, spec.eval_micro_batches, spec.micro_batches):
+            yield Item(
+                index=next(count), kind="eval", step=done, first_sample=start * spec.micro_batch_size,
+                micro_batches=min(spec.micro_batches, spec.eval_micro_batches - start),
+            )  # fmt: skip
+    if last or (spec.save_every and done % spec.save_every == 0):
+        yield Item(index=next(count), kind="save", step=done)

@@ -33,6 +33,8 @@ from isthmus.protocol.events import (
     Fill,
     Filled,
     Halted,
+    Keep,
+    Kept,
     Opened,
     Parcel,
     PartsArrived,
@@ -102,7 +104,7 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
 
 Phase = Literal[
     "idle", "tasklets", "gathering", "filling", "averaging", "taking", "collecting", "clipping", "updating", "saving",
-    "halted",
+    "keeping", "halted",
 ]  # fmt: skip
 
 
@@ -140,7 +142,7 @@ class Worker:
 
     def handle(self, event: WorkerEvent) -> list[WorkerInstruction]:
         """Take one event; return what to do now. At most one instruction occupies the compute lane."""
-        if event.epoch != self._epoch:
+        if isinstance(event, Opened | Arrived | PartsArrived) and event.epoch != self._epoch:
             self._stale += 1
             return []
         if self._phase == "halted":  # the compute lane may still finish what it was at
@@ -170,6 +172,9 @@ class Worker:
                 self._updated(item, out)
             case Saved(item=item):
                 self._expect("saving", "idle", item)
+                self._finish(item, out)
+            case Kept(item=item):
+                self._expect("keeping", "idle", item)
                 self._finish(item, out)
             case Halted():
                 self._phase = "halted"
@@ -248,6 +253,9 @@ class Worker:
         self._waiting_backward.clear()
         if item.kind == "save":
             self._start("saving", Save(item.index), out)
+            return
+        if item.kind == "keep":
+            self._start("keeping", Keep(item.index), out)
             return
         self._phase = "tasklets"
         out += [Send("shared", s, item.index) for s in self.view.lends_to]

@@ -14,7 +14,7 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.protocol.coordinator import Coordinator
-from isthmus.protocol.events import (
+from isthmus.protocol.coordinator_events import (
     Advance,
     Assign,
     Commit,

@@ -1,0 +1,205 @@
+"""What happens to a coordinator (events) and what it asks for (instructions)."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from isthmus.protocol.events import Event
+from isthmus.protocol.recovery import Holding, Layout
+from isthmus.protocol.work import Item
+
+# To the coordinator
+
+
+class Joined(Event, frozen=True, kw_only=True):
+    device: str
+    holdings: tuple[Holding, ...] = ()
+    """Of one that was here before: what it still has in memory."""
+
+
+class Ready(Event, frozen=True, kw_only=True):
+    """The device holds its stage, its weights and its links."""
+
+    device: str
+
+
+class Reported(Event, frozen=True, kw_only=True):
+    """A device finished an item. `loss` and `count` are sums over the item's micro-batches, from the loss's stage."""
+
+    device: str
+    item: int
+    loss: float | None = None
+    count: float | None = None
+
+
+class Lost(Event, frozen=True, kw_only=True):
+    device: str
+    reason: str
+
+
+class Interrupted(Event, frozen=True, kw_only=True):
+    """The user wants to stop: finish what is leased, save, leave."""
+
+
+class Held(Event, frozen=True, kw_only=True):
+    """The device has stopped, and says what it holds."""
+
+    device: str
+    holdings: tuple[Holding, ...]
+
+
+class Planned(Event, frozen=True, kw_only=True):
+    """The plan that was asked for. Of one that need not be: whether it is worth the change."""
+
+    layout: Layout
+    pays: bool = True
+
+
+class NoPlan(Event, frozen=True, kw_only=True):
+    """There is none for these devices."""
+
+    reason: str
+
+
+class Fetched(Event, frozen=True, kw_only=True):
+    """What the device was to give is here."""
+
+    device: str
+
+
+class Mirrored(Event, frozen=True, kw_only=True):
+    """The device holds a copy of another one's part of a snapshot."""
+
+    device: str
+    of: str
+    step: int
+
+
+class Offered(Event, frozen=True, kw_only=True):
+    """The device could work, if a plan wants it."""
+
+    device: str
+
+
+class Leaving(Event, frozen=True, kw_only=True):
+    """The device is to leave without loss."""
+
+    device: str
+
+
+class Changed(Event, frozen=True, kw_only=True):
+    """Devices or links are not as the plan assumed."""
+
+
+# From the coordinator
+
+
+class Assign(msgspec.Struct, frozen=True):
+    """Give the device its stage."""
+
+    device: str
+
+
+class Place(msgspec.Struct, frozen=True):
+    """Give the device its weights."""
+
+    device: str
+    own: frozenset[str] = frozenset()
+    """Parts that it takes from its own memory."""
+
+
+class Open(msgspec.Struct, frozen=True):
+    """Lease the item to every device."""
+
+    item: Item
+
+
+class Advance(msgspec.Struct, frozen=True):
+    """Every device finished the item. `loss` is its mean, if the item has one."""
+
+    item: Item
+    loss: float | None = None
+
+
+class Commit(msgspec.Struct, frozen=True):
+    """All parts of the checkpoint are written: make it the latest."""
+
+    item: Item
+
+
+class Hold(msgspec.Struct, frozen=True):
+    """Tell the device to stop where it is, to forget its stage, and to say what it holds."""
+
+    device: str
+
+
+class Fence(msgspec.Struct, frozen=True):
+    """Hang up on a device that was lost. Whatever it says later is of an epoch that is over."""
+
+    device: str
+
+
+class MakePlan(msgspec.Struct, frozen=True):
+    """Plan for these devices, beside all else, and say `Planned` or `NoPlan`."""
+
+    devices: tuple[str, ...]
+    must: bool = True
+    """The run cannot go on without; else: only if it pays."""
+
+
+class Call(msgspec.Struct, frozen=True):
+    """The plan wants a device that was offered: have it join."""
+
+    device: str
+
+
+class Begin(msgspec.Struct, frozen=True):
+    """A new epoch goes on from the state after `step` steps. To be on record before anything of it happens."""
+
+    epoch: int
+    step: int
+    first_item: int
+    """Index of the first item that it leases."""
+    from_checkpoint: bool
+    """Nobody holds that state: it is the last checkpoint's."""
+
+
+class Fetch(msgspec.Struct, frozen=True):
+    """Have the device give these parts of its state after `step` steps."""
+
+    device: str
+    step: int
+    parts: frozenset[str]
+
+
+class Retire(msgspec.Struct, frozen=True):
+    """A snapshot is complete, with its copies: devices may forget those before."""
+
+    step: int
+
+
+class Release(msgspec.Struct, frozen=True):
+    """The device may leave: nothing depends on it any more."""
+
+    device: str
+
+
+class Halt(msgspec.Struct, frozen=True):
+    """Tell every device that is still there to leave."""
+
+
+class Finish(msgspec.Struct, frozen=True):
+    outcome: Literal["done", "interrupted", "lost"]
+    reason: str = ""
+
+
+CoordinatorEvent = (
+    Joined | Ready | Reported | Lost | Interrupted | Held | Planned | NoPlan | Fetched | Mirrored | Offered | Leaving
+    | Changed
+)  # fmt: skip
+CoordinatorInstruction = (
+    Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Begin | Fetch | Retire | Release | Halt
+    | Finish
+)  # fmt: skip

@@ -1,0 +1,94 @@
+"""Where a run goes on after devices were lost: what is held where, what of it counts, from where each part comes.
+
+A part is a name for something that training changes, a parameter or a buffer. The run's whole state after a step is
+all parts of that step. Each plan epoch begins from such a state, so the epochs that trained make one line:
+
+    epoch 0   0 ──────────────── 40 ─ ─ 47     steps 40..46 were trained, and are gone
+    epoch 1                      40 ─────────── 90
+    epoch 3                                     90 ──►
+
+What a device holds counts if it lies on the unbroken line: epoch 0's state after step 47 does not.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterable, Mapping, Sequence, Set
+
+import msgspec
+
+
+class Holding(msgspec.Struct, frozen=True, kw_only=True):
+    """Parts of the state after `step` steps, as plan epoch `epoch` made it, in a device's memory."""
+
+    epoch: int
+    step: int
+    parts: frozenset[str]
+
+
+class Layout(msgspec.Struct, frozen=True, kw_only=True):
+    """Who holds what under a plan."""
+
+    parts: Mapping[str, frozenset[str]]
+    """Per device, what its stage changes in training. Replicas hold the same parts."""
+    mirrors: Mapping[str, str] = {}
+    """Per device, which other one keeps a copy of its snapshots."""
+    keep_every: int = 0
+    """Steps between snapshots in memory, at least; 0 for none."""
+    period: int = 1
+    """Steps after which replicas are equal: snapshots and changes of plan wait for it."""
+
+    @property
+    def all_parts(self) -> frozenset[str]:
+        return frozenset[str]().union(*self.parts.values())
+
+
+class Lineage:
+    """The epochs that trained, each with the step that it began from."""
+
+    def __init__(self, began: Iterable[tuple[int, int]] = ()) -> None:
+        self._began = dict(began)
+
+    @property
+    def began(self) -> tuple[tuple[int, int], ...]:
+        return tuple(self._began.items())
+
+    def begin(self, epoch: int, step: int) -> None:
+        self._began[epoch] = step
+
+    def counts(self, epoch: int, step: int) -> bool:
+        """Whether the state that the epoch had after so many steps is on the line."""
+        own = self._began.get(epoch)
+        return own is not None and own <= step <= min((s for e, s in self._began.items() if e > epoch), default=step)
+
+
+Held = Mapping[str, Sequence[Holding]]
+"""By device, what it says it holds."""
+
+
+def held_at(step: int, held: Held, lineage: Lineage) -> dict[str, frozenset[str]]:
+    """By device, the parts of the state after `step` that it holds."""
+    return {
+        device: frozenset[str]().union(*(h.parts for h in holdings if h.step == step and lineage.counts(h.epoch, step)))
+        for device, holdings in held.items()
+    }
+
+
+def recovery_step(parts: Set[str], held: Held, lineage: Lineage) -> int | None:
+    """The latest step whose whole state is in somebody's memory; None when there is none."""
+    steps = {h.step for holdings in held.values() for h in holdings}
+    whole = (s for s in steps if parts <= frozenset[str]().union(*held_at(s, held, lineage).values()))
+    return max(whole, default=None)
+
+
+def loans(needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> dict[str, frozenset[str]]:
+    """By device, what it gives for others to have what they need and do not hold. Each part is asked for once, of
+    whoever holds it and gives least so far."""
+    missing = sorted({part for device, wanted in needs.items() for part in wanted - holds.get(device, frozenset())})
+    given: Counter[str] = Counter()
+    found: dict[str, set[str]] = {}
+    for part in missing:
+        lender = min((d for d, parts in holds.items() if part in parts), key=lambda d: (given[d], d))
+        given[lender] += 1
+        found.setdefault(lender, set()).add(part)
+    return {device: frozenset(parts) for device, parts in found.items()}
