@@ -94,8 +94,9 @@ class Coordinator:
         self._phase: Phase = "joining"
         self._leases = Leases(spec, self._layout)
         self._step = self._saved = spec.start_step
-        self._began = lineage is not None
-        """Whether there may be more than the checkpoint to go on from."""
+        self._began = self._restarted = lineage is not None
+        """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
+        before."""
         self._present: set[str] = set()
         self._offered: set[str] = set()
         self._leaving: set[str] = set()
@@ -172,6 +173,9 @@ class Coordinator:
         """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
         if not self._present.issuperset(self.devices):
             return []
+        if self._restarted:
+            self._next = self._layout
+            return self._hold()
         held = {d: h for d, h in self._held.items() if d in self._present}
         found = recovery_step(self._layout.all_parts, held, self._lineage) if self._began else None
         from_memory = found is not None and found >= self._saved
@@ -182,7 +186,7 @@ class Coordinator:
         self._leases.begin(self._step, self._layout, due=self._began)
         out: Out = []
         if self._survives:
-            out.append(Begin(self._epoch, self._step, self._leases.leased, self._began and not from_memory))
+            out.append(Begin(self._epoch, self._step, self._leases.leased, not from_memory))
         self._phase = "fetching"
         self._awaited = set(lent)
         out += [Fetch(device, self._step, parts) for device, parts in sorted(lent.items())]
@@ -314,7 +318,7 @@ class Coordinator:
 
     def _hold(self) -> Out:
         self._epoch += 1
-        self._phase = "holding"
+        self._phase, self._restarted = "holding", False
         self._reports.clear()
         self._held.clear()
         return [Hold(d) for d in sorted(self._present)] if self._present else self._on_held()
