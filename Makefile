@@ -4,13 +4,17 @@ VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
 
-.PHONY: train test check benchmarks clean
+.PHONY: train test test-faults check benchmarks clean
 
 train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
 test: $(READY)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
+
+# Each fault at twenty moments, over real processes: about half an hour.
+test-faults: $(READY)
+	$(BIN)/python -m tests.faults.table
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -82,6 +82,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     patience: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3
+    snapshots: bool = True
+    """Keep the state in the devices' memory from time to time, with a copy on another device: what a run goes on from
+    when one is lost."""
+    snapshot_every: NotNegative = 0
+    """Steps between snapshots; 0: as the links have room for them."""
 
 
 class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

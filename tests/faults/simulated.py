@@ -415,7 +415,7 @@ class Simulated:
         )  # fmt: skip
         self._coordinator = machine
         for name in self._machines:
-            if name not in self._layout.parts and name not in self._devices and name not in self._left:
+            if name not in self._devices and name not in self._left:
                 self._tell(Offered(device=name, epoch=machine.epoch))
         for name in machine.devices:
             self._after(3 * self.schedule.patience_s, ("call", name), partial(self._missed, name, machine.epoch))

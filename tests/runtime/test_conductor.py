@@ -14,10 +14,11 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
-from isthmus.protocol import Coordinator, Item, RunSpec
+from isthmus.protocol import Coordinator, Item, Layout, RunSpec
+from isthmus.protocol.coordinator_events import Begin
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.channel import PREFIX, SocketChannel, dial, frame
-from isthmus.runtime.conductor import Address, Conductor, Outcome
+from isthmus.runtime.conductor import Conductor
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.losses import GRACE_S, Losses
 from isthmus.runtime.messages import (
@@ -32,6 +33,7 @@ from isthmus.runtime.messages import (
     ReadyMessage,
     ReportMessage,
 )
+from isthmus.runtime.script import Address, Outcome
 from isthmus.trace import Span
 from isthmus.training.layout import TensorHeader, header_of, pack
 
@@ -54,8 +56,23 @@ class NotedScript:
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
         return {device: assignment(device, run=RUN) for device in addresses}
 
-    def weights(self, device: str) -> Mapping[str, Tensor]:
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         return STATE
+
+    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
+        raise UserError("no plan")
+
+    def begin(self, begin: Begin, layout: Layout) -> None:
+        pass
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        pass
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        pass
+
+    def note(self, text: str) -> None:
+        pass
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
         if [(t.name, t.shape) for t in tensors] != [("w", (2, 3))]:

@@ -16,8 +16,9 @@ from isthmus.plan import Packing
 from isthmus.protocol.events import Arrived, Parcel, Send
 from isthmus.runtime.assignment import Neighbour
 from isthmus.runtime.channel import SocketChannel, dial, frame
-from isthmus.runtime.links import Links, Signature, connect
+from isthmus.runtime.links import Links, Signature
 from isthmus.runtime.listener import Listener
+from isthmus.runtime.meeting import Meeting
 from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, ParcelMessage
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
@@ -49,7 +50,7 @@ def _connecting(listener: Listener, patience_s: float = 5.0) -> queue.SimpleQueu
 
     def work() -> None:
         try:
-            result.put(connect(told, listener))
+            result.put(Meeting(listener, RUN, None, patience_s).connect(told))
         except PeerError as e:
             result.put(e)
 
@@ -69,7 +70,7 @@ def test_strangers_do_not_get_in(listener: Listener) -> None:
     garbage = socket.create_connection(("127.0.0.1", port))
     garbage.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
     told = assignment("d0", stage=0, neighbours=(_neighbour(1, port),))
-    mine = connect(told, Listener("127.0.0.1"))
+    mine = Meeting(Listener("127.0.0.1"), RUN, None, 5.0).connect(told)
     found = result.get(timeout=5)
     assert isinstance(found, dict) and list(found) == [0] and list(mine) == [1]
     found[0].send(Heartbeat(run=RUN))

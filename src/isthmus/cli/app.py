@@ -306,6 +306,15 @@ def devices(
 
 
 @app.command()
+def drain(
+    device: Annotated[str, typer.Argument(metavar="DEVICE", help="Its name.")],
+    state: serving.StateOption = None,
+) -> None:
+    """Have a device leave the run that it works for, without loss: others take over its part first."""
+    serving.drain(state, device)
+
+
+@app.command()
 def join(
     name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None,
     ticket_file: Annotated[

@@ -123,11 +123,15 @@ class RunFolder:
             self._archive()
             _replace(self.path / FLEET, _document(fleet))
             _replace(self.path / PLAN, _document(plan))
-            kept = [p for p in self.losses() if p.step <= start_step]
-            _replace(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
+            self.forget_losses(start_step)
             _replace(self.path / JOB, _document(job))
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
+
+    def forget_losses(self, step: int) -> None:
+        """Of what comes after so many steps."""
+        kept = [p for p in self.losses() if p.step <= step]
+        _replace(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
 
     @property
     def begun(self) -> bool:

@@ -17,7 +17,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.cli import training
-from isthmus.errors import UserError
+from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Link, dump_fleet
 from isthmus.job import Job
 from isthmus.runtime.fleet_probe import probe_fleet
@@ -146,6 +146,15 @@ def devices(state: Path | None, revoke: str | None, out: Console, *, json: bool)
         typer.echo(msgspec.json.format(msgspec.json.encode(members), indent=1).decode())
     else:
         out.print(_table(members))
+
+
+def drain(state: Path | None, device: str) -> None:
+    fleet = FleetState(state or state_folder("fleet"))
+    names = [member.name for member in fleet.roster.members() if member.revoked_s is None]
+    if device not in names:
+        raise unknown_name("device", device, names)
+    fleet.drain(device)
+    Console(stderr=True).print(f"{device} leaves its run as soon as its part is with others", highlight=False)
 
 
 def _table(members: list[Member]) -> Table:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -25,10 +26,11 @@ from isthmus.report import (
     draw_timeline,
     plan_table,
 )
-from isthmus.runtime.conductor import Outcome
 from isthmus.runtime.crew import Crew
+from isthmus.runtime.record import Record, read_record
 from isthmus.runtime.run import RunOptions, Watcher, check_outcome, run_spec
 from isthmus.runtime.run import train as run_training
+from isthmus.runtime.script import Outcome
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_checkpoint, read_manifest
 from isthmus.units import format_duration
@@ -74,22 +76,28 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
         _say(notes, f"going on with {folder.path} {where}")
     _say(notes, f"capturing {job.model.name} ...")
     fleet, prepared = fleet_for(job), prepare(job)
-    plan = plan_for(prepared, fleet, choices.plan or folder.plan_to_keep(job, fleet))
+    record = read_record(folder.path) if choices.resume and choices.crew is not None else None
+    kept = choices.plan or folder.plan_to_keep(job, fleet)
+    plan = record.plan if record is not None else plan_for(prepared, fleet, kept)
     prepared = prepared.cut_into(plan.micro_batches)
     predicted = predict(prepared, plan, fleet, run_spec(prepared, start_step))
     (notes if choices.json else out).print(plan_table(plan, fleet, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")
 
     def begin() -> None:
-        folder.begin(prepared.job, fleet, plan, start_step)
+        # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
+        folder.begin(prepared.job, fleet, plan, start_step if record is None else job.training.steps)
         folder.graph.write_bytes(encode(prepared.captured.train))
         draw_plan(plan, fleet, folder.plan_picture)
 
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
         outcome = run_training(
-            prepared, plan, fleet, folder.path, _options(job, choices, checkpoint),
-            Watcher(accepted=begin, advanced=watch.advanced, saved=watch.saved),
+            prepared, plan, fleet, folder.path, _options(prepared, choices, checkpoint, record),
+            Watcher(
+                accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
+                noted=progress.note,
+            ),
         )  # fmt: skip
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans)
     folder.write_traces(predicted, measured)
@@ -103,10 +111,14 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
     return 0
 
 
-def _options(job: Job, choices: Choices, checkpoint: Path | None) -> RunOptions:
+def _options(prepared: Prepared, choices: Choices, checkpoint: Path | None, record: Record | None) -> RunOptions:
+    # The numbers follow from how a batch is cut: that stays as it is.
+    kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())
+    again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
+    replan = partial(plan_for, again)
     if choices.crew is None:
-        return RunOptions(emulate=job.runtime.emulate, resume_from=checkpoint)
-    return RunOptions(emulate=False, resume_from=checkpoint, crew=choices.crew)
+        return RunOptions(emulate=prepared.job.runtime.emulate, resume_from=checkpoint, replan=replan)
+    return RunOptions(emulate=False, resume_from=checkpoint, crew=choices.crew, record=record, replan=replan)
 
 
 def _say(notes: Console, text: str) -> None:

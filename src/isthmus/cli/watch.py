@@ -91,6 +91,12 @@ class Watch:
             self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
             self._progress.validation(item.step, mean)
 
+    def rolled_back(self, step: int) -> None:
+        """What comes after this step will be told once more."""
+        self._folder.forget_losses(step)
+        self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
+        self._clock_s = None
+
     def saved(self, step: int, directory: Path) -> None:
         self._progress.note(f"checkpoint of step {step}: {directory}")
         self._hooks.call("checkpoint", step, directory)

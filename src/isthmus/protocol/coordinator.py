@@ -114,8 +114,22 @@ class Coordinator:
         return self._epoch
 
     @property
+    def survives(self) -> bool:
+        """Whether the run goes on when a device is lost."""
+        return self._survives
+
+    @property
     def layout(self) -> Layout:
         return self._layout
+
+    @property
+    def awaited(self) -> frozenset[str]:
+        """The devices that it waits for before it goes on."""
+        if self._phase == "joining":
+            return frozenset(self.devices) - self._present
+        if self._phase == "holding":
+            return frozenset(self._present - self._held.keys())
+        return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
 
     def statistics(self) -> CoordinatorStatistics:
         leases = self._leases
@@ -152,6 +166,8 @@ class Coordinator:
                 return self._acknowledged(self._leases.mirrored(of, step))
             case Offered(device=device):
                 self._offered.add(device)
+                if self._phase == "joining" and device in self.awaited:
+                    return [Call(device)]  # it is here, and does not know that it is awaited
                 return self._reconsider()
             case Leaving(device=device):
                 self._leaving.add(device)
@@ -302,7 +318,10 @@ class Coordinator:
     def _on_lost(self, device: str, reason: str) -> Out:
         if not self._survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
+        concerns = device in self._present or device in self.awaited
         self._forget(device)
+        if not concerns:
+            return [Fence(device)]
         at_work = self._phase in ("running", "settling", "closing")
         if at_work and device not in self.devices:
             return [Fence(device)]

@@ -11,14 +11,17 @@ Value = TypeVar("Value")
 
 
 class Memory(Generic[Value]):
-    """Values of parts by plan epoch and step. A value is whatever the driver keeps for a part."""
+    """Values of parts by plan epoch and step. A value is whatever the driver keeps for a part.
+
+    One thread changes it; others may look meanwhile, as nothing is changed in place.
+    """
 
     def __init__(self) -> None:
         self._kept: dict[tuple[int, int], dict[str, Value]] = {}
 
     def keep(self, epoch: int, step: int, values: Mapping[str, Value]) -> None:
         """Parts of the state after `step` steps, as this epoch made it, besides those that are here of it already."""
-        self._kept.setdefault((epoch, step), {}).update(values)
+        self._kept = {**self._kept, (epoch, step): {**self._kept.get((epoch, step), {}), **values}}
 
     def holdings(self) -> tuple[Holding, ...]:
         return tuple(Holding(epoch=e, step=s, parts=frozenset(kept)) for (e, s), kept in self._kept.items())

@@ -35,6 +35,8 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Per device, which other one keeps a copy of its snapshots."""
     keep_every: int = 0
     """Steps between snapshots in memory, at least; 0 for none."""
+    number: int = 0
+    """Of the plan, as whoever made it counts."""
     period: int = 1
     """Steps after which replicas are equal: snapshots and changes of plan wait for it."""
 

@@ -117,11 +117,18 @@ class Agent:
     def stop(self) -> None:
         self._over.set()
 
+    @property
+    def _working(self) -> str:
+        """The run that a process of this device works for."""
+        with self._lock:
+            work = self._work
+        return work[0] if work is not None and work[1].running(self._membership.name) else ""
+
     def _take_part(self) -> None:
         """One connection, until it ends."""
         channel, address = self._connected()
         lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
-        lane.put(Present(run="", versions=versions_here()))
+        lane.put(Present(run="", versions=versions_here(), working=self._working))
         gone = threading.Event()
         threading.Thread(target=self._beat, args=(channel, lane, gone), name="heartbeat", daemon=True).start()
         try:
@@ -152,7 +159,7 @@ class Agent:
     def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Also renews the certificate, and tells of a process that ended."""
         beaten_s = asked_s = 0.0
-        told = ""
+        told: dict[str, str] = {}
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
@@ -166,9 +173,10 @@ class Agent:
             with self._lock:
                 work = self._work
                 how = work[1].ended() if work is not None else {}
-            if work is not None and how and told != work[0]:
-                told = work[0]
-                lane.put(Ended(run=told, how=how[self._membership.name]))
+            if work is not None and how != told:
+                told = how
+                if how:
+                    lane.put(Ended(run=work[0], how=how[self._membership.name]))
 
     def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
         match message:
@@ -183,7 +191,9 @@ class Agent:
                 self._workshop.engage(message, coordinator)
             case Disengage(run=run) if self._workshop is not None:
                 self._workshop.disengage(run)
-            case Engage():
+            case Engage(run=run):
+                if self._working == run:
+                    return  # for a coordinator that was started again, or has not seen it come back
                 self._end_work()
                 self._begin_work(message, coordinator)
             case Disengage(run=run):
@@ -213,9 +223,9 @@ class Agent:
         place = self._placed(coordinator)
         host, port = coordinator
         launcher = Launcher(
-            {self._membership.name: place}, f"{host}:{port}", call.run, patience_s=call.patience_s,
-            threads=call.threads, logs=self._folder / "logs",
-        )  # fmt: skip
+            f"{host}:{port}", call.run, patience_s=call.patience_s, threads=call.threads, logs=self._folder / "logs"
+        )
+        launcher.start(self._membership.name, place)
         with self._lock:
             self._work = (call.run, launcher)
         self._say(f"at work; log {self._folder / 'logs'}")

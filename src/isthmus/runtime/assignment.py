@@ -32,6 +32,16 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """How many bytes may be on the way before the receiver has taken any: granted ahead, for all micro-batches."""
 
 
+class Mirror(msgspec.Struct, frozen=True, kw_only=True):
+    """Where copies of this stage's snapshots go."""
+
+    stage: int
+    every: int
+    """Steps from one to the next."""
+    stretch_bytes: int = 1 << 18
+    """Sent at once: what else the link has to send waits for no more."""
+
+
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     """Stretch compute to an emulated device: a tasklet lasts max(real time, FLOPs / flops_per_s)."""
 
@@ -53,6 +63,8 @@ class GroupShare(msgspec.Struct, frozen=True, kw_only=True):
 class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     run: str
     epoch: int = 0
+    start_step: int = 0
+    """Steps that the state which is placed has behind it."""
     device: str
     view: StageView
     train: StageGraph
@@ -79,6 +91,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupShare, ...] = ()
     saves: tuple[str, ...] | None = None
     """Of a checkpoint, what this stage gives: these names; None for its whole state."""
+    mirror: Mirror | None = None
+    mirrored: dict[int, dict[str, tuple[int, ...]]] = {}
+    """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
     threads: int = 1
     patience_s: float = 60.0
     trace: bool = True

@@ -1,4 +1,4 @@
-"""A device's process: joins a coordinator, takes its stage, runs until halted.
+"""A device's process: joins a coordinator, takes one stage after another as plans change, runs until halted.
 
 `python -m isthmus.runtime.device --coordinator HOST:PORT --device NAME` with the run's secret name in ISTHMUS_RUN.
 With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens.
@@ -7,14 +7,14 @@ With `--leash` it ends when its standard input closes: when whoever started it d
 from __future__ import annotations
 
 import argparse
-import contextlib
 import os
 import queue
 import signal
 import sys
 import threading
-import time
 import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
 from pathlib import Path
 from typing import Literal
 
@@ -22,90 +22,41 @@ import msgspec
 import torch
 from torch import Tensor
 
+from isthmus.data import Dataset
 from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
-from isthmus.protocol.events import Halted, Opened
-from isthmus.runtime.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
+from isthmus.protocol.memory import Memory
+from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.control import Control, CoordinatorGone
 from isthmus.runtime.device_data import stage_data
-from isthmus.runtime.executor import Done, Executor, expected_parcels, expected_parts
-from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.lanes import SendLane
-from isthmus.runtime.links import Links, connect
+from isthmus.runtime.executor import Done, Executor, Order
+from isthmus.runtime.expected import expected_parcels, expected_parts
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.links import Links
 from isthmus.runtime.listener import Listener
+from isthmus.runtime.meeting import Meeting
 from isthmus.runtime.messages import (
     AnyMessage,
     AssignMessage,
     Failed,
     HaltMessage,
-    Heartbeat,
     Join,
-    OpenMessage,
     ReadyMessage,
     ReportMessage,
     Weights,
 )
+from isthmus.runtime.mirroring import MirrorReceiver
+from isthmus.runtime.recovery_messages import (
+    FetchMessage,
+    GivenMessage,
+    HeldMessage,
+    HoldMessage,
+    MirroredMessage,
+    RetireMessage,
+)
 from isthmus.training.engine import TorchEngine
 from isthmus.training.layout import header_of
-
-HALT_S = 1.0
-"""How much later than a neighbour a device may hear that the run is over."""
-
-
-class _Control:
-    """The connection to the coordinator."""
-
-    def __init__(self, channel: SocketChannel, run: str, inbox: queue.SimpleQueue[object], patience_s: float) -> None:
-        self.channel = channel
-        self.run = run
-        self.inbox = inbox
-        self.patience_s = patience_s
-        self.lane = SendLane(channel, patience_s=patience_s, on_error=self._failed)
-        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
-
-    def _failed(self, error: Exception) -> None:
-        self.inbox.put(error)
-        self.channel.close()  # whoever waits for the coordinator must not wait on
-
-    def _beat(self) -> None:
-        stop = threading.Event()
-        while not stop.wait(self.patience_s / 4):
-            self.lane.put(Heartbeat(run=self.run))
-
-    def next(self, kind: type[AssignMessage] | type[Weights]) -> tuple[AnyMessage, list[Tensor]]:
-        """The next message but heartbeats, which must be of this kind."""
-        while True:
-            received = self.channel.receive(idle_s=self.patience_s)
-            if received is None or isinstance(received[0], HaltMessage):
-                raise PeerError("coordinator: ended the run before it began")
-            if isinstance(received[0], kind):
-                return received
-            if not isinstance(received[0], Heartbeat):
-                raise PeerError(f"coordinator: sent {type(received[0]).__name__}, expected {kind.__name__}")
-
-    def listen(self) -> None:
-        threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
-
-    def _listen(self) -> None:
-        try:
-            while (received := self.channel.receive(idle_s=self.patience_s)) is not None:
-                message = received[0]
-                if isinstance(message, OpenMessage):
-                    self.inbox.put(Opened(item=message.item, epoch=message.epoch))
-                elif isinstance(message, HaltMessage):
-                    self.inbox.put(Halted())
-                    return
-            self.inbox.put(PeerError("coordinator: closed the connection"))
-        except Exception as e:  # the executor decides: a lane has no one to raise to
-            self.inbox.put(e)
-
-    def report(self, done: Done) -> None:
-        headers = tuple(header_of(name, t) for name, t in done.state.items())
-        self.lane.put(
-            ReportMessage(
-                run=self.run, item=done.item, loss=done.loss, count=done.count,
-                spans=done.spans, late_s=done.late_s, tensors=headers,
-            ),
-            list(done.state.values()),
-        )  # fmt: skip
+from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
@@ -124,43 +75,168 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Plain TCP beyond loopback."""
 
 
-def serve(coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> None:
-    """Join, set up, run. Errors reach the coordinator before they are raised here."""
-    identity = site.identity
-    listener = Listener(
-        site.host, site.port, identity=identity, trusted_network=site.trusted_network, patience_s=patience_s
-    )
-    channel = dial(
-        *coordinator, "coordinator", patience_s, identity=identity, expected=Party("coordinator", ""),
-        most_header_bytes=MAX_ASSIGNMENT_BYTES,
-    )  # fmt: skip
-    inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
-    control = _Control(channel, run, inbox, patience_s)
-    control.lane.put(Join(run=run, device=site.device, host=site.address or site.host, port=listener.port))
-    try:
-        executor = _set_up(control, listener, identity)
-        control.listen()
-        control.lane.put(ReadyMessage(run=run))
-        executor.run()
-        executor.links.close()
-    except Exception as e:
-        if isinstance(e, PeerError) and _halted(inbox):
-            return  # a neighbour has left before us at the end of the run
-        control.lane.put(Failed(run=run, reason=_reason(e), fault=_fault(e)))
-        raise
-    finally:
-        control.lane.close()
-        channel.close()
+class Device:
+    """One device of a run: gets a stage, runs it until the coordinator wants something else, and so on."""
 
+    def __init__(self, coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> None:
+        self._run = run
+        self._patience_s = patience_s
+        self._foreign = site.identity is not None
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._memory: Memory[Part] = Memory()
+        self._data: dict[str, Dataset] = {}
+        self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
+        """A stage whose weights are on the way."""
+        self._executor: Executor | None = None
+        self._epoch = 0
+        listener = Listener(
+            site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, patience_s=patience_s
+        )
+        self._meeting = Meeting(listener, run, site.identity, patience_s)
+        join = Join(run=run, device=site.device, host=site.address or site.host, port=listener.port)
+        self._control = Control(coordinator, site.identity, join, self._inbox, self._memory.holdings, patience_s)
 
-def _halted(inbox: queue.SimpleQueue[object]) -> bool:
-    """Whether the coordinator ends the run, which it tells all devices at once."""
-    deadline_s = time.monotonic() + HALT_S
-    with contextlib.suppress(queue.Empty):
-        while not isinstance(inbox.get(timeout=max(0.0, deadline_s - time.monotonic())), Halted):
-            pass
-        return True
-    return False
+    def work(self) -> None:
+        """Until the run is over. Errors of this device reach the coordinator before they are raised here."""
+        try:
+            while not isinstance((order := self._next()).message, HaltMessage):
+                self._follow(order)
+        except Exception as e:
+            self._say_failed(e)
+            raise
+        finally:
+            if self._executor is not None:
+                self._executor.links.close()
+            self._control.close()
+
+    def _next(self) -> Order:
+        """The coordinator's next order. Meanwhile the stage runs, if there is one."""
+        while self._executor is not None:
+            try:
+                return self._executor.run()
+            except CoordinatorGone:
+                raise
+            except PeerError as e:
+                self._give_up()
+                self._say_failed(e)
+        while True:
+            # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+            found = self._inbox.get()
+            if isinstance(found, Order):
+                return found
+            if isinstance(found, Exception):
+                raise found
+            if callable(found):
+                found()
+
+    def _follow(self, order: Order) -> None:
+        message = order.message
+        match message:
+            case HoldMessage():
+                self._give_up()
+                self._epoch = message.epoch
+                self._say(HeldMessage(run=self._run, epoch=self._epoch, holdings=self._memory.holdings()))
+            case FetchMessage(step=step, parts=parts):
+                found = joined(self._memory.values(step, parts).values())
+                headers = tuple(header_of(name, t) for name, t in found.items())
+                given = GivenMessage(run=self._run, epoch=message.epoch, step=step, tensors=headers)
+                self._say(given, list(found.values()))
+            case AssignMessage(assignment=assignment):
+                self._give_up()
+                self._epoch = assignment.epoch
+                self._memory.begin(assignment.start_step)
+                self._set_up(assignment)
+            case Weights(own=own):
+                if self._pending is not None and self._pending[0].epoch == message.epoch:
+                    values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                    step = self._pending[0].start_step
+                    self._start(values | joined(self._memory.values(step, own).values()))
+            case RetireMessage(step=step):
+                self._memory.retire(step)
+            case _:
+                raise AssertionError(f"{type(message).__name__} is no order")
+
+    def _set_up(self, assignment: Assignment) -> None:
+        torch.set_num_threads(assignment.threads)
+        try:
+            # Before the data: reading it may take one device longer than another's patience.
+            channels = self._meeting.connect(assignment, lambda: self._control.outdated(assignment.epoch))
+        except PeerError as e:
+            self._say_failed(e)
+            return
+        self._pending = (assignment, channels)
+        self._data |= stage_data(assignment, foreign=self._foreign, known=self._data)
+
+    def _start(self, values: Mapping[str, Tensor]) -> None:
+        assert self._pending is not None
+        (assignment, channels), self._pending = self._pending, None
+        engine = TorchEngine(
+            assignment.train, assignment.evaluation, assignment.engine, values, recompute=assignment.recompute
+        )
+        executor = Executor(assignment, engine, self._data, self._inbox, self._report)
+        executor.keeps(self._keep)
+        executor.links = Links(
+            assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
+            executor.record, MirrorReceiver(assignment.mirrored, partial(self._mirrored, assignment)),
+        )  # fmt: skip
+        self._executor = executor
+        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch))
+
+    def _give_up(self) -> None:
+        """Let go of the stage; its state stays in memory, if it is that of a whole step."""
+        executor, self._executor = self._executor, None
+        pending, self._pending = self._pending, None
+        for channel in (pending[1] if pending is not None else {}).values():
+            channel.close()
+        if executor is None:
+            return
+        executor.links.abandon()
+        live = executor.live()
+        if live is not None:
+            step, state = live
+            self._memory.keep(self._epoch, step, by_part(state))
+        self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """What is left of the stage in the inbox: links that were closed say nothing more."""
+        kept: list[object] = []
+        while not self._inbox.empty():
+            found = self._inbox.get()
+            if isinstance(found, Order | CoordinatorGone) or callable(found):
+                kept.append(found)
+        for found in kept:
+            self._inbox.put(found)
+
+    def _keep(self, step: int, taken: Snapshot) -> None:
+        self._memory.keep(self._epoch, step, by_part(taken.tensors()))
+
+    def _mirrored(self, assignment: Assignment, stage: int, step: int, taken: Snapshot) -> None:
+        """In the thread of the stage's link."""
+        epoch = assignment.epoch
+        of = next(n.device for n in assignment.neighbours if n.stage == stage)
+
+        def keep() -> None:
+            if epoch == self._epoch:
+                self._memory.keep(epoch, step, by_part(taken.tensors()))
+                self._say(MirroredMessage(run=self._run, epoch=epoch, of=of, step=step))
+
+        self._inbox.put(keep)
+
+    def _report(self, done: Done) -> None:
+        headers = tuple(header_of(name, t) for name, t in done.state.items())
+        self._say(
+            ReportMessage(
+                run=self._run, epoch=self._epoch, item=done.item, loss=done.loss, count=done.count,
+                spans=done.spans, late_s=done.late_s, tensors=headers,
+            ),
+            list(done.state.values()),
+        )  # fmt: skip
+
+    def _say(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        self._control.say(message, tensors)
+
+    def _say_failed(self, error: Exception) -> None:
+        self._say(Failed(run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error)))
 
 
 def _reason(error: Exception) -> str:
@@ -173,27 +249,6 @@ def _fault(error: Exception) -> Literal["user", "device", "other"]:
     if isinstance(error, UserError):
         return "user"
     return "other" if isinstance(error, PeerError) else "device"
-
-
-def _set_up(control: _Control, listener: Listener, identity: Identity | None) -> Executor:
-    message, _ = control.next(AssignMessage)
-    assert isinstance(message, AssignMessage)
-    assignment = message.assignment
-    torch.set_num_threads(assignment.threads)
-    # Before the data: reading it may take one device longer than another's patience.
-    channels = connect(assignment, listener, identity)
-    listener.close()
-    data = stage_data(assignment, foreign=identity is not None)
-    weights, tensors = control.next(Weights)
-    values = {h.name: t for h, t in zip(weights.tensors, tensors, strict=True)}
-    engine = TorchEngine(
-        assignment.train, assignment.evaluation, assignment.engine, values, recompute=assignment.recompute
-    )
-    executor = Executor(assignment, engine, data, control.inbox, control.report)
-    executor.links = Links(
-        assignment, channels, expected_parcels(assignment), expected_parts(assignment), control.inbox, executor.record
-    )
-    return executor
 
 
 def _end_with_input() -> None:
@@ -225,7 +280,7 @@ def main() -> None:
         trusted_network=options.trusted_network,
     )  # fmt: skip
     try:
-        serve((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience)
+        Device((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience).work()
     except IsthmusError as e:
         print(f"device {options.device}: {e}", file=sys.stderr)
         sys.exit(e.exit_code)

@@ -11,9 +11,11 @@ from isthmus.errors import UserError
 from isthmus.runtime.assignment import Assignment
 
 
-def stage_data(assignment: Assignment, *, foreign: bool) -> dict[str, Dataset]:
+def stage_data(
+    assignment: Assignment, *, foreign: bool, known: Mapping[str, Dataset] = {}
+) -> dict[str, Dataset]:  # fmt: skip
     """The sets that a stage with columns needs; no other stage opens any. With `foreign`, somebody else's coordinator
-    asks: it may only name what lies in this device's own data folder.
+    asks: it may only name what lies in this device's own data folder. `known` are sets that were opened before.
 
     UserError for data that are not here, that it may not ask for, or that differ from the coordinator's.
     """
@@ -21,9 +23,9 @@ def stage_data(assignment: Assignment, *, foreign: bool) -> dict[str, Dataset]:
         refuse_paths(assignment.data)
     found: dict[str, Dataset] = {}
     if assignment.train.columns:
-        found["train"] = _same(assignment, "train")
+        found["train"] = known.get("train") or _same(assignment, "train")
     if assignment.evaluates and assignment.evaluation.columns:
-        found["heldout"] = _same(assignment, "heldout")
+        found["heldout"] = known.get("heldout") or _same(assignment, "heldout")
     return found
 
 

@@ -7,7 +7,8 @@ import queue
 import sys
 import time
 from collections import deque
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -16,7 +17,6 @@ from torch import Tensor
 from isthmus.data import Dataset, SampleOrder
 from isthmus.errors import InternalError
 from isthmus.graph import Ref, StageGraph
-from isthmus.graph.partition import Crossing
 from isthmus.plan import Packing
 from isthmus.protocol.events import (
     Arrived,
@@ -26,7 +26,8 @@ from isthmus.protocol.events import (
     Computed,
     Fill,
     Filled,
-    Halted,
+    Keep,
+    Kept,
     Merge,
     Opened,
     Parcel,
@@ -47,9 +48,13 @@ from isthmus.protocol.events import (
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.assignment import Assignment
-from isthmus.runtime.links import Links, Signature
+from isthmus.runtime.expected import label, sent_packings
+from isthmus.runtime.links import Links
+from isthmus.runtime.messages import AnyMessage
+from isthmus.runtime.mirroring import MirrorSender
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
+from isthmus.training.snapshot import Snapshot, snapshot
 from isthmus.training.sums import GroupBuffer
 
 SWITCH_S = 0.0005
@@ -85,6 +90,17 @@ class Done(msgspec.Struct, frozen=True):
     state: dict[str, Tensor]
 
 
+class Order(NamedTuple):
+    """What the coordinator said that is nothing for a stage at work."""
+
+    message: AnyMessage
+    tensors: list[Tensor]
+
+
+Chore = Callable[[], None]
+"""What another lane leaves to be done between two instructions."""
+
+
 class Executor:
     """Runs one stage. The compute lane is the thread that calls `run`."""
 
@@ -103,7 +119,13 @@ class Executor:
         self._data = data
         self._inbox = inbox
         self._report = report
-        self._machine = Worker(assignment.view)
+        self._machine = Worker(assignment.view, assignment.epoch)
+        self._steps = assignment.start_step
+        """Behind the engine's state."""
+        self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
+        self._mirror: MirrorSender | None = None
+        self._done: deque[WorkerEvent] = deque()
+        """Ends of instructions that the machine has not heard of yet."""
         self._items: dict[int, Item] = {}
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
@@ -116,7 +138,6 @@ class Executor:
         self._state: dict[str, Tensor] = {}
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
-        self._stopped = False
         self._packings = sent_packings(assignment)
         train = data.get("train")
         self._order = SampleOrder(len(train), assignment.engine.seed, assignment.shuffle) if train is not None else None
@@ -125,31 +146,56 @@ class Executor:
         if self.assignment.trace:
             self._spans.append(span)
 
-    def run(self) -> None:
-        """Until the coordinator halts the run. Raises what went wrong in any lane."""
+    def keeps(self, keep: Callable[[int, Snapshot], None]) -> None:
+        """Whom to tell of a snapshot: its step, and what it holds."""
+        self._keep = keep
+        if (mirror := self.assignment.mirror) is not None:
+            told, target = self.assignment, mirror.stage
+            self._mirror = MirrorSender(
+                told.run, told.epoch, told.view.stage, mirror,
+                lambda message, tensors: self.links.mirror(target, message, tensors),
+            )  # fmt: skip
+
+    def live(self) -> tuple[int, dict[str, Tensor]] | None:
+        """How many steps are done and the state after them, if that is what the engine has at this moment.
+
+        Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
+        """
+        view = self.assignment.view
+        between = self._machine.statistics().phase == "idle"
+        changing = view.averages == "parameters" or any(op.mutates for op in self.assignment.train.ops)
+        return (self._steps, self.engine.state()) if between or not changing else None
+
+    def run(self) -> Order:
+        """Until the coordinator says something that is nothing for this stage; it may go on after that. Raises what
+        went wrong in any lane."""
         tune_process()
-        pending: deque[WorkerEvent] = deque()
-        while not self._stopped:
-            event = self._next(pending)
+        while True:
+            event = self._next()
+            if isinstance(event, Order):
+                return event
             for instruction in self._machine.handle(event):
                 result = self._carry_out(instruction)
                 if result is not None:
-                    pending.append(result)
+                    self._done.append(result)
 
-    def _next(self, pending: deque[WorkerEvent]) -> WorkerEvent:
+    def _next(self) -> WorkerEvent | Order:
         """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
         while True:
             try:
-                # No deadline here: when the coordinator falls silent its receive lane puts an error into the inbox.
-                found = self._inbox.get(block=not pending)
+                # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+                found = self._inbox.get(block=not self._done)
             except queue.Empty:
-                return pending.popleft()
+                return self._done.popleft()
             if isinstance(found, Exception):
                 raise found
-            if isinstance(found, Opened):
+            if callable(found):
+                found()
+                continue
+            if isinstance(found, Opened) and found.epoch == self.assignment.epoch:
                 found = Opened(item=self.assignment.share.part(found.item), epoch=found.epoch)
                 self._items[found.item.index] = found.item
-            if isinstance(found, Opened | Arrived | PartsArrived | Halted):
+            if isinstance(found, Opened | Arrived | PartsArrived | Order):
                 return found
 
     def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
@@ -182,10 +228,16 @@ class Executor:
                 state, wanted = self.engine.state(), self.assignment.saves
                 self._state = {k: v.detach().clone() for k, v in state.items() if wanted is None or k in wanted}
                 return Saved(item=item)
+            case Keep(item=item):
+                taken = snapshot(self.engine.state())
+                self._keep(self._steps, taken)
+                if self._mirror is not None:
+                    self._mirror.begin(self._steps, taken)
+                return Kept(item=item)
             case Report(item=item):
                 self._finish(item)
             case Stop():
-                self._stopped = True
+                raise InternalError("the machine was not told to stop")
         return None
 
     def _forward(self, work: Compute) -> None:
@@ -349,6 +401,7 @@ class Executor:
                 told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
                 norms[list(where)] = told
         self.engine.update(self._items[item].step, norms)
+        self._steps = self._items[item].step + 1
         self._span("update", start_s, item)
 
     def _finish(self, item: int) -> None:
@@ -365,72 +418,5 @@ class Executor:
         loss, count = told or (None, None)
         self._report(Done(item, loss, count, spans, self._late_s, state))
         self._late_s = 0.0
-
-
-def label(ref: Ref) -> str:
-    """How a value is called in a frame."""
-    return f"{ref.op}:{ref.index}"
-
-
-def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
-    """Elements that may arrive in the sums, by group, round and source."""
-    sizes = {share.group: share.elements for share in assignment.groups}
-    return {
-        (group.group, number, message.other): message.parts.count(sizes[group.group])
-        for group in assignment.view.groups
-        for number, turn in enumerate(group.rounds)
-        for message in turn.receives
-    }
-
-
-def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, Packing]]:
-    """How training packs what it sends to each stage, by label: only what carries a gradient, or is one."""
-    train, sent = assignment.train, {n.stage: n.sent for n in assignment.neighbours}
-    found: dict[tuple[Parcel, int], dict[str, Packing]] = {}
-
-    def note(parcel: Parcel, stage: int, crossing: Crossing) -> None:
-        named, packing = found.setdefault((parcel, stage), {}), sent.get(stage)
-        if packing is not None and crossing.gradient:
-            named[label(crossing.value)] = packing
-
-    for c in train.sends:
-        note("forward", c.target, c)
-    for c in train.receives:
-        note("backward", c.source, c)
-    return found
-
-
-def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:
-    """What may arrive from each stage under this assignment, by name, dtype and shape."""
-    size = assignment.engine.micro_batch_size
-    train, view = assignment.train, assignment.view
-    specs = {op.name: op.outputs[0] for op in train.ops if op.kind == "parameter"}
-    found: dict[tuple[Parcel, int], set[Signature]] = {}
-    received = {n.stage: n.received for n in assignment.neighbours}
-
-    def allow(parcel: Parcel, source: int, signature: Signature) -> None:
-        found.setdefault((parcel, source), set()).add(signature)
-
-    def crossing(crossings: Iterable[Crossing], packing: Packing | None) -> Signature:
-        return tuple(
-            (label(c.value), c.spec.dtype, c.spec.shape_at(size), packing if c.gradient else None) for c in crossings
-        )
-
-    for stage in (train, assignment.evaluation):
-        for source in {c.source for c in stage.receives}:
-            packing = received.get(source) if stage is train else None  # evaluations are of the model as it is
-            allow("forward", source, crossing(received_spec(stage, source), packing))
-    for target in {c.target for c in train.sends}:
-        due = [c for c in sent_spec(train, target) if c.gradient]
-        allow("backward", target, crossing(due, received.get(target)))
-    for owner in view.borrows_from:
-        names = [n for n, o in train.borrows.items() if o == owner]
-        allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size), None) for n in names))
-    for user in view.lends_to:
-        names = [n for n, users in train.lends.items() if user in users]
-        allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size), None) for n in names))
-    for other in view.others:
-        allow("count", other, ())
-        if view.clips:
-            allow("norms", other, (("norms", "float32", (len(assignment.norm_positions[other]),), None),))
-    return {key: frozenset(signatures) for key, signatures in found.items()}
+        if self._mirror is not None:
+            self._mirror.go_on()

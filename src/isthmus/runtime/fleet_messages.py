@@ -14,6 +14,8 @@ class Present(Message, frozen=True, kw_only=True):
     """Device to coordinator, first on the connection: here, and this is what runs here."""
 
     versions: Versions
+    working: str = ""
+    """The run that a process of the device works for already."""
 
 
 class Welcome(Message, frozen=True, kw_only=True):

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from pathlib import Path
+from urllib.parse import quote, unquote
 
 import msgspec
 
@@ -15,6 +16,7 @@ from isthmus.runtime.identity import Authority, Identity, Roster, Ticket, encode
 from isthmus.runtime.identity.files import private_folder, write_private
 
 _ADDRESSES = "addresses.json"
+_LEAVING = "leaving-"
 Addresses = tuple[tuple[str, int], ...]
 
 
@@ -46,6 +48,18 @@ class FleetState:
             raise UserError(f"state folder {self.folder}: no fleet was served from it: start `isthmus serve`") from None
         secret, expires_s = self.roster.invite(time.time())
         return encode_ticket(Ticket(addresses, self.authority.fingerprint, secret, expires_s))
+
+    def drain(self, device: str) -> None:
+        """Have the device leave its run without loss. The coordinator that serves this folder looks for such wishes."""
+        write_private(self.folder / f"{_LEAVING}{quote(device, safe='')}", b"")
+
+    def take_leaving(self) -> list[str]:
+        """Who was asked to leave since this was called last."""
+        found: list[str] = []
+        for wish in sorted(self.folder.glob(f"{_LEAVING}*")):
+            wish.unlink(missing_ok=True)
+            found.append(unquote(wish.name.removeprefix(_LEAVING)))
+        return found
 
     def close(self) -> None:
         self.roster.close()

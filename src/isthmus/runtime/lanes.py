@@ -1,7 +1,8 @@
 """The send lane: what crosses a link leaves through here, one thread per link, beside the compute lane.
 
 Messages leave in the order in which they were handed over, but for credits: what grants the other side room overtakes
-what waits for room. Were it not so, two full windows would wait for each other's grants, stuck behind parcels.
+what waits for room. Were it not so, two full windows would wait for each other's grants, stuck behind parcels. What is
+handed over for the background goes while nothing else can.
 
 What is to be packed is packed by a second thread of the lane, from the moment it is handed over, while the messages
 before it are on their way.
@@ -117,12 +118,16 @@ class SendLane:
         self._changed = credits.changed if credits is not None else threading.Condition()
         self._waiting: deque[_Entry] = deque()
         self._urgent: deque[_Entry] = deque()
+        self._background: deque[_Entry] = deque()
         self._closing = self._ended = self._sending = False
         self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"pack for {channel.other}")
         self._thread = threading.Thread(target=self._run, name=f"send to {channel.other}", daemon=True)
         self._thread.start()
 
-    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = (), packer: Packer | None = None) -> None:
+    def put(
+        self, message: AnyMessage, tensors: Sequence[Tensor] = (), packer: Packer | None = None, *,
+        background: bool = False,
+    ) -> None:  # fmt: skip
         """Hand over a message; returns at once. Copies to host memory and packing happen in the lane.
 
         The tensors are sent from where they are, or as what `packer` makes of them: they must not change until they
@@ -134,7 +139,8 @@ class SendLane:
             if not self._ended:
                 if packer is not None:
                     entry.packed = self._packing.submit(_timed, packer)
-                (self._urgent if isinstance(message, Credit) else self._waiting).append(entry)
+                queue = self._background if background else self._waiting
+                (self._urgent if isinstance(message, Credit) else queue).append(entry)
                 self._changed.notify_all()
 
     def drain(self) -> None:
@@ -172,13 +178,16 @@ class SendLane:
                 if self._urgent:
                     self._sending = True
                     return self._urgent.popleft()
-                if not self._waiting:
-                    if self._closing:
-                        return None
-                    self._changed.wait()
-                elif self._admit(self._waiting[0]):
+                if self._waiting and self._admit(self._waiting[0]):
                     self._sending = True
                     return self._waiting.popleft()
+                if self._closing and not self._waiting:
+                    return None
+                if self._background:
+                    self._sending = True
+                    return self._background.popleft()
+                if not self._waiting:
+                    self._changed.wait()
                 else:
                     self._wait_for_credits(self._waiting[0])
         return None
@@ -229,6 +238,7 @@ class SendLane:
             ended, self._ended = self._ended, True
             self._waiting.clear()
             self._urgent.clear()
+            self._background.clear()
             self._changed.notify_all()
         self._packing.shutdown(wait=False, cancel_futures=True)
         return not ended

@@ -8,7 +8,6 @@ import signal
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
@@ -53,36 +52,47 @@ class Launcher:
     """
 
     def __init__(
-        self,
-        places: Mapping[str, Place],
-        coordinator: str,
-        run: str,
-        *,
-        patience_s: float = 60.0,
-        threads: int = 1,
-        logs: Path | None = None,
-    ) -> None:
+        self, coordinator: str, run: str, *, patience_s: float = 60.0, threads: int = 1, logs: Path | None = None
+    ) -> None:  # fmt: skip
         """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error."""
+        self._coordinator = coordinator
+        self._patience_s = patience_s
+        self._logs = logs
         self._processes: dict[str, subprocess.Popen[bytes]] = {}
-        self._logs: dict[str, Path] = {}
-        environment = {
+        self._environment = {
             **os.environ, "ISTHMUS_RUN": run, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
         }  # fmt: skip
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
-            self._logs = {device: logs / f"{quote(device, safe=' ')}.log" for device in places}
-        for device, place in places.items():
-            with contextlib.ExitStack() as stack:
-                log = stack.enter_context(self._logs[device].open("wb")) if logs is not None else None
-                self._processes[device] = subprocess.Popen(
-                    [
-                        *place.prefix, sys.executable, *place.safety(), "-m", "isthmus.runtime.device",
-                        "--coordinator", coordinator,
-                        "--device", device, "--patience", str(patience_s), "--leash", *place.options(),
-                    ],
-                    stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, env=environment, process_group=0,
-                    cwd=place.data,
-                )  # fmt: skip
+
+    def start(self, device: str, place: Place) -> None:
+        """Start its process. One of it that still runs is ended; its log goes on."""
+        before = self._processes.get(device)
+        if before is not None:
+            before.kill()
+            _reap(before)
+        with contextlib.ExitStack() as stack:
+            mode = "wb" if before is None else "ab"
+            log = stack.enter_context(self._log(device).open(mode)) if self._logs is not None else None
+            self._processes[device] = subprocess.Popen(
+                [
+                    *place.prefix, sys.executable, *place.safety(), "-m", "isthmus.runtime.device",
+                    "--coordinator", self._coordinator,
+                    "--device", device, "--patience", str(self._patience_s), "--leash", *place.options(),
+                ],
+                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, env=self._environment, process_group=0,
+                cwd=place.data,
+            )  # fmt: skip
+
+    def running(self, device: str) -> bool:
+        return device in self._processes and self._processes[device].poll() is None
+
+    def started(self, device: str) -> bool:
+        return device in self._processes
+
+    def _log(self, device: str) -> Path:
+        assert self._logs is not None, "asked for with logs only"
+        return self._logs / f"{quote(device, safe=' ')}.log"
 
     def ended(self) -> dict[str, str]:
         """Devices whose process has ended otherwise than well, and how."""
@@ -91,7 +101,7 @@ class Launcher:
     def _how(self, device: str, code: int) -> str:
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
-        log = f", see {self._logs[device]}" if device in self._logs else ""
+        log = f", see {self._log(device)}" if self._logs is not None else ""
         return f"its process ended with code {code}{log}"
 
     def pids(self) -> dict[str, int]:
@@ -115,9 +125,7 @@ class Launcher:
         for process in self._running():
             process.kill()
         for process in self._processes.values():
-            process.wait()
-            assert process.stdin is not None, "every process is on a leash"
-            process.stdin.close()
+            _reap(process)
 
     def _running(self) -> list[subprocess.Popen[bytes]]:
         return [p for p in self._processes.values() if p.poll() is None]
@@ -128,3 +136,9 @@ class Launcher:
         for process in self._running():
             with contextlib.suppress(subprocess.TimeoutExpired):
                 process.wait(max(0.0, deadline_s - time.monotonic()))
+
+
+def _reap(process: subprocess.Popen[bytes]) -> None:
+    process.wait()
+    assert process.stdin is not None, "every process is on a leash"
+    process.stdin.close()

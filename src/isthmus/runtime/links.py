@@ -15,12 +15,11 @@ from isthmus.errors import PeerError
 from isthmus.plan import Packing
 from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
 from isthmus.runtime.assignment import Assignment, Neighbour
-from isthmus.runtime.channel import SocketChannel, dial
-from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.lanes import Credits, Departure, SendLane
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.messages import AnyMessage, Credit, Hello, ParcelMessage, PartsMessage
-from isthmus.runtime.reception import first_message
+from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage, PartsMessage
+from isthmus.runtime.mirroring import MirrorReceiver
+from isthmus.runtime.recovery_messages import MirrorMessage, MirrorPart
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
@@ -44,18 +43,21 @@ class Links:
         parts: Mapping[tuple[int, int, int], int],
         inbox: queue.SimpleQueue[object],
         spans: Callable[[Span], None],
+        mirrors: MirrorReceiver | None = None,
     ) -> None:
         """`expected` lists what may arrive, `parts` how many elements by (group, round, stage): anything else is
-        refused before it is allocated."""
+        refused before it is allocated. `mirrors` takes copies of others' snapshots."""
         self._run, self._epoch = assignment.run, assignment.epoch
         self._expected = expected
         self._parts = parts
         self._inbox = inbox
         self._spans = spans
+        self._mirrors = mirrors or MirrorReceiver({}, lambda stage, step, taken: None)
         self._stage = assignment.view.stage
         self._tensors: dict[Key, list[Tensor]] = {}
         self._numbers: dict[Key, float] = {}
         self._closed = False
+        self._ending = threading.Lock()
         self._owed: dict[int, int] = {}
         self._names = {n.stage: n for n in assignment.neighbours}
         self._assignment = assignment
@@ -78,8 +80,14 @@ class Links:
 
         return SendLane(
             self._channels[neighbour.stage], shape=neighbour.shape, credits=self._credits[neighbour.stage],
-            patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._inbox.put,
+            patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._failed,
         )  # fmt: skip
+
+    def _failed(self, error: Exception) -> None:
+        """Whoever takes from the inbox decides: a lane has no one to raise to. Nothing is said of closed links."""
+        with self._ending:
+            if not self._closed:
+                self._inbox.put(error)
 
     def send(
         self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {}
@@ -103,6 +111,10 @@ class Links:
             tensors=(header_of(AVERAGE, stretch),),
         )  # fmt: skip
         self._lanes[what.target].put(message, [stretch])
+
+    def mirror(self, target: int, message: MirrorMessage | MirrorPart, tensors: Sequence[Tensor]) -> None:
+        """Hand a stretch of a snapshot to the link's send lane, behind all else."""
+        self._lanes[target].put(message, tensors, background=True)
 
     def holds(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> bool:
         return (parcel, source, item, micro_batch, -1) in self._tensors
@@ -134,19 +146,23 @@ class Links:
         try:
             while (received := channel.receive(self._guard)) is not None:
                 self._accept(stage, channel, *received)
-            if not self._closed:
-                raise PeerError(f"{channel.other}: closed the link")
-        except Exception as e:  # the thread's owner decides: a lane has no one to raise to
-            self._inbox.put(e)
+            raise PeerError(f"{channel.other}: closed the link")
+        except Exception as e:
+            self._failed(e)
 
     def _accept(self, stage: int, channel: SocketChannel, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, Credit):
             self._credits[stage].give(message.size_bytes)
             return
-        if not isinstance(message, ParcelMessage | PartsMessage) or message.source != stage:
+        known = isinstance(message, ParcelMessage | PartsMessage | MirrorMessage | MirrorPart)
+        if not known or message.source != stage:
             raise PeerError(f"{channel.other}: sent {type(message).__name__} on the link of stage {stage}")
-        if message.epoch == self._epoch:
-            self._keep(message, tensors)
+        if message.epoch != self._epoch:
+            return
+        if isinstance(message, MirrorMessage | MirrorPart):
+            self._mirrors.accept(message, tensors)
+            return
+        self._keep(message, tensors)
         name, micro_batch = _called(message)
         self._spans(Span(
             device=self._assignment.device, track="receive", name=name, start_s=channel.began_s,
@@ -183,6 +199,10 @@ class Links:
             stated = [(h.dtype, h.shape) for h in message.tensors]
             if stated != [("float32", (self._parts.get(where, -1),))]:
                 raise PeerError(f"stage {message.source} sent parts {where} as {stated}, not in the plan")
+        elif isinstance(message, MirrorMessage | MirrorPart):
+            if message.epoch != self._epoch:
+                raise PeerError(f"stage {message.source} sent a snapshot of plan epoch {message.epoch}")
+            self._mirrors.guard(message)
         elif message.tensors:
             raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
 
@@ -192,9 +212,18 @@ class Links:
             lane.drain()
 
     def close(self) -> None:
-        self._closed = True
+        """At the end of a run: what was handed over is sent."""
+        self._end(5.0)
+
+    def abandon(self) -> None:
+        """In the middle of a run whose plan is given up."""
+        self._end(0.0)
+
+    def _end(self, flush_s: float) -> None:
+        with self._ending:
+            self._closed = True
         for lane in self._lanes.values():
-            lane.close()
+            lane.close(flush_s)
         for channel in self._channels.values():
             channel.close()
 
@@ -210,49 +239,3 @@ def _packed(headers: Sequence[TensorHeader], tensors: Sequence[Tensor]) -> list[
         bytes_of(codec_of(h.packing).encode(in_a_row(t), h.name)) if h.packing else pack(t)
         for h, t in zip(headers, tensors, strict=True)
     ]
-
-
-def connect(assignment: Assignment, listener: Listener, identity: Identity | None = None) -> dict[int, SocketChannel]:
-    """One connection per neighbour: the lower stage dials, the higher one accepts.
-
-    Whoever else connects is shut out. PeerError when a neighbour does not come. With an identity both sides must be
-    the devices that the assignment names.
-    """
-    mine, run, patience_s = assignment.view.stage, assignment.run, assignment.patience_s
-    found: dict[int, SocketChannel] = {}
-    for neighbour in assignment.neighbours:
-        if neighbour.stage > mine:
-            channel = dial(
-                neighbour.host, neighbour.port, f"device {neighbour.device!r}", patience_s, identity=identity,
-                expected=Party("device", neighbour.id),
-            )  # fmt: skip
-            channel.send(Hello(run=run, stage=mine))
-            found[neighbour.stage] = channel
-    neighbours = {n.stage: n for n in assignment.neighbours}
-    greeted: queue.SimpleQueue[tuple[int, SocketChannel]] = queue.SimpleQueue()
-    deadline_s = time.monotonic() + patience_s
-
-    def greet(channel: SocketChannel) -> None:
-        hello = first_message(channel, (Hello,), patience_s)
-        if hello is not None and hello.run == run:
-            greeted.put((hello.stage, channel))
-        else:
-            channel.close()
-
-    listener.start(greet)
-    while missing := neighbours.keys() - found.keys():
-        try:
-            stage, channel = greeted.get(timeout=max(0.0, deadline_s - time.monotonic()))
-        except queue.Empty:
-            absent = ", ".join(repr(neighbours[s].device) for s in sorted(missing))
-            raise PeerError(f"device {absent}: did not connect for {patience_s:g} s") from None
-        if stage not in missing or stage > mine or not _is(channel.party, neighbours[stage]):
-            channel.close()  # one who is here already, or is another device
-            continue
-        channel.other = f"device {neighbours[stage].device!r}"
-        found[stage] = channel
-    return found
-
-
-def _is(party: Party | None, neighbour: Neighbour) -> bool:
-    return party == (Party("device", neighbour.id) if neighbour.id else None)

@@ -33,6 +33,13 @@ class Losses:
         """The device cannot go on because of another one."""
         self._blaming.setdefault(device, reason)
 
+    def settled(self, device: str) -> None:
+        """It is out. Whoever had trouble with it, or with the plan that is given up, has no more."""
+        self._told = [(d, failure) for d, failure in self._told if d != device]
+        self._vanished.pop(device, None)
+        self._blaming.clear()
+        self._since_s = None
+
     @property
     def certain(self) -> bool:
         """Whether `verdict` has one already."""

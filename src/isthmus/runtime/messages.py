@@ -7,12 +7,14 @@ from typing import Annotated, Literal
 import msgspec
 
 from isthmus.protocol.events import Parcel
+from isthmus.protocol.recovery import Holding
 from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.federated_messages import FederatedMessage
 from isthmus.runtime.fleet_messages import FleetMessage
 from isthmus.runtime.message import Message
 from isthmus.runtime.probe_messages import ProbeMessage
+from isthmus.runtime.recovery_messages import RecoveryMessage
 from isthmus.runtime.site_messages import SiteMessage
 from isthmus.trace import Span
 
@@ -20,7 +22,7 @@ from isthmus.trace import Span
 
 
 class Hello(Message, frozen=True, kw_only=True):
-    """First on a new link: which stage dials."""
+    """First on a new link: which stage dials, in which epoch."""
 
     stage: int
 
@@ -60,6 +62,8 @@ class Join(Message, frozen=True, kw_only=True):
     device: str
     host: str
     port: int
+    holdings: tuple[Holding, ...] = ()
+    """Of one that was here before: what it still has in memory."""
 
 
 class ReadyMessage(Message, frozen=True, kw_only=True):
@@ -99,6 +103,9 @@ class AssignMessage(Message, frozen=True, kw_only=True):
 class Weights(Message, frozen=True, kw_only=True):
     """Values of the stage's variables and optimizer state, by the module's own names."""
 
+    own: frozenset[str] = frozenset()
+    """Parts that the device takes from its own memory instead."""
+
 
 class OpenMessage(Message, frozen=True, kw_only=True):
     item: Item
@@ -111,5 +118,5 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
     | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage | FleetMessage
-    | ProbeMessage | SiteMessage
+    | ProbeMessage | RecoveryMessage | SiteMessage
 )  # fmt: skip

@@ -63,11 +63,21 @@ class Reception:
         self._patience_s = patience_s
         self._admitting = threading.Lock()
         self._channels: dict[str, SocketChannel] = {}
+        self._banned: set[str] = set()
         self._closed = False
 
     def channel(self, device: str) -> SocketChannel:
         """The connection of a device that has joined."""
         return self._channels[device]
+
+    def forget(self, device: str, *, for_good: bool = False) -> None:
+        """Hang up; nothing more is heard from that connection. The device may join again, if not `for_good`."""
+        with self._admitting:
+            channel = self._channels.pop(device, None)
+            if for_good:
+                self._banned.add(device)
+        if channel is not None:
+            channel.close()
 
     def close(self) -> None:
         with self._admitting:
@@ -88,7 +98,7 @@ class Reception:
             return
         device = join.device
         channel.other = f"device {device!r}"
-        self._heard((device, join, []))
+        self._tell(channel, (device, join, []))
         allowance = Allowance(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
 
         def check(message: AnyMessage) -> None:
@@ -97,16 +107,23 @@ class Reception:
 
         try:
             while (received := channel.receive(check, idle_s=self._patience_s)) is not None:
-                self._heard((device, *received))
-            self._heard((device, None, []))
+                self._tell(channel, (device, *received))
+            self._tell(channel, (device, None, []))
         except Exception as e:  # whoever listens decides
-            self._heard((device, e, []))
+            self._tell(channel, (device, e, []))
+
+    def _tell(self, channel: SocketChannel, heard: Heard) -> None:
+        with self._admitting:
+            if self._channels.get(heard[0]) is channel:
+                self._heard(heard)
 
     def _takes(self, channel: SocketChannel, join: Join) -> bool:
         if join.run != self._run or join.device not in self._devices:
             return False
         with self._admitting:
-            return not self._closed and self._channels.setdefault(join.device, channel) is channel
+            if self._closed or join.device in self._banned:
+                return False
+            return self._channels.setdefault(join.device, channel) is channel
 
     def _check(self, device: str, message: AnyMessage) -> None:
         if message.run != self._run:

@@ -3,30 +3,36 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence, Set
+import threading
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from pathlib import Path
 
 import msgspec
 from torch import Tensor
 
-from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
-from isthmus.plan import Packing, Plan
-from isthmus.protocol import Coordinator, Item, RunSpec
-from isthmus.protocol.work import Share, shares
-from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Neighbour
-from isthmus.runtime.conductor import Address, Conductor, Outcome
+from isthmus.plan import Plan
+from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
+from isthmus.protocol.coordinator_events import Begin
+from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.conductor import Conductor
 from isthmus.runtime.crew import Call, Crew, LocalCrew
-from isthmus.runtime.stages import StagePair, refuse_shared_devices, stage_pairs
+from isthmus.runtime.deployment import Deployment
+from isthmus.runtime.record import Record, remove_record, write_record
+from isthmus.runtime.script import Address, Outcome
 from isthmus.trace import Span
-from isthmus.training.checkpoint import OPTIMIZER, CheckpointWriter, Manifest, read_manifest, replica_prefix
-from isthmus.training.engine import EngineConfig
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, newest_checkpoint, read_manifest, replica_prefix
 from isthmus.training.layout import TensorHeader
+from isthmus.training.snapshot import part_of
 from isthmus.training.weights import initial_weights, rest, resume
 
-SPARE_WINDOW_BYTES = 1 << 20
+START_S = 60.0
+"""How long a device may take to start a process, on a machine that is busy."""
+CHANGE_S = 5.0
+"""What it costs to change the plan besides moving weights: to stop, to connect, to start."""
 
 
 class Watcher(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,6 +42,9 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
     advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
     saved: Callable[[int, Path], None] = lambda step, directory: None
+    rolled_back: Callable[[int], None] = lambda step: None
+    """The run goes on after this step: what was told of later ones is void."""
+    noted: Callable[[str], None] = lambda text: None
 
 
 class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
@@ -44,8 +53,12 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     emulate: bool = True
     resume_from: Path | None = None
     """A checkpoint to go on from."""
+    record: Record | None = None
+    """Of a run whose coordinator was lost: devices may be at work for it, and hold more than the checkpoint."""
     crew: Crew = LocalCrew()
     """Who computes."""
+    replan: Callable[[Fleet], Plan] | None = None
+    """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
 
 def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
@@ -69,29 +82,52 @@ class TrainingScript:
         self, prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
     ) -> None:
         self.job = prepared.job
-        self.run = secrets.token_hex(16)
-        self.start_step = 0
+        self._record = options.record
+        self.run = self._record.run if self._record is not None else secrets.token_hex(16)
         self._prepared = prepared
-        self._plan = plan
         self._fleet = fleet
+        self._folder = folder
         self._options = options
         self._watcher = watcher
         self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
-        self.stages = stage_pairs(plan, prepared.captured, clips=self.job.training.clip_norm > 0)
-        self._by_device = dict(zip(plan.devices, self.stages, strict=True))
-        counts = [replica.micro_batches for replica in plan.replicas]
-        each = zip(shares(counts, self.job.micro_batch_size), plan.replicas, strict=True)
-        self._shares = [share for share, replica in each for _ in replica.stages]
-        self._weights = initial_weights(prepared.build, prepared.captured, self.job.training.seed)
+        self._planning = threading.Lock()
+        self._deployments = {0: self._deployment(self._record.plan if self._record is not None else plan, 0)}
+        self._deployment_now = self._deployments[0]
+        self._lineage = Lineage(self._record.lineage if self._record is not None else ())
+        self._begun: Begin | None = None
+        self._initial = partial(initial_weights, prepared.build, prepared.captured, self.job.training.seed)
+        self._weights = self._initial()
         self._others: dict[int, dict[str, Tensor]] = {}
         """Of replicas but the first, what a checkpoint holds of theirs alone."""
-        written = {name for pair in self.stages for name in pair.written}
         own = {n for n in self._weights if n not in prepared.captured.constants}
-        self._rest = rest(self._weights, written, own)
-        if options.resume_from is not None:
-            self.start_step = self._resume(options.resume_from, written | self._rest.keys())
+        self._rest = rest(self._weights, set(self.now.written), own)
+        self.start_step = self._load(options.resume_from)
+        self._loaded_step: int | None = self.start_step
+        """Of the state that `_weights` are; None when they are of several."""
 
-    def _resume(self, checkpoint: Path, expected: Set[str]) -> int:
+    @property
+    def now(self) -> Deployment:
+        """Of the plan that is in force."""
+        return self._deployment_now
+
+    def machine(self) -> Coordinator:
+        """The coordinator of this run, new or started again."""
+        spec = run_spec(self._prepared, self.start_step)
+        survives = self._options.replan is not None
+        layout = self.now.layout if survives else None
+        if self._record is None:
+            return Coordinator(self.now.plan.devices, spec, layout=layout)
+        newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
+        return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
+
+    def _deployment(self, plan: Plan, number: int) -> Deployment:
+        return Deployment(self._prepared, plan, self._fleet, emulate=self._options.emulate, number=number)
+
+    def _load(self, checkpoint: Path | None) -> int:
+        """The checkpoint's weights, or at the very beginning the model's own; returns the steps behind them."""
+        self._weights, self._others = self._initial() if checkpoint is None else self._weights, {}
+        if checkpoint is None:
+            return 0
         job, manifest = self.job, read_manifest(checkpoint)
         for field, got, saved in (
             ("training.seed", job.training.seed, manifest.seed),
@@ -101,146 +137,71 @@ class TrainingScript:
         ):
             if got != saved:
                 raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
+        expected = self.now.written | self._rest.keys()
         self._weights, self._others = resume(self._weights, expected, job.optimizer, checkpoint)
         return manifest.step
 
+    # Plans
+
+    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
+        assert self._options.replan is not None, "a run that cannot plan again does not ask"
+        with self._planning:
+            plan = self._options.replan(self._fleet.subset(devices))
+            number = max(self._deployments) + 1
+            found = self._deployment(plan, number)
+            self._deployments[number] = found
+        return found.layout, must or self._pays(found)
+
+    def _pays(self, found: Deployment) -> bool:
+        """Whether what is left of the run is so much quicker with it that moving weights is worth it."""
+        now, done = self.now, self._begun.step if self._begun is not None else 0
+        gain_s = (now.plan.predicted.step_s - found.plan.predicted.step_s) * (self.job.training.steps - done)
+        moved = [d for d in found.layout.parts if found.layout.parts[d] - now.layout.parts.get(d, frozenset())]
+        return gain_s > sum(found.moving_s(d) for d in moved) + CHANGE_S
+
+    def begin(self, begin: Begin, layout: Layout) -> None:
+        self._deployment_now = self._deployments[layout.number]
+        first, self._begun = self._begun is None and self._record is None, begin
+        self._lineage.begin(begin.epoch, begin.step)
+        if self._options.crew.outlives:
+            write_record(self._folder, Record(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
+        if not begin.from_checkpoint:
+            self._loaded_step, self._others = None, {}
+        elif self._loaded_step != begin.step:
+            self._loaded_step = self._load(newest_checkpoint(self._writer.directory))
+            assert self._loaded_step == begin.step, "the machine goes back to the newest checkpoint"
+        if not first:
+            self._writer.discard()
+            self._watcher.rolled_back(begin.step)
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        self._weights = self._weights | dict(tensors)
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        self.now.check_parts(tensors)
+
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
-        graph = self._prepared.captured.train
-        placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
-        positions = self._norm_positions()
-        found: dict[str, Assignment] = {}
-        stages = (stage for replica in self._plan.replicas for stage in replica.stages)
-        for stage, pair in zip(stages, self.stages, strict=True):
-            view, device = pair.view, self._fleet.device(stage.device)
-            emulation = Emulation(
-                flops_per_s=device.flops_per_s, flops_forward=stage.flops_forward, flops_backward=stage.flops_backward
-            )
-            found[stage.device] = Assignment(
-                run=self.run, device=stage.device, view=view, train=pair.train, evaluation=pair.evaluation,
-                placeholders={column: op.name for column, op in placeholders.items()},
-                column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
-                engine=self._engine(self._shares[view.stage]), recompute=stage.recompute,
-                data=self.job.data, shuffle=self.job.training.shuffle, fingerprints=self._prepared.fingerprints,
-                neighbours=self._neighbours(pair, addresses),
-                emulation=emulation if self._options.emulate else None,
-                norm_positions={s: positions[s] for s in (view.stage, *view.others)},
-                threads=self.job.runtime.threads, patience_s=self.job.patience_s,
-                evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
-                groups=self._groups(stage.device), saves=self._saves(pair),
-            )  # fmt: skip
-        return found
+        epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
+        return self.now.assignments(self.run, epoch, step, addresses)
 
-    def _engine(self, share: Share) -> EngineConfig:
-        """Gradients are means over everybody's micro-batches; where parameters are averaged, over the replica's own."""
-        config = self.job.engine()
-        if self._plan.sync.averages == "gradients":
-            return config
-        return msgspec.structs.replace(config, micro_batches=share.count)
-
-    def _norm_positions(self) -> list[tuple[int, ...]]:
-        """Of each stage, where its trainable parameters stand in the module's own order."""
-        graph = self._prepared.captured.train
-        order = {op.target: i for i, op in enumerate(graph.ops) if op.kind == "parameter"}
-        owned = sorted({name for pair in self.stages for name in pair.owned}, key=lambda name: order[name])
-        place = {name: i for i, name in enumerate(owned)}
-        return [tuple(place[name] for name in pair.owned) for pair in self.stages]
-
-    def _groups(self, device: str) -> tuple[GroupShare, ...]:
-        return tuple(
-            GroupShare(group=number, parameters=group.parameters, elements=group.size_bytes // FLOAT32_BYTES)
-            for number, group in enumerate(self._plan.sync.groups)
-            if device in group.devices
-        )
-
-    def _saves(self, pair: StagePair) -> tuple[str, ...] | None:
-        """Replicas with equal parameters differ in the buffers that their forwards write."""
-        if pair.view.first == 0 or self._plan.sync.averages == "parameters":
-            return None
-        return tuple(sorted(pair.written - set(pair.owned)))
-
-    def _neighbours(self, pair: StagePair, addresses: Mapping[str, Address]) -> tuple[Neighbour, ...]:
-        view, devices = pair.view, self._plan.devices
-        wanted = {
-            *view.forward_from, *view.forward_to, *view.eval_from, *view.eval_to, *view.lends_to, *view.borrows_from,
-            *view.partners,
-        }  # fmt: skip
-        if view.clips or view.counts:
-            wanted |= set(view.others)
-        found: list[Neighbour] = []
-        for stage in sorted(wanted):
-            device = devices[stage]
-            address = addresses[device]
-            shape = self._fleet.link(devices[view.stage], device) if self._options.emulate else None
-            found.append(Neighbour(
-                stage=stage, device=device, host=address.host, port=address.port, id=address.id, shape=shape,
-                sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
-                window_bytes=self._window(view.stage, stage),
-            ))  # fmt: skip
-        return tuple(found)
-
-    def _packing(self, source: int, target: int) -> Packing | None:
-        """How the plan packs what one stage sends another: values, or gradients of what came from there."""
-        first = 0
-        for replica in self._plan.replicas:
-            for edge in replica.edges:
-                packed = edge.forward_compression if source < target else edge.backward_compression
-                if packed is not None and {first + edge.source, first + edge.target} == {source, target}:
-                    return packed.packing
-            first += len(replica.stages)
-        return None
-
-    def _window(self, a: int, b: int) -> int:
-        """Room for every micro-batch that can be in flight between two stages, both graphs, shared parameters and
-        sums."""
-        size = self.job.micro_batch_size
-        total = SPARE_WINDOW_BYTES
-        for graphs in ([p.train for p in self.stages], [p.evaluation for p in self.stages]):
-            for graph in graphs:
-                crossing = [c.spec.nbytes(size) for c in graph.sends if {c.source, c.target} == {a, b}]
-                total += self.job.training.micro_batches * sum(crossing)
-        first = 0
-        for replica in self._plan.replicas:
-            ends = {a - first, b - first}
-            total += 4 * sum(p.size_bytes for p in replica.shared if ends <= {p.owner, *p.users})
-            first += len(replica.stages)
-        pair = {self._plan.devices[a], self._plan.devices[b]}
-        return total + 2 * sum(g.size_bytes for g in self._plan.sync.groups if pair <= set(g.devices))
-
-    def weights(self, device: str) -> Mapping[str, Tensor]:
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
-        pair = self._by_device[device]
-        names = {op.target for op in (*pair.train.variables(), *pair.evaluation.variables())}
-        prefixes = tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
-        values = self._weights | self._others.get(self._replica(pair), {})
-        return {k: v for k, v in values.items() if k in names or k.startswith(prefixes)}
-
-    def _replica(self, pair: StagePair) -> int:
-        firsts = sorted({p.view.first for p in self.stages})
-        return firsts.index(pair.view.first)
+        names, prefixes = self.now.needs(device)
+        values = self._weights | self._others.get(self.now.replica(device), {})
+        return {k: v for k, v in values.items() if (k in names or k.startswith(prefixes)) and part_of(k) not in own}
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
-        pair = self._by_device[device]
-        saves = self._saves(pair)
-        names = pair.written if saves is None else saves
-        expected = {name: tuple(self._weights[name].shape) for name in names}
-        for header in tensors:
-            parameter, _, _ = header.name.removeprefix(OPTIMIZER).rpartition(".")
-            if header.name in expected:
-                fits = header.shape == expected.pop(header.name)
-            else:
-                optimizes = saves is None and header.name.startswith(OPTIMIZER) and parameter in pair.owned
-                fits = optimizes and header.shape in ((), tuple(self._weights[parameter].shape))
-            if not fits:
-                raise PeerError(f"saved {header.name!r} of shape {list(header.shape)}, which is not of its stage")
-        if expected:
-            raise PeerError(f"saved no {min(expected)!r}, which is of its stage")
+        self.now.check_state(device, tensors)
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         self._watcher.advanced(item, loss, spans)
 
+    def note(self, text: str) -> None:
+        self._watcher.noted(text)
+
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
-        pair = self._by_device[device]
-        replica, stage = self._replica(pair), f"stage-{pair.view.stage - pair.view.first}"
+        pair, replica = self.now.by_device[device], self.now.replica(device)
+        stage = f"stage-{pair.view.stage - pair.view.first}"
         if not replica:
             self._writer.write(item.step, stage, state)
         elif state:
@@ -259,19 +220,24 @@ class TrainingScript:
 def train(
     prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
 ) -> Outcome:
-    """Run the job to its end. Raises UserError for what a device refused; a lost device is an outcome."""
-    refuse_shared_devices(plan)
+    """Run the job to its end. Raises UserError for what a device refused; a lost device that the run cannot go on
+    without is an outcome."""
     script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
     watcher.accepted()
-    job = prepared.job
-    machine = Coordinator(plan.devices, run_spec(prepared, script.start_step))
-    conductor = Conductor(machine, script.run, script, patience_s=job.patience_s)
+    job, first = prepared.job, script.now.plan.devices
+    others = tuple(name for name in fleet.names if name not in first) if options.replan is not None else ()
+    conductor = Conductor(
+        script.machine(), script.run, script, patience_s=job.patience_s, others=others, start_s=START_S
+    )
+    # Who works for a run whose coordinator was started again comes by itself; who does not is lost, like any other.
+    called, callable_later = ((), (*first, *others)) if options.record is not None else (first, others)
     call = Call(
-        run=script.run, devices=plan.devices, patience_s=job.patience_s, threads=job.runtime.threads,
+        run=script.run, devices=called, others=callable_later, patience_s=job.patience_s, threads=job.runtime.threads,
         logs=folder / "logs",
     )  # fmt: skip
-    with options.crew.at_work(call, conductor.reception) as ended:
-        outcome = conductor.conduct(ended)
+    with options.crew.at_work(call, conductor.reception) as work:
+        outcome = conductor.conduct(work)
+    remove_record(folder)
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome

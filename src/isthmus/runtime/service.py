@@ -17,7 +17,7 @@ from typing import TypeVar
 from isthmus.errors import PeerError
 from isthmus.runtime.allowance import Allowance
 from isthmus.runtime.channel import SocketChannel
-from isthmus.runtime.crew import Call, Ended
+from isthmus.runtime.crew import Call, Work
 from isthmus.runtime.fleet_messages import (
     MOST_REQUEST_BYTES,
     Disengage,
@@ -71,6 +71,8 @@ class Service:
         self._standing: dict[str, Call] = {}
         self._ended: dict[str, dict[str, str]] = {}
         """By run and name: how the device's process ended."""
+        self._working: dict[str, str] = {}
+        """By name, of those present: the run that a process of the device works for."""
         self._asked: dict[str, tuple[str, queue.SimpleQueue[AnyMessage]]] = {}
         """By probe: who is to answer, and to whom."""
         self._names: dict[str, str] = {}
@@ -113,18 +115,45 @@ class Service:
                     self._say(f"waiting for {', '.join(missing)} to join ({len(devices) - len(missing)} here)")
                 self._changed.wait(WATCH_S)
 
+    @property
+    def outlives(self) -> bool:
+        return True
+
     @contextlib.contextmanager
-    def at_work(self, call: Call, reception: Reception) -> Generator[Ended]:
+    def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
         """As `Crew`: waits until all devices of the call are here."""
         self.wait_for(call.devices)
         self._runs[call.run] = reception
         self._ended[call.run] = {}
         try:
-            self._tell(call.devices, _engage(call))
-            yield lambda: self._lost(call)
+            work = _FleetWork(self, call)
+            for device in call.devices:
+                work.call(device)
+            yield work
         finally:
             del self._runs[call.run], self._ended[call.run]
-            self._tell(call.devices, Disengage(run=call.run))
+            self._tell((*call.devices, *call.others), Disengage(run=call.run))
+
+    def engage(self, device: str, call: Call) -> None:
+        """Have a process of the device join the run, if none works for it already."""
+        with self._changed:
+            self._ended[call.run].pop(device, None)
+            self._working[device] = call.run
+        self._tell([device], _engage(call))
+
+    def ended(self, run: str) -> Mapping[str, str]:
+        with self._changed:
+            return dict(self._ended.get(run, {}))
+
+    def leaving(self) -> list[str]:
+        """Who was asked to leave, by whatever process (`isthmus drain`), since this was called last."""
+        return self._state.take_leaving()
+
+    def idle(self, call: Call) -> list[str]:
+        """Devices of the call that are here, and no process of theirs works for it."""
+        with self._changed:
+            here = (d for d in (*call.devices, *call.others) if d in self._present)
+            return [d for d in here if self._working.get(d) != call.run]
 
     @contextlib.contextmanager
     def standing(self, call: Call, reception: Reception) -> Generator[None]:
@@ -156,9 +185,6 @@ class Service:
     def id_of(self, device: str) -> str:
         """Of a device that is here."""
         return next(id for id, name in self._names.items() if name == device)
-
-    def _lost(self, call: Call) -> Mapping[str, str]:
-        return dict(self._ended.get(call.run, {}))
 
     def _tell(self, devices: Sequence[str], message: AnyMessage) -> None:
         with self._changed:
@@ -207,6 +233,7 @@ class Service:
         lane.put(Welcome(run="", device=name))
         with self._changed:
             former, self._present[name] = self._present.get(name), lane
+            self._working[name] = present.working
             self._changed.notify_all()
         if former is not None:  # it has come back before we noticed that it was gone
             former.close(0.0)
@@ -238,7 +265,9 @@ class Service:
             elif isinstance(message, Renew):
                 lane.put(Renewed(run="", certificate=self._renewed(message.request, party)))
             elif isinstance(message, EndedMessage) and message.run in self._ended:
-                self._ended[message.run][name] = message.how[:500]
+                with self._changed:
+                    self._ended[message.run][name] = message.how[:500]
+                    self._working[name] = ""
             elif isinstance(message, Expecting | Measured | Computes) and message.run in self._asked:
                 device, answers = self._asked[message.run]
                 if device == name:
@@ -274,6 +303,24 @@ class Service:
 
 def _engage(call: Call) -> Engage:
     return Engage(run=call.run, patience_s=call.patience_s, threads=call.threads)
+
+
+class _FleetWork:
+    def __init__(self, service: Service, call: Call) -> None:
+        self._service = service
+        self._call = call
+
+    def ended(self) -> Mapping[str, str]:
+        return self._service.ended(self._call.run)
+
+    def offers(self) -> list[str]:
+        return self._service.idle(self._call)
+
+    def leaving(self) -> list[str]:
+        return self._service.leaving()
+
+    def call(self, device: str) -> None:
+        self._service.engage(device, self._call)
 
 
 def _only_fleet(message: AnyMessage) -> None:

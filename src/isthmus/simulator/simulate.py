@@ -37,6 +37,8 @@ from isthmus.protocol.events import (
     Fill,
     Filled,
     Halted,
+    Keep,
+    Kept,
     Merge,
     Opened,
     PartsArrived,
@@ -187,6 +189,8 @@ class _Simulation:
                 self._occupy(worker, "update", self._costs.update_s(worker), Updated(item=item))
             case Save(item=item):
                 self._occupy(worker, "save", self._options.save_s, Saved(item=item))
+            case Keep(item=item):
+                self._tell_now(worker, Kept(item=item))
             case Report(item=item):
                 self._report(self._devices[worker], item)
             case Stop():

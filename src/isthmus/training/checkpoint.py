@@ -71,14 +71,19 @@ class CheckpointWriter:
 
         What an earlier writer left unfinished is removed: a directory has one writer.
         """
-        self._directory = directory
+        self.directory = directory
         self._keep = keep
         self._files: dict[int, dict[str, tuple[str, ...]]] = {}
-        for unfinished in directory.glob(".step-*"):
+        self.discard()
+
+    def discard(self) -> None:
+        """Give up what is unfinished."""
+        self._files.clear()
+        for unfinished in self.directory.glob(".step-*"):
             shutil.rmtree(unfinished)
 
     def _partial(self, step: int) -> Path:
-        return self._directory / f".step-{step:06d}"
+        return self.directory / f".step-{step:06d}"
 
     def write(self, step: int, part: str, tensors: Mapping[str, Tensor]) -> None:
         """One part (`stage-0`, `rest`), flushed to disk. UserError when it cannot be written."""
@@ -95,7 +100,7 @@ class CheckpointWriter:
     def commit(self, manifest: Manifest) -> Path:
         """All parts of the manifest's step are written: make them a checkpoint, atomically. Fills in `files`."""
         step = manifest.step
-        folder, final = self._partial(step), self._directory / f"step-{step:06d}"
+        folder, final = self._partial(step), self.directory / f"step-{step:06d}"
         folder.mkdir(parents=True, exist_ok=True)
         complete = msgspec.structs.replace(manifest, files=self._files.pop(step, {}))
         (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(complete), indent=1))
@@ -104,12 +109,12 @@ class CheckpointWriter:
         if final.exists():  # not from this run, or it would have gone on from there
             shutil.rmtree(final)
         folder.rename(final)
-        _flush(self._directory)
-        pointer = self._directory / ".latest"
+        _flush(self.directory)
+        pointer = self.directory / ".latest"
         pointer.write_text(final.name)
         _flush(pointer)
-        pointer.rename(self._directory / "latest")
-        for _, old in _complete(self._directory)[: -self._keep]:
+        pointer.rename(self.directory / "latest")
+        for _, old in _complete(self.directory)[: -self._keep]:
             if old != final:
                 shutil.rmtree(old)
         return final

@@ -1,0 +1,105 @@
+"""A stage's state in memory: copied at once into one flat buffer, told and sent in stretches, taken apart by parts.
+
+A part is a parameter or buffer by its own name, with the optimizer's state of it.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.training.checkpoint import OPTIMIZER
+from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_row, unpack
+
+ALIGNED_BYTES = 64
+"""Where tensors begin in the buffer: any type can be viewed there."""
+
+MOST_KEPT = 4
+"""Tensors that an optimizer may keep of a parameter."""
+Part = Mapping[str, Tensor]
+"""Tensors of one part, under the names that a checkpoint has."""
+
+
+class Snapshot(msgspec.Struct, frozen=True):
+    headers: tuple[TensorHeader, ...]
+    flat: Tensor
+    """uint8; each tensor's elements as they would travel, from an aligned place on."""
+
+    def tensors(self) -> dict[str, Tensor]:
+        """Views of the buffer, with the strides of what was copied."""
+        found: dict[str, Tensor] = {}
+        for header, at in zip(self.headers, _places(self.headers), strict=True):
+            elements = self.flat[at : at + header.nbytes].view(getattr(torch, header.dtype))
+            found[header.name] = unpack(elements, header)
+        return found
+
+
+def snapshot(state: Mapping[str, Tensor]) -> Snapshot:
+    """A copy of the state, in host memory."""
+    headers = tuple(header_of(name, t) for name, t in state.items())
+    flat = torch.empty(size_bytes(headers), dtype=torch.uint8)
+    for header, at, tensor in zip(headers, _places(headers), state.values(), strict=True):
+        target = flat[at : at + header.nbytes].view(getattr(torch, header.dtype))
+        source = tensor if header.stride == tuple(tensor.stride()) else tensor.contiguous()
+        target.copy_(in_a_row(source))
+    return Snapshot(headers, flat)
+
+
+def size_bytes(headers: Sequence[TensorHeader]) -> int:
+    """Of the buffer."""
+    return sum(_aligned(h.nbytes) for h in headers)
+
+
+def _places(headers: Sequence[TensorHeader]) -> list[int]:
+    places, at = [], 0
+    for header in headers:
+        places.append(at)
+        at += _aligned(header.nbytes)
+    return places
+
+
+def _aligned(nbytes: int) -> int:
+    return -(-nbytes // ALIGNED_BYTES) * ALIGNED_BYTES
+
+
+def part_of(name: str) -> str:
+    """The parameter or buffer that a tensor of a state belongs to."""
+    return name.removeprefix(OPTIMIZER).rpartition(".")[0] if name.startswith(OPTIMIZER) else name
+
+
+def by_part(state: Mapping[str, Tensor]) -> dict[str, Part]:
+    found: dict[str, dict[str, Tensor]] = {}
+    for name, tensor in state.items():
+        found.setdefault(part_of(name), {})[name] = tensor
+    return dict(found)
+
+
+def joined(parts: Collection[Part]) -> dict[str, Tensor]:
+    """The tensors of many parts together."""
+    return {name: tensor for part in parts for name, tensor in part.items()}
+
+
+def check_state(shapes: Mapping[str, tuple[int, ...]], headers: Sequence[TensorHeader]) -> None:
+    """PeerError unless these are a state of parts of these shapes: each part's own tensor, once, and the optimizer's,
+    which have its shape or none."""
+    expected = dict(shapes)
+    kept: Counter[str] = Counter()
+    names = [h.name for h in headers]
+    for header in headers:
+        check_header(header)
+        part = part_of(header.name)
+        if header.name in expected:
+            fits = header.shape == expected.pop(header.name)
+        else:
+            kept[part] += 1
+            known = header.name.startswith(OPTIMIZER) and part in shapes and kept[part] <= MOST_KEPT
+            fits = known and header.shape in ((), shapes[part])
+        if not fits or header.packing is not None:
+            raise PeerError(f"sent {header.name!r} of shape {list(header.shape)}, which is not of its stage")
+    if expected or len(set(names)) < len(names):
+        raise PeerError(f"sent no {min(expected)!r}, which is of its stage" if expected else "sent a tensor twice")

@@ -1,0 +1,89 @@
+"""Runs over real processes on this machine, with something done to one of them in the middle."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import threading
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from isthmus.cost import build_plan
+from isthmus.fleet import Fleet
+from isthmus.job import Job, Prepared, prepare
+from isthmus.plan import Plan
+from isthmus.protocol import Item
+from isthmus.runtime.crew import LocalCrew
+from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.runtime.script import Outcome
+from isthmus.trace import Span
+from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, random_cut
+
+FLOPS_PER_S = 2e7
+"""Slow enough for something to happen in the middle of a step."""
+
+
+class Run(msgspec.Struct, frozen=True, kw_only=True):
+    outcome: Outcome
+    weights: Mapping[str, Tensor]
+    losses: list[tuple[int, float | None]]
+    """As they were told: a step that is done again is told again."""
+    notes: list[str]
+
+
+def job(steps: int = 24, save_every: int = 0, **runtime: object) -> Job:
+    made = job_of("mlp", {"layers": 4}, DIGITS, steps=steps, save_every=save_every)
+    settings = {"emulate": True, "patience": "6 s", "snapshot_every": 4, **runtime}
+    return msgspec.structs.replace(made, runtime=msgspec.convert(settings, type(made.runtime)))
+
+
+def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], Plan]:
+    """Plans with these cuts on the first devices that there are: equal cuts give equal bits."""
+
+    def replan(fleet: Fleet) -> Plan:
+        count = min(len(boundaries) + 1, len(fleet.names))
+        return build_plan(prepared.problem(fleet), fleet.names[:count], boundaries[: count - 1], planner="test")
+
+    return replan
+
+
+def run(
+    folder: Path, made: Job, *, devices: int = 2, spares: int = 1, crew: LocalCrew | None = None,
+    act: tuple[int, Callable[[], None]] | None = None,
+) -> Run:  # fmt: skip
+    """Train over one process per device. `act` is done once, after so many steps."""
+    prepared = prepare(made)
+    fleet = fleet_of(devices + spares, FLOPS_PER_S)
+    replan = keeps_cuts(prepared, random_cut(prepared, devices, 0, once=True))
+    plan = replan(fleet.subset(fleet.names[:devices]))
+    losses: list[tuple[int, float | None]] = []
+    notes: list[str] = []
+    waiting = [act] if act is not None else []
+
+    def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        if item.kind == "train":
+            losses.append((item.step, loss))
+            if waiting and item.step + 1 >= waiting[0][0]:
+                threading.Thread(target=waiting.pop()[1], daemon=True).start()
+
+    options = RunOptions(emulate=made.runtime.emulate, crew=crew or LocalCrew(), replan=replan)
+    outcome = train(prepared, plan, fleet, folder, options, Watcher(advanced=advanced, noted=notes.append))
+    weights = final_weights(folder) if outcome.outcome == "done" else {}
+    return Run(outcome=outcome, weights=weights, losses=losses, notes=notes)
+
+
+def pid_of(device: str) -> int:
+    """Of the process that this one has started for a device."""
+    for entry in Path("/proc").iterdir():
+        if not entry.name.isdigit():
+            continue
+        with contextlib.suppress(OSError):
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            words = (entry / "cmdline").read_bytes().decode().split("\0")
+            named = "--device" in words and words[words.index("--device") + 1] == device
+            if named and int(parent) == os.getpid() and state != "Z":
+                return int(entry.name)
+    raise AssertionError(f"no process of {device}")

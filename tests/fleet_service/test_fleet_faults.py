@@ -1,0 +1,159 @@
+"""A fleet of machines in which something goes wrong."""
+
+from __future__ import annotations
+
+import os
+import signal
+import socket
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.folder import RunFolder
+from isthmus.job import prepare
+from isthmus.protocol import Item
+from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.trace import Span
+from tests.faults.real import job, keeps_cuts
+from tests.runtime.commands import edited, wait_until, write_job
+from tests.runtime.jobs import fleet_of, random_cut
+
+from .parties import Fleet
+from .test_fleet_runs import Devices
+
+STEPS = 300
+FLEET = """
+name = "two"
+
+[[device]]
+name = "d0"
+region = "here"
+compute = "1 GFLOPS"
+memory = "1 GiB"
+
+[[device]]
+name = "d1"
+region = "here"
+compute = "1 GFLOPS"
+memory = "1 GiB"
+
+[links]
+default = { latency = "1 ms", bandwidth = "1 Gbit/s" }
+"""
+RUNTIME = """[runtime]
+patience = "5 s"
+snapshot_every = 20
+
+[learning_rate]"""
+
+
+def test_a_device_leaves_without_loss(fleet: Fleet, tmp_path: Path) -> None:
+    made = job(emulate=False, steps=60)
+    prepared, machines = prepare(made), fleet_of(2)
+    replan = keeps_cuts(prepared, random_cut(prepared, 2, 0, once=True))
+    devices = Devices(fleet, tmp_path, ("d0", "d1"))
+    notes: list[str] = []
+    told: list[int] = []
+
+    def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        if item.kind == "train":
+            told.append(item.step)
+            time.sleep(0.02)
+            if item.step == 10:
+                fleet.state.drain("d1")
+
+    outcome = train(
+        prepared, replan(machines), machines, tmp_path / "run",
+        RunOptions(emulate=False, crew=fleet.service, replan=replan),
+        Watcher(advanced=advanced, noted=notes.append),
+    )  # fmt: skip
+    assert outcome.outcome == "done", (outcome.reason, notes)
+    (recovery,) = outcome.recoveries
+    assert recovery.redone == 0 and not recovery.from_checkpoint
+    assert told == list(range(60)), "no step is done twice"
+    assert "d1 has left" in notes
+    devices.stop()
+
+
+class Machines:
+    """`isthmus serve` and `isthmus join`, as people start them."""
+
+    def __init__(self, folder: Path) -> None:
+        self.folder = folder
+        self.run = RunFolder(folder / "run")
+        with socket.create_server(("127.0.0.1", 0)) as free:
+            self._port = free.getsockname()[1]
+        (folder / "fleet.toml").write_text(FLEET)
+        self._job = edited(
+            write_job(folder, steps=STEPS, fleet=str(folder / "fleet.toml")),
+            ("save_every = 3\n", ""), ("[learning_rate]", RUNTIME),
+        )  # fmt: skip
+        self._started: list[subprocess.Popen[str]] = []
+
+    def serve(self, *options: str) -> subprocess.Popen[str]:
+        return self._start(
+            "serve", str(self._job), "--port", str(self._port), "--state", str(self.folder / "fleet"),
+            "--run", str(self.run.path), *options,
+        )  # fmt: skip
+
+    def join(self, name: str, ticket: str) -> None:
+        path = self.folder / f"{name}.ticket"
+        path.touch(0o600)
+        path.write_text(ticket)
+        state = str(self.folder / name)
+        self._start("join", "--name", name, "--ticket-file", str(path), "--state", state, "--patience", "5 s")
+
+    def _start(self, *words: str) -> subprocess.Popen[str]:
+        with (self.folder / f"{words[0]}.err").open("a") as err:
+            process = subprocess.Popen(
+                [sys.executable, "-m", "isthmus.cli", *words], stdout=subprocess.PIPE, stderr=err, text=True,
+                cwd=self.folder, start_new_session=True, env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
+            )  # fmt: skip
+        self._started.append(process)
+        return process
+
+    def steps(self) -> int:
+        return max((p.step for p in self.run.losses()), default=0)
+
+    def told(self) -> str:
+        return "\n".join(f"{path.name}: {path.read_text()}" for path in self.folder.glob("*.err"))
+
+    def end(self) -> None:
+        for process in reversed(self._started):
+            if process.poll() is None:
+                process.send_signal(signal.SIGINT)
+            try:
+                process.wait(10)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait(10)
+
+
+@pytest.fixture
+def machines(tmp_path: Path) -> Iterator[Machines]:
+    found = Machines(tmp_path)
+    yield found
+    found.end()
+
+
+def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
+    serve = machines.serve("--tickets", "2")
+    assert serve.stdout is not None
+    for name in ("d0", "d1"):
+        machines.join(name, serve.stdout.readline().strip())
+    wait_until(lambda: machines.steps() >= 60, serve)
+    os.kill(serve.pid, signal.SIGKILL)
+    serve.wait(10)
+    reached = machines.steps()
+    again = machines.serve("--tickets", "0", "--resume")
+    assert again.wait(90) == 0, machines.told()
+    points = [p.step for p in machines.run.losses() if p.split == "train"]
+    assert points == list(range(1, STEPS + 1)), "each step is told once"
+    told = machines.told()
+    assert "out of the devices' memory" in told, told
+    went_on = next(line for line in told.splitlines() if "going on after step" in line)
+    assert int(went_on.partition("after step ")[2].partition(",")[0]) >= reached - 1, (went_on, reached)

@@ -1,0 +1,166 @@
+"""Which state counts, who has it, and what the coordinator does about a loss: instruction lists."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.protocol import Coordinator, Holding, Layout, Lineage, RunSpec
+from isthmus.protocol.coordinator_events import (
+    Assign,
+    Begin,
+    CoordinatorInstruction,
+    Fence,
+    Fetch,
+    Fetched,
+    Finish,
+    Held,
+    Hold,
+    Joined,
+    Leaving,
+    Lost,
+    MakePlan,
+    Mirrored,
+    NoPlan,
+    Open,
+    Place,
+    Planned,
+    Ready,
+    Release,
+    Reported,
+    Retire,
+)
+from isthmus.protocol.memory import Memory
+from isthmus.protocol.recovery import loans, recovery_step
+
+A, B = frozenset({"a"}), frozenset({"b"})
+TWO = Layout(parts={"oslo": A, "tokyo": B}, mirrors={"oslo": "tokyo", "tokyo": "oslo"}, keep_every=2)
+
+
+def held(epoch: int, step: int, parts: frozenset[str]) -> Holding:
+    return Holding(epoch=epoch, step=step, parts=parts)
+
+
+def test_what_was_done_beyond_the_step_that_others_went_on_from_does_not_count():
+    lineage = Lineage([(0, 0), (1, 40)])
+    assert lineage.counts(0, 40) and not lineage.counts(0, 47)
+    assert lineage.counts(1, 47) and not lineage.counts(1, 39) and not lineage.counts(2, 47)
+    lineage.begin(3, 45)
+    assert lineage.counts(1, 45) and not lineage.counts(1, 46)
+
+
+def test_the_newest_step_that_is_held_whole():
+    holdings = {"oslo": [held(0, 4, A | B), held(0, 6, A)], "tokyo": [held(0, 5, B), held(0, 7, A | B)]}
+    assert recovery_step(A | B, holdings, Lineage([(0, 0)])) == 7
+    assert recovery_step(A | B, holdings, Lineage([(0, 0), (1, 6)])) == 4
+    assert recovery_step(A | B, {"oslo": [held(0, 6, A)]}, Lineage([(0, 0)])) is None
+
+
+sets = st.sets(st.sampled_from("abcdef"))
+
+
+@given(st.dictionaries(st.sampled_from("xyz"), sets), st.dictionaries(st.sampled_from("xyzuv"), sets))
+def test_each_missing_part_is_lent_once_by_one_who_has_it(needs: dict[str, set[str]], holds: dict[str, set[str]]):
+    somewhere = set[str]().union(*holds.values())
+    needs = {device: wanted & somewhere for device, wanted in needs.items()}
+    found = loans(needs, holds)
+    given_parts = [part for parts in found.values() for part in parts]
+    missing = {part for device, wanted in needs.items() for part in wanted - holds.get(device, set())}
+    assert sorted(given_parts) == sorted(missing)
+    assert all(parts <= holds[device] for device, parts in found.items())
+
+
+def test_a_memory_forgets_what_is_of_no_use():
+    memory: Memory[int] = Memory()
+    for step in (2, 4, 6):
+        memory.keep(0, step, {"a": step})
+    memory.keep(0, 4, {"b": 40})
+    assert memory.values(4, {"a", "b", "c"}) == {"a": 4, "b": 40}
+    memory.retire(4)
+    memory.begin(4)
+    assert memory.holdings() == (held(0, 4, A | B),)
+    memory.keep(1, 4, {"a": -4})
+    assert memory.values(4, {"a", "b"}) == {"a": -4, "b": 40}
+
+
+def running(layout: Layout = TWO, **fields: int) -> Coordinator:
+    spec = RunSpec(**{"steps": 9, "micro_batches": 1, "micro_batch_size": 1, "lease_ahead": 2, **fields})
+    coordinator = Coordinator(layout.parts, spec, layout=layout)
+    for device in layout.parts:
+        coordinator.handle(Joined(device=device))
+    for device in layout.parts:
+        coordinator.handle(Ready(device=device))
+    return coordinator
+
+
+def report(coordinator: Coordinator, *items: int) -> list[CoordinatorInstruction]:
+    out: list[CoordinatorInstruction] = []
+    for item in items:
+        for device in coordinator.devices:
+            out += coordinator.handle(Reported(device=device, item=item, epoch=coordinator.epoch))
+    return out
+
+
+def kinds(instructions: list[CoordinatorInstruction]) -> list[type[CoordinatorInstruction]]:
+    return [type(i) for i in instructions]
+
+
+def test_a_snapshot_is_leased_and_acknowledged_when_all_copies_are_there():
+    coordinator = running()
+    opened = [i.item.kind for i in report(coordinator, 0, 1) if isinstance(i, Open)]
+    assert opened == ["keep", "train"]
+    report(coordinator, 2)
+    assert coordinator.handle(Mirrored(device="tokyo", of="oslo", step=2)) == []
+    assert coordinator.statistics().recovery_point == 0
+    assert coordinator.handle(Mirrored(device="oslo", of="tokyo", step=2)) == [Retire(2)]
+    assert coordinator.statistics().recovery_point == 2
+
+
+def test_a_loss_from_beginning_to_end():
+    coordinator = running()
+    report(coordinator, 0, 1, 2)
+    assert coordinator.handle(Lost(device="tokyo", reason="silent")) == [Fence("tokyo"), Hold("oslo")]
+    assert coordinator.handle(Reported(device="oslo", item=3, epoch=0)) == [], "of an epoch that is over"
+    holdings = (held(0, 2, A | B), held(0, 3, A))
+    assert coordinator.handle(Held(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",))]
+    out = coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}), epoch=1))
+    assert out[0] == Begin(1, 2, coordinator.statistics().leased, False)
+    assert out[1:] == [Assign("oslo"), Place("oslo", A | B)]
+    (first, *_) = coordinator.handle(Ready(device="oslo", epoch=1))
+    assert isinstance(first, Open) and (first.item.kind, first.item.step) == ("train", 2)
+
+
+def test_what_a_device_lacks_is_fetched_before_it_is_placed():
+    coordinator = running()
+    coordinator.handle(Lost(device="tokyo", reason="silent"))
+    coordinator.handle(Joined(device="lima", epoch=1))
+    assert kinds(coordinator.handle(Held(device="oslo", holdings=(held(0, 0, A | B),), epoch=1))) == [MakePlan]
+    layout = Layout(parts={"oslo": A, "lima": B})
+    out = coordinator.handle(Planned(layout=layout, epoch=1))
+    assert out[1:] == [Fetch("oslo", 0, B)]
+    assert coordinator.awaited == {"oslo"}
+    assert coordinator.handle(Fetched(device="oslo", epoch=1)) == [
+        Assign("oslo"), Place("oslo", A), Assign("lima"), Place("lima"),
+    ]  # fmt: skip
+
+
+def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
+    coordinator = running(Layout(parts={"oslo": A, "tokyo": B, "lima": frozenset({"c"})}))
+    coordinator.handle(Lost(device="tokyo", reason="silent"))
+    coordinator.handle(Held(device="oslo", holdings=(), epoch=1))
+    assert coordinator.handle(Lost(device="lima", reason="silent", epoch=1)) == [Fence("lima"), Hold("oslo")]
+    assert coordinator.handle(Held(device="oslo", holdings=(), epoch=1)) == []
+    assert coordinator.handle(Held(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",))]
+    told = coordinator.handle(NoPlan(reason="it does not fit", epoch=2))[-1]
+    assert told == Finish("lost", "device 'lima' was lost: silent; without it it does not fit")
+
+
+def test_who_leaves_waits_until_the_others_hold_its_part():
+    coordinator = running()
+    assert coordinator.handle(Leaving(device="tokyo")) == [MakePlan(("oslo",), must=True)]
+    assert coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}))) == []
+    assert not [i for i in report(coordinator, 0) if isinstance(i, Open)], "nothing more is leased"
+    assert report(coordinator, 1)[1:] == [Hold("oslo"), Hold("tokyo")]
+    coordinator.handle(Held(device="oslo", holdings=(held(0, 2, A),), epoch=1))
+    out = coordinator.handle(Held(device="tokyo", holdings=(held(0, 2, B),), epoch=1))
+    assert out == [Begin(1, 2, 2, False), Fetch("tokyo", 2, B)]
+    coordinator.handle(Fetched(device="tokyo", epoch=1))
+    assert coordinator.handle(Ready(device="oslo", epoch=1))[-1] == Release("tokyo")
