@@ -103,6 +103,7 @@ class Control:
             try:
                 lane = self._lane
                 self._channel, self._lane = self._connected()
+                self._newest_epoch = -1  # a coordinator that was started again does not know of epochs that never began
                 lane.close(0.0)
             except PeerError as e:
                 why = e
