@@ -12,8 +12,9 @@ train: $(READY)
 test: $(READY)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile
 
-# Each fault at twenty moments, over real processes: about half an hour.
+# What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)
+	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py
 	$(BIN)/python -m tests.faults.table
 
 check: $(READY)

@@ -1,0 +1,162 @@
+"""The coordinator's driver when a device goes away: whom it stops, what it fetches, who may come back."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Sequence
+
+from isthmus.protocol import Coordinator, Holding, Layout, RunSpec
+from isthmus.runtime.channel import dial
+from isthmus.runtime.conductor import Conductor
+from isthmus.runtime.listener import Listener
+from isthmus.runtime.messages import (
+    AnyMessage,
+    HaltMessage,
+    Heartbeat,
+    Join,
+    OpenMessage,
+    ReadyMessage,
+    ReportMessage,
+    Weights,
+)
+from isthmus.runtime.recovery_messages import FetchMessage, GivenMessage, HeldMessage, HoldMessage
+from isthmus.runtime.script import Outcome
+from isthmus.training.layout import header_of, pack
+
+from .test_conductor import RUN, STATE, NotedScript
+
+ALL = frozenset({"w"})
+SPEC = RunSpec(steps=6, micro_batches=1, micro_batch_size=1)
+
+
+class Planning(NotedScript):
+    """Plans for whoever is there: the last one has the weight."""
+
+    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
+        return _layout(*devices), must
+
+
+def _layout(*devices: str) -> Layout:
+    return Layout(parts={d: ALL if d == devices[-1] else frozenset() for d in devices})
+
+
+class Device:
+    """Follows orders by hand: `said` is what the coordinator told it last, in order."""
+
+    def __init__(self, port: int, name: str, holdings: tuple[Holding, ...] = ()) -> None:
+        self.name = name
+        self.holdings = holdings
+        self.said: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+        self.stops_at = 99
+        self.channel = dial("127.0.0.1", port, "coordinator", 5.0)
+        self.channel.send(Join(run=RUN, device=name, host="127.0.0.1", port=1))
+        threading.Thread(target=self._live, daemon=True).start()
+
+    def _live(self) -> None:
+        while (received := self.channel.receive(idle_s=10)) is not None:
+            message = received[0]
+            self.said.put(message)
+            if isinstance(message, Weights):
+                self.channel.send(ReadyMessage(run=RUN, epoch=message.epoch))
+            elif isinstance(message, OpenMessage):
+                self._work(message)
+            elif isinstance(message, HoldMessage):
+                self.channel.send(HeldMessage(run=RUN, epoch=message.epoch, holdings=self.holdings))
+            elif isinstance(message, FetchMessage):
+                headers = tuple(header_of(n, t) for n, t in STATE.items())
+                given = GivenMessage(run=RUN, epoch=message.epoch, step=message.step, tensors=headers)
+                self.channel.send(given, [pack(t) for t in STATE.values()])
+            elif isinstance(message, HaltMessage):
+                return
+
+    def _work(self, message: OpenMessage) -> None:
+        item = message.item
+        if item.step >= self.stops_at:
+            return
+        state = STATE if item.kind == "save" else {}
+        headers = tuple(header_of(n, t) for n, t in state.items())
+        done = ReportMessage(run=RUN, epoch=message.epoch, item=item.index, tensors=headers)
+        self.channel.send(done, [pack(t) for t in state.values()])
+
+    def hears(self, kind: type[AnyMessage]) -> AnyMessage:
+        """The next message of this kind."""
+        deadline_s = time.monotonic() + 10
+        while True:
+            message = self.said.get(timeout=max(0.1, deadline_s - time.monotonic()))
+            if isinstance(message, kind):
+                return message
+
+
+def _conducted(*devices: str) -> tuple[Conductor, int, list[Outcome]]:
+    machine = Coordinator(devices, SPEC, layout=_layout(*devices))
+    conductor = Conductor(machine, RUN, Planning(), patience_s=5.0, others=("c",))
+    listener = Listener("127.0.0.1", patience_s=5.0)
+    listener.start(conductor.reception.greet)
+    found: list[Outcome] = []
+    threading.Thread(target=lambda: found.append(conductor.conduct()), daemon=True).start()
+    return conductor, listener.port, found
+
+
+def _ended(found: list[Outcome]) -> Outcome:
+    deadline_s = time.monotonic() + 20
+    while not found:
+        assert time.monotonic() < deadline_s, "the conductor has not ended"
+        time.sleep(0.02)
+    return found[0]
+
+
+def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
+    _, port, found = _conducted("a", "b")
+    a, b = Device(port, "a"), Device(port, "b")
+    a.holdings = (Holding(epoch=0, step=3, parts=ALL),)
+    a.stops_at = b.stops_at = 3
+    a.hears(OpenMessage)
+    c = Device(port, "c")
+    while a.hears(OpenMessage).item.step < 3:  # type: ignore[union-attr]
+        pass
+    a.stops_at = 99
+    b.channel.close()
+    assert a.hears(HoldMessage).epoch == 1
+    fetch = a.hears(FetchMessage)
+    assert isinstance(fetch, FetchMessage) and (fetch.step, fetch.parts) == (3, ALL)
+    assert c.hears(Weights).epoch == 1
+    opened = c.hears(OpenMessage)
+    assert isinstance(opened, OpenMessage) and (opened.item.step, opened.epoch) == (3, 1)
+    outcome = _ended(found)
+    assert outcome.outcome == "done", outcome.reason
+    (recovery,) = outcome.recoveries
+    assert "'b' was lost: its connection closed" in recovery.reason
+    assert (recovery.step, recovery.redone, recovery.from_checkpoint) == (3, 0, False)
+
+
+def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_come_back() -> None:
+    _, port, found = _conducted("a", "b")
+    a, b = Device(port, "a"), Device(port, "b")
+    a.stops_at = b.stops_at = 2
+    while a.hears(OpenMessage).item.step < 2:  # type: ignore[union-attr]
+        pass
+    b.channel.close()
+    a.hears(HoldMessage)
+    a.channel.send(ReportMessage(run=RUN, epoch=0, item=2))
+    a.channel.send(ReportMessage(run=RUN, epoch=0, item=77))
+    a.channel.send(Heartbeat(run=RUN))
+    again = Device(port, "b", holdings=(Holding(epoch=0, step=99, parts=ALL),))
+    a.hears(Weights)
+    a.stops_at = 99
+    outcome = _ended(found)
+    assert outcome.outcome == "done", outcome.reason
+    assert outcome.recoveries[0].step == 0 and outcome.recoveries[0].from_checkpoint
+    assert outcome.recoveries[0].redone == 2
+    again.channel.close()
+
+
+def test_a_run_that_nobody_is_left_for_says_so() -> None:
+    _, port, found = _conducted("a")
+    a = Device(port, "a")
+    a.stops_at = 1
+    a.hears(OpenMessage)
+    a.channel.close()
+    assert _ended(found).outcome == "lost"
+    assert "no other device is left" in str(found[0].failure)
