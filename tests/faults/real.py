@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import functools
 import os
 import threading
 from collections.abc import Callable, Mapping
@@ -40,6 +41,11 @@ def job(steps: int = 24, save_every: int = 0, **runtime: object) -> Job:
     return msgspec.structs.replace(made, runtime=msgspec.convert(settings, type(made.runtime)))
 
 
+@functools.cache
+def _captured(steps: int) -> Prepared:
+    return prepare(job(steps))
+
+
 def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], Plan]:
     """Plans with these cuts on the first devices that there are: equal cuts give equal bits."""
 
@@ -55,7 +61,8 @@ def run(
     act: tuple[int, Callable[[], None]] | None = None,
 ) -> Run:  # fmt: skip
     """Train over one process per device. `act` is done once, after so many steps."""
-    prepared = prepare(made)
+    # The model is captured once: jobs here differ in how they are run.
+    prepared = msgspec.structs.replace(_captured(made.training.steps), job=made)
     fleet = fleet_of(devices + spares, FLOPS_PER_S)
     replan = keeps_cuts(prepared, random_cut(prepared, devices, 0, once=True))
     plan = replan(fleet.subset(fleet.names[:devices]))

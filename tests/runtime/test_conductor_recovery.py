@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
 from collections.abc import Sequence
 
+from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, Holding, Layout, RunSpec
 from isthmus.runtime.channel import dial
 from isthmus.runtime.conductor import Conductor
@@ -45,14 +47,22 @@ def _layout(*devices: str) -> Layout:
 class Device:
     """Follows orders by hand: `said` is what the coordinator told it last, in order."""
 
-    def __init__(self, port: int, name: str, holdings: tuple[Holding, ...] = ()) -> None:
+    def __init__(self, port: int, name: str, holdings: tuple[Holding, ...] = (), stops_at: int = 99) -> None:
+        """It reports no item of the step `stops_at`, or a later one."""
         self.name = name
         self.holdings = holdings
         self.said: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
-        self.stops_at = 99
+        self.stops_at = stops_at
         self.channel = dial("127.0.0.1", port, "coordinator", 5.0)
         self.channel.send(Join(run=RUN, device=name, host="127.0.0.1", port=1))
-        threading.Thread(target=self._live, daemon=True).start()
+        for act in (self._live, self._beat):
+            threading.Thread(target=act, daemon=True).start()
+
+    def _beat(self) -> None:
+        with contextlib.suppress(PeerError):
+            while True:
+                self.channel.send(Heartbeat(run=RUN))
+                time.sleep(1.0)
 
     def _live(self) -> None:
         while (received := self.channel.receive(idle_s=10)) is not None:
@@ -99,6 +109,13 @@ def _conducted(*devices: str) -> tuple[Conductor, int, list[Outcome]]:
     return conductor, listener.port, found
 
 
+def _reached(conductor: Conductor, items: int) -> None:
+    deadline_s = time.monotonic() + 10
+    while conductor.machine.statistics().finished < items:
+        assert time.monotonic() < deadline_s, "nothing goes on"
+        time.sleep(0.01)
+
+
 def _ended(found: list[Outcome]) -> Outcome:
     deadline_s = time.monotonic() + 20
     while not found:
@@ -108,14 +125,11 @@ def _ended(found: list[Outcome]) -> Outcome:
 
 
 def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
-    _, port, found = _conducted("a", "b")
-    a, b = Device(port, "a"), Device(port, "b")
-    a.holdings = (Holding(epoch=0, step=3, parts=ALL),)
-    a.stops_at = b.stops_at = 3
-    a.hears(OpenMessage)
+    conductor, port, found = _conducted("a", "b")
+    a = Device(port, "a", (Holding(epoch=0, step=3, parts=ALL),), stops_at=3)
+    b = Device(port, "b", stops_at=3)
+    _reached(conductor, 3)
     c = Device(port, "c")
-    while a.hears(OpenMessage).item.step < 3:  # type: ignore[union-attr]
-        pass
     a.stops_at = 99
     b.channel.close()
     assert a.hears(HoldMessage).epoch == 1
@@ -132,11 +146,9 @@ def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
 
 
 def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_come_back() -> None:
-    _, port, found = _conducted("a", "b")
-    a, b = Device(port, "a"), Device(port, "b")
-    a.stops_at = b.stops_at = 2
-    while a.hears(OpenMessage).item.step < 2:  # type: ignore[union-attr]
-        pass
+    conductor, port, found = _conducted("a", "b")
+    a, b = Device(port, "a", stops_at=2), Device(port, "b", stops_at=2)
+    _reached(conductor, 2)
     b.channel.close()
     a.hears(HoldMessage)
     a.channel.send(ReportMessage(run=RUN, epoch=0, item=2))
@@ -154,8 +166,7 @@ def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_com
 
 def test_a_run_that_nobody_is_left_for_says_so() -> None:
     _, port, found = _conducted("a")
-    a = Device(port, "a")
-    a.stops_at = 1
+    a = Device(port, "a", stops_at=1)
     a.hears(OpenMessage)
     a.channel.close()
     assert _ended(found).outcome == "lost"
