@@ -6,7 +6,6 @@ import os
 import signal
 import socket
 import subprocess
-import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -19,7 +18,7 @@ from isthmus.protocol import Item
 from isthmus.runtime.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.faults.real import job, keeps_cuts
-from tests.runtime.commands import edited, wait_until, write_job
+from tests.runtime.commands import COMMAND, edited, wait_until, write_job
 from tests.runtime.jobs import fleet_of, random_cut
 
 from .parties import Fleet
@@ -110,7 +109,7 @@ class Machines:
     def _start(self, *words: str) -> subprocess.Popen[str]:
         with (self.folder / f"{words[0]}.err").open("a") as err:
             process = subprocess.Popen(
-                [sys.executable, "-m", "isthmus.cli", *words], stdout=subprocess.PIPE, stderr=err, text=True,
+                [*COMMAND, *words], stdout=subprocess.PIPE, stderr=err, text=True,
                 cwd=self.folder, start_new_session=True, env={**os.environ, "NO_COLOR": "1", "OMP_NUM_THREADS": "1"},
             )  # fmt: skip
         self._started.append(process)

@@ -25,6 +25,7 @@ class Record(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
 
 def write_record(folder: Path, record: Record) -> None:
+    folder.mkdir(parents=True, exist_ok=True)
     write_private(folder / RECORD, msgspec.json.encode(record))
 
 
