@@ -1,4 +1,5 @@
-"""A run that is killed, interrupted or loses a device goes on from its last checkpoint; no process is left."""
+"""A run that is killed or interrupted goes on from its last checkpoint, one that loses a device at once; no process is
+left."""
 
 from __future__ import annotations
 
@@ -254,13 +255,18 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert not any(map(is_running, devices.values()))
 
 
-def test_a_lost_device_ends_the_run_cleanly() -> None:
+def test_a_run_that_loses_a_device_goes_on_and_can_be_interrupted() -> None:
     process = _endless("lost")
-    devices = devices_of(process)
+    devices, folder = devices_of(process), RunFolder(Path("lost"))
     os.kill(devices["laptop-1"], signal.SIGKILL)
+    reached = max(p.step for p in folder.losses()) + 3
+    wait_until(lambda: folder.losses() and folder.losses()[-1].step > reached, process)
+    interrupt(process)
     _, errors = process.communicate(timeout=60)
-    refused(Done(process.returncode, "", errors), 4, "device 'laptop-1' was lost", "SIGKILL")
-    assert read_manifest(latest_checkpoint(Path("lost/checkpoints"))).step >= 3
+    assert process.returncode == 130, errors
+    assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "at work again" in errors
+    trained = [p.step for p in folder.losses() if p.split == "train"]
+    assert trained == list(range(1, len(trained) + 1)), "what was done again is told once"
     assert not any(map(is_running, devices.values()))
 
 
