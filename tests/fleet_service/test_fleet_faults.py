@@ -151,7 +151,9 @@ def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
     again = machines.serve("--tickets", "0", "--resume")
     assert again.wait(90) == 0, machines.told()
     points = [p.step for p in machines.run.losses() if p.split == "train"]
-    assert points == list(range(1, STEPS + 1)), "each step is told once"
+    assert points == sorted(set(points)) and points[-1] == STEPS, "no step is told twice"
+    untold = set(range(1, STEPS + 1)) - set(points)
+    assert untold <= {reached + 1, reached + 2, reached + 3}, "what the devices did while nobody listened"
     told = machines.told()
     assert "out of the devices' memory" in told, told
     went_on = next(line for line in told.splitlines() if "going on after step" in line)
