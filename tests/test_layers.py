@@ -33,7 +33,7 @@ PUBLIC = {
     "Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
     "classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled",
-    "protocol": "Coordinator Item RunSpec StageView Worker items",
+    "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
     "Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss draw_plan "
     "draw_timeline explain explanation_text fleet_table improvements least_headroom plan_summary plan_table "
