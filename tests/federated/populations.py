@@ -10,7 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.data.dataset import ColumnSpec
-from isthmus.federated import AlgorithmSpec, InProcess, LocalConfig, Server, StateStore, Work, Worksite, load_algorithm
+from isthmus.federated import AlgorithmSpec, LocalConfig, Server, StateStore, Work, Worksite, load_algorithm
+from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
 from isthmus.protocol.federated_coordinator import FederatedCoordinator

@@ -13,14 +13,13 @@ from isthmus.federated.algorithms import (
     describe_algorithm,
     load_algorithm,
 )
-from isthmus.federated.in_process import InProcess
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.server import Commits, Identity, Server
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 
 __all__ = [
-    "Algorithm", "AlgorithmSpec", "Cohort", "Combine", "Commits", "Identity", "InProcess", "Local", "LocalConfig",
-    "Pass", "Server", "StateStore", "Update", "Values", "Work", "Worksite", "algorithm_names", "describe_algorithm",
+    "Algorithm", "AlgorithmSpec", "Cohort", "Combine", "Commits", "Identity", "Local", "LocalConfig", "Pass",
+    "Server", "StateStore", "Update", "Values", "Work", "Worksite", "algorithm_names", "describe_algorithm",
     "load_algorithm",
 ]  # fmt: skip
