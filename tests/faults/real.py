@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import functools
 import os
 import threading
@@ -21,6 +20,7 @@ from isthmus.runtime.crew import LocalCrew
 from isthmus.runtime.run import RunOptions, Watcher, train
 from isthmus.runtime.script import Outcome
 from isthmus.trace import Span
+from tests.runtime.commands import devices_of
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, random_cut
 
 FLOPS_PER_S = 2e7
@@ -84,13 +84,4 @@ def run(
 
 def pid_of(device: str) -> int:
     """Of the process that this one has started for a device."""
-    for entry in Path("/proc").iterdir():
-        if not entry.name.isdigit():
-            continue
-        with contextlib.suppress(OSError):
-            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
-            words = (entry / "cmdline").read_bytes().decode().split("\0")
-            named = "--device" in words and words[words.index("--device") + 1] == device
-            if named and int(parent) == os.getpid() and state != "Z":
-                return int(entry.name)
-    raise AssertionError(f"no process of {device}")
+    return devices_of(os.getpid())[device]

@@ -17,6 +17,7 @@ from unittest import mock
 from isthmus.cli import main
 
 COMMAND = [sys.executable, "-m", "isthmus"]
+DEVICE_TITLE = "isthmus device "
 
 JOB = """
 name = "small"
@@ -119,18 +120,20 @@ def interrupt(process: subprocess.Popen[str]) -> None:
     os.killpg(process.pid, signal.SIGINT)
 
 
-def devices_of(process: subprocess.Popen[str]) -> dict[str, int]:
-    """Device name -> pid, of the device processes that the command has started."""
-    found: dict[str, int] = {}
+def devices_of(pid: int) -> dict[str, int]:
+    """Device name -> pid, of the device processes that a process has started: they are forked from a child of its."""
+    parents: dict[int, int] = {}
+    titles: dict[int, str] = {}
     for entry in Path("/proc").iterdir():
         if not entry.name.isdigit():
             continue
         with contextlib.suppress(OSError):
-            parent = int((entry / "stat").read_text().rpartition(")")[2].split()[1])
-            words = (entry / "cmdline").read_bytes().decode().split("\0")
-            if parent == process.pid and "--device" in words:
-                found[words[words.index("--device") + 1]] = int(entry.name)
-    return found
+            state, parent = (entry / "stat").read_text().rpartition(")")[2].split()[:2]
+            title = (entry / "cmdline").read_bytes().rstrip(b"\0").decode()
+            parents[int(entry.name)] = int(parent)
+            if title.startswith(DEVICE_TITLE) and state != "Z":
+                titles[int(entry.name)] = title.removeprefix(DEVICE_TITLE)
+    return {title: device for device, title in titles.items() if parents.get(parents[device]) == pid}
 
 
 def is_running(pid: int) -> bool:

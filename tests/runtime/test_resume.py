@@ -121,7 +121,7 @@ def _equal(a: str, b: str) -> None:
 
 def _kill(process: subprocess.Popen[str]) -> None:
     """kill -9 of the coordinator alone: its devices end by themselves."""
-    devices = devices_of(process)
+    devices = devices_of(process.pid)
     process.kill()
     process.communicate()
     wait_until(lambda: not any(map(is_running, devices.values())))
@@ -228,7 +228,7 @@ def _endless(folder: str) -> subprocess.Popen[str]:
 
 def test_ctrl_c_saves_and_exits_130() -> None:
     process = _endless("interrupted")
-    devices = devices_of(process)
+    devices = devices_of(process.pid)
     interrupt(process)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
@@ -242,7 +242,7 @@ def test_ctrl_c_saves_and_exits_130() -> None:
 
 def test_a_second_ctrl_c_ends_at_once() -> None:
     process = _endless("impatient")
-    devices = devices_of(process)
+    devices = devices_of(process.pid)
     os.kill(devices["laptop-0"], signal.SIGSTOP)  # what is leased will not be finished
     interrupt(process)
     with pytest.raises(subprocess.TimeoutExpired):
@@ -257,7 +257,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
 
 def test_a_run_that_loses_a_device_goes_on_and_can_be_interrupted() -> None:
     process = _endless("lost")
-    devices, folder = devices_of(process), RunFolder(Path("lost"))
+    devices, folder = devices_of(process.pid), RunFolder(Path("lost"))
     os.kill(devices["laptop-1"], signal.SIGKILL)
     reached = max(p.step for p in folder.losses()) + 3
     wait_until(lambda: folder.losses() and folder.losses()[-1].step > reached, process)

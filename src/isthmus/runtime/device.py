@@ -258,7 +258,8 @@ def _end_with_input() -> None:
     os._exit(PeerError.exit_code)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. `arguments` is its line; None: that of this process."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--device", required=True)
@@ -269,7 +270,7 @@ def main() -> None:
     parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--leash", action="store_true", help="end when standard input closes")
-    options = parser.parse_args()
+    options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
     if options.leash:
         threading.Thread(target=_end_with_input, name="leash", daemon=True).start()

@@ -5,14 +5,16 @@ from __future__ import annotations
 import contextlib
 import os
 import signal
-import subprocess
 import sys
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from urllib.parse import quote
 
 import msgspec
+
+from isthmus.runtime.births import Child, Nursery
 
 
 class Place(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +49,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
 class Launcher:
     """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
 
-    The processes hold the other end of a pipe each, so they end with this one even when it is killed. They have
-    process groups of their own: Ctrl-C reaches the coordinator alone, which halts them.
+    They are forked from one process per place that has imported what they need (`nursery`). They hold the other end of
+    a pipe each, so they end with this one even when it is killed. They have process groups of their own: Ctrl-C
+    reaches the coordinator alone, which halts them.
     """
 
     def __init__(
@@ -58,7 +61,8 @@ class Launcher:
         self._coordinator = coordinator
         self._patience_s = patience_s
         self._logs = logs
-        self._processes: dict[str, subprocess.Popen[bytes]] = {}
+        self._nurseries: dict[tuple[str, ...], Nursery] = {}
+        self._children: dict[str, Child] = {}
         self._environment = {
             **os.environ, "ISTHMUS_RUN": run, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
         }  # fmt: skip
@@ -67,28 +71,31 @@ class Launcher:
 
     def start(self, device: str, place: Place) -> None:
         """Start its process. One of it that still runs is ended; its log goes on."""
-        before = self._processes.get(device)
+        before = self._children.get(device)
         if before is not None:
-            before.kill()
-            _reap(before)
+            before.signal(signal.SIGKILL)
+            before.let_go()
+            _wait([before], 2.0)
+        arguments = [
+            "--coordinator", self._coordinator, "--device", device, "--patience", str(self._patience_s), "--leash",
+            *place.options(),
+        ]  # fmt: skip
         with contextlib.ExitStack() as stack:
             mode = "wb" if before is None else "ab"
-            log = stack.enter_context(self._log(device).open(mode)) if self._logs is not None else None
-            self._processes[device] = subprocess.Popen(
-                [
-                    *place.prefix, sys.executable, *place.safety(), "-m", "isthmus.runtime.device",
-                    "--coordinator", self._coordinator,
-                    "--device", device, "--patience", str(self._patience_s), "--leash", *place.options(),
-                ],
-                stdin=subprocess.PIPE, stdout=subprocess.DEVNULL, stderr=log, env=self._environment, process_group=0,
-                cwd=place.data,
-            )  # fmt: skip
+            log = stack.enter_context(self._log(device).open(mode)).fileno() if self._logs is not None else None
+            nursery = self._nursery((*place.prefix, sys.executable, *place.safety()), log)
+            self._children[device] = nursery.bear(arguments, f"isthmus device {device}", place.data, log)
+
+    def _nursery(self, command: tuple[str, ...], log: int | None) -> Nursery:
+        if command not in self._nurseries or self._nurseries[command].gone:
+            self._nurseries[command] = Nursery(command, self._environment, log)
+        return self._nurseries[command]
 
     def running(self, device: str) -> bool:
-        return device in self._processes and self._processes[device].poll() is None
+        return device in self._children and self._children[device].poll() is None
 
     def started(self, device: str) -> bool:
-        return device in self._processes
+        return device in self._children
 
     def _log(self, device: str) -> Path:
         assert self._logs is not None, "asked for with logs only"
@@ -96,16 +103,13 @@ class Launcher:
 
     def ended(self) -> dict[str, str]:
         """Devices whose process has ended otherwise than well, and how."""
-        return {d: self._how(d, code) for d, p in self._processes.items() if (code := p.poll()) not in (None, 0)}
+        return {d: self._how(d, code) for d, child in self._children.items() if (code := child.poll()) not in (None, 0)}
 
     def _how(self, device: str, code: int) -> str:
         if code < 0:
             return f"its process was killed by {signal.Signals(-code).name}"
         log = f", see {self._log(device)}" if self._logs is not None else ""
         return f"its process ended with code {code}{log}"
-
-    def pids(self) -> dict[str, int]:
-        return {device: process.pid for device, process in self._processes.items()}
 
     def __enter__(self) -> Launcher:
         return self
@@ -117,28 +121,21 @@ class Launcher:
 
     def end(self, *, halted: bool = True) -> None:
         """End whatever still runs. Whoever was told to halt gets the time to do so."""
+        children = list(self._children.values())
         if halted:
-            self._wait(5.0)
-        for process in self._running():
-            process.terminate()
-        self._wait(2.0)
-        for process in self._running():
-            process.kill()
-        for process in self._processes.values():
-            _reap(process)
-
-    def _running(self) -> list[subprocess.Popen[bytes]]:
-        return [p for p in self._processes.values() if p.poll() is None]
-
-    def _wait(self, patience_s: float) -> None:
-        """For all of them together."""
-        deadline_s = time.monotonic() + patience_s
-        for process in self._running():
-            with contextlib.suppress(subprocess.TimeoutExpired):
-                process.wait(max(0.0, deadline_s - time.monotonic()))
+            _wait(children, 5.0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for child in children:
+                child.signal(number)
+            _wait(children, 2.0)
+        for child in children:
+            child.let_go()
+        for nursery in self._nurseries.values():
+            nursery.end()
 
 
-def _reap(process: subprocess.Popen[bytes]) -> None:
-    process.wait()
-    assert process.stdin is not None, "every process is on a leash"
-    process.stdin.close()
+def _wait(children: Sequence[Child], patience_s: float) -> None:
+    """For all of them together."""
+    deadline_s = time.monotonic() + patience_s
+    while any(child.lives() for child in children) and time.monotonic() < deadline_s:
+        time.sleep(0.005)
