@@ -27,7 +27,7 @@ from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options
 from isthmus.sync.averaging import Averager
 from isthmus.sync.exchange import gather
-from isthmus.training.compression import Bf16, Codec, Int8, Sparse2Bit
+from isthmus.training.compression import Bf16, Codec, ErrorFeedback, Int8, Sparse2Bit
 
 EXAMPLES = Path(__file__).parents[2] / "examples" / "torchrun"
 STEPS = 50
@@ -373,6 +373,43 @@ def codecs(found: dict[str, float]) -> None:
                 found[f"{name}, {mode}: bytes"] = 0.0 if 1 <= sync.statistics().sent_bytes / said < 1.02 else 1.0
 
 
+def recipe(found: dict[str, float]) -> None:
+    """Two bits, an error that fades, and Nesterov outside: as all replicas in one process compute it."""
+    codec, decay = Sparse2Bit(4.0), 0.95
+    made = model()
+    options = Options(outer_rate=0.8, outer_momentum=0.5, error_decay=decay)
+    optimizer = OPTIMIZERS["adamw"](made)
+    sync = isthmus.sync.attach(made, optimizer, mode="outer", period=3, codec=codec, options=options)
+    replicas = [model() for _ in range(dist.get_world_size())]
+    optimizers = [OPTIMIZERS["adamw"](replica) for replica in replicas]
+    feedbacks = [ErrorFeedback(codec, decay) for _ in replicas]
+    common = nn.Parameter(_flat(made))
+    outer = torch.optim.SGD([common], 0.8, 0.5, nesterov=True)
+    for step in range(24):
+        optimizer.zero_grad()
+        loss_of(made, step, dist.get_rank()).backward()
+        sync.step()
+        for worker, (replica, own) in enumerate(zip(replicas, optimizers, strict=True)):
+            own.zero_grad()
+            loss_of(replica, step, worker).backward()
+            own.step()
+        if step % 3 == 2:
+            deltas = [common.detach() - _flat(replica) for replica in replicas]
+            payloads = [one.encode("delta", delta) for one, delta in zip(feedbacks, deltas, strict=True)]
+            common.grad = torch.stack([codec.decode(p, common.shape, common.dtype) for p in payloads]).mean(0)
+            outer.step()
+            for replica in replicas:
+                nn.utils.vector_to_parameters(common.detach().clone(), replica.parameters())
+    sync.close()
+    found["recipe of packed deltas: outer"] = apart(made, replicas[0])
+
+
+def _flat(made: nn.Module) -> Tensor:
+    """All parameters; only the last leaves a gap to the next 64 bytes, which is packed with them."""
+    flat = nn.utils.parameters_to_vector(made.parameters()).detach()
+    return nn.functional.pad(flat, (0, -len(flat) % 8))
+
+
 def _with_codec(mode: str, codec: Codec | None) -> tuple[nn.Module, isthmus.sync.Sync]:
     made = model()
     optimizer = OPTIMIZERS["momentum"](made)
@@ -419,7 +456,7 @@ def sums(found: dict[str, float]) -> None:
 
 
 OF_FOUR = (parity, planned, sums)
-OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs)
+OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs, recipe)
 
 
 def main() -> None:

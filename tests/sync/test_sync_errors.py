@@ -104,7 +104,8 @@ class TestAttach:
 @pytest.mark.parametrize(
     ("options", "field"),
     [({"weight": 0.0}, "weight"), ({"mixing": 1.0}, "mixing"), ({"warm_up_steps": 1}, "warm_up_steps"),
-     ({"delay": -1}, "delay"), ({"spare": 1.1}, "spare"), ({"outer_momentum": float("nan")}, "outer_momentum")],
+     ({"delay": -1}, "delay"), ({"spare": 1.1}, "spare"), ({"outer_momentum": float("nan")}, "outer_momentum"),
+     ({"error_decay": 1.5}, "error_decay")],
 )  # fmt: skip
 def test_options_out_of_range(options: dict[str, float], field: str) -> None:
     with pytest.raises(UserError, match=f"sync option '{field}'"):

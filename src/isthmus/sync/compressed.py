@@ -30,11 +30,15 @@ class DeltaCodec(Protocol):
 
 
 class CompressedAverager:
-    """Averages of the same tensors, again and again, with a memory of what was left out of each."""
+    """Averages of the same tensors, again and again, with a memory of what was left out of each.
 
-    def __init__(self, averager: Averager, codec: DeltaCodec) -> None:
+    `decay` is the share of it that comes later: the rest is forgotten (SparseLoCo, arXiv 2508.15706, Algorithm 1).
+    """
+
+    def __init__(self, averager: Averager, codec: DeltaCodec, decay: float = 1.0) -> None:
         self._averager = averager
         self._codec = codec
+        self._decay = decay
         self._errors: list[Tensor] = []
 
     @torch.no_grad()
@@ -46,7 +50,7 @@ class CompressedAverager:
         for number, (tensor, error) in enumerate(zip(tensors, self._errors, strict=True)):
             error.add_(tensor)
             payload = self._codec.encode(error, f"delta {number}")
-            error.sub_(self._codec.decode(payload, error.shape, error.dtype, f"delta {number}"))
+            error.sub_(self._codec.decode(payload, error.shape, error.dtype, f"delta {number}")).mul_(self._decay)
             everyone = [torch.empty_like(payload) for _ in range(self._averager.workers)]
             work = dist.all_gather(everyone, payload, group=self._averager.group, async_op=True)
             assert work is not None, "this process is not in its own group"

@@ -35,7 +35,9 @@ class Setting:
 
     def delta_averager(self) -> Averager | CompressedAverager:
         """For the same deltas each time."""
-        return self.averager if self.codec is None else CompressedAverager(self.averager, self.codec)
+        if self.codec is None:
+            return self.averager
+        return CompressedAverager(self.averager, self.codec, self.options.error_decay)
 
 
 class Mode:

@@ -45,6 +45,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     """`outer` and `streaming`: Nesterov SGD on the averaged deltas. The defaults are DiLoCo's."""
+    error_decay: float = 1.0
+    """`outer` and `streaming` with a codec: share of what a payload leaves out that later ones bring."""
     fragments: int = 0
     """`streaming`: parts of the model that take turns; 0 for one per step of the period."""
     delay: int = 1
@@ -55,14 +57,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         at_least: dict[str, float] = {
             "smallest_layer_bytes": 0, "bucket_bytes": 1, "warm_up_steps": 2, "drift": 0, "outer_rate": 0,
-            "outer_momentum": 0, "fragments": 0, "delay": 0, "mixing": 0,
-            "spare": 0,
+            "outer_momentum": 0, "error_decay": 0, "fragments": 0, "delay": 0, "mixing": 0, "spare": 0,
         }  # fmt: skip
         for field, least in at_least.items():
             if not getattr(self, field) >= least:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at least {least}")
-        if self.spare > 1:
-            raise UserError(f"sync option 'spare': got {self.spare}, expected at most 1")
+        for field in ("spare", "error_decay"):
+            if getattr(self, field) > 1:
+                raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at most 1")
         for field in ("outer_momentum", "mixing"):
             if getattr(self, field) >= 1:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
