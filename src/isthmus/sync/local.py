@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import statistics
+from collections import deque
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -15,16 +17,24 @@ from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.updates import Closure, average_with_state
 
 
+BALANCED_OVER = 5
+"""Periods whose median says how fast a worker is: one alone may have been disturbed."""
+
+
 class LocalSteps(Mode):
     """A mode whose workers meet only at the end of a period, after steps of their own number."""
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         self._balanced: list[int] = []
+        self._compute_s: deque[tuple[float, ...]] = deque(maxlen=BALANCED_OVER)
 
     def period_ended(self, told: PeriodReport | None) -> None:
-        if self.setting.options.balance and told is not None and not self._balanced:
-            self._balance(balanced_steps(self.setting.period, told.compute_s))
+        if not self.setting.options.balance or told is None:
+            return
+        self._compute_s.append(told.compute_s)
+        usual_s = [statistics.median(of_worker) for of_worker in zip(*self._compute_s, strict=True)]
+        self._balance(balanced_steps(self.setting.period, usual_s))
 
     def _balance(self, steps: Sequence[int]) -> None:
         self._balanced = list(steps)

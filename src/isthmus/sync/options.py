@@ -16,8 +16,8 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     weight: float = 1.0
     """This worker's share in every average, relative to the others': samples or tokens that it sees per step."""
     balance: bool = False
-    """`local` and `outer`: after two periods every worker gets steps of its own per period, by its speed, and a share
-    in the average to match. Its steps then differ from the others': loop while `sync.periods` is below a number."""
+    """`local` and `outer`: from the third period on every worker makes steps of its own number, by its speed in the
+    last five, and has a share in the average to match. Loop while `sync.periods` is below a number: steps differ."""
     average_state: bool = False
     """Average the optimizer's state as well, and make an averaged step as S-SGD would: gradients, parameters and
     state are averaged, then updated. Modes `local`, `partial`, `dream` and `outer`."""
