@@ -147,7 +147,7 @@ def table(rows: Sequence[Row], steps: int) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="first rates of each method, one seed, a third of the steps")
+    parser.add_argument("--quick", action="store_true", help="first rates only, one seed, a third of the steps")
     parser.add_argument("--fresh", action="store_true", help="make all runs again")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
