@@ -21,15 +21,13 @@ from datetime import UTC, datetime
 from pathlib import Path
 
 import msgspec
+from methods import COMPARED, STEPS, Compared
+from replica import Method, Outcome, Setting
 from rich.console import Console
 from rich.table import Table
 
-from methods import METHODS
-from replica import Method, Outcome, Setting
-
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
-WORKERS, STEPS, QUICK_STEPS = 4, 360, 120
 SEEDS = (0, 1, 2)
 LEAST_SAVING, MOST_GAP = 100.0, 0.01
 
@@ -38,12 +36,14 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     """A method at its best rates."""
 
     method: Method
+    start: int
+    workers: int
     losses: list[float]
     """Held out, by seed."""
-    sent_bytes: int
-    """By one worker over its links, in all steps."""
+    sent_bytes_per_step: float
+    """By one worker over its links since the start."""
     saving: float
-    """Bytes of bfloat16 gradients in every step, over these."""
+    """Bytes of as many workers' bfloat16 gradients in every step, over these."""
     gaps: list[float]
     """Against those gradients with the same seed, relative."""
 
@@ -51,12 +51,11 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
 class Report(msgspec.Struct, frozen=True, kw_only=True):
     when: str
     host: str
-    workers: int
     outcomes: list[Outcome]
     rows: list[Row]
 
 
-def run(settings: Sequence[Setting]) -> Iterator[Outcome]:
+def run(settings: Sequence[Setting], workers: int) -> Iterator[Outcome]:
     """One after the other, in processes that are started once."""
     environment = {**os.environ, "OMP_NUM_THREADS": "1"}
     with tempfile.TemporaryDirectory() as folder:
@@ -64,10 +63,10 @@ def run(settings: Sequence[Setting]) -> Iterator[Outcome]:
         file.write_bytes(msgspec.json.encode(list(settings)))
         running = [
             subprocess.Popen(
-                [sys.executable, str(HERE / "replica.py"), str(rank), str(WORKERS), f"{folder}/store", str(file)],
+                [sys.executable, str(HERE / "replica.py"), str(rank), str(workers), f"{folder}/store", str(file)],
                 stdout=subprocess.PIPE, text=True, env=environment,
             )
-            for rank in range(WORKERS)
+            for rank in range(workers)
         ]  # fmt: skip
         try:
             assert running[0].stdout is not None
@@ -90,56 +89,81 @@ class Runs:
         self._known = {msgspec.json.encode(outcome.setting): outcome for outcome in kept}
 
     def of(self, settings: Sequence[Setting]) -> list[Outcome]:
-        missing = [s for s in settings if msgspec.json.encode(s) not in self._known]
-        for outcome in run(missing) if missing else ():
-            self._known[msgspec.json.encode(outcome.setting)] = outcome
-            print(f"{told(outcome.setting.method)}, seed {outcome.setting.seed}: {outcome.loss:.4f}", file=sys.stderr)
-            self.write([])
+        for workers in sorted({setting.workers for setting in settings}):
+            missing = [s for s in settings if s.workers == workers and msgspec.json.encode(s) not in self._known]
+            # Seeds together: what precedes a start is computed once for each.
+            for outcome in run(sorted(missing, key=lambda s: s.seed), workers) if missing else ():
+                self._known[msgspec.json.encode(outcome.setting)] = outcome
+                print(f"{told(outcome.setting)}: {outcome.loss:.4f}", file=sys.stderr)
+                self.write([])
         return [self._known[msgspec.json.encode(s)] for s in settings]
 
     def write(self, rows: list[Row]) -> None:
         report = Report(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", workers=WORKERS,
+            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores",
             outcomes=list(self._known.values()), rows=rows,
         )  # fmt: skip
         self._path.parent.mkdir(parents=True, exist_ok=True)
         self._path.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
 
 
-def told(method: Method) -> str:
-    outer = "" if method.period == 1 else f", outer rate {method.outer_rate:g}, momentum {method.outer_momentum:g}"
-    return f"{method.name}, rate {method.rate:g}{outer}"
+def told(setting: Setting) -> str:
+    method = setting.method
+    return (
+        f"{setting.workers} workers from step {setting.start}, {method.name}, rates {rates(method)}, "
+        f"seed {setting.seed}"
+    )  # fmt: skip
 
 
-def tuned(candidates: Sequence[Method], found: Sequence[Outcome]) -> Method:
-    """The candidate with the lowest loss."""
-    return min(zip(candidates, found, strict=True), key=lambda pair: pair[1].loss)[0]
+def rates(method: Method) -> str:
+    outer = "" if method.period == 1 else f", {method.outer_rate:g}, {method.outer_momentum:g}"
+    return f"{method.rate:g}{outer}"
+
+
+def tuned(of: Compared, steps: int, runs: Runs) -> Compared:
+    """With the candidate alone that has the lowest loss with the first seed."""
+    if len(of.candidates) == 1:
+        return of
+    found = runs.of(settings(of, SEEDS[:1], steps))
+    best = min(zip(of.candidates, found, strict=True), key=lambda pair: pair[1].loss)[0]
+    return msgspec.structs.replace(of, candidates=[best])
+
+
+def settings(of: Compared, seeds: Sequence[int], steps: int) -> list[Setting]:
+    return [
+        Setting(method=m, seed=seed, start=of.start * steps // STEPS, steps=steps, workers=of.workers)
+        for m in of.candidates for seed in seeds
+    ]  # fmt: skip
 
 
 def rows_of(by_method: Sequence[Sequence[Outcome]]) -> list[Row]:
     """The first is what the others are measured by."""
     base = [outcome.loss for outcome in by_method[0]]
-    return [
-        Row(
-            method=of[0].setting.method, losses=[o.loss for o in of], sent_bytes=of[0].sent_bytes,
-            saving=by_method[0][0].sent_bytes / of[0].sent_bytes,
-            gaps=[o.loss / b - 1 for o, b in zip(of, base, strict=True)],
-        )
-        for of in by_method
-    ]  # fmt: skip
+    return [_row(of, base) for of in by_method]
+
+
+def _row(of: Sequence[Outcome], base: Sequence[float]) -> Row:
+    setting = of[0].setting
+    sent_bytes_per_step = of[0].sent_bytes / (setting.steps - setting.start)
+    # In a ring, two bytes a parameter.
+    gradient_bytes = 2 * of[0].parameters * 2 * (setting.workers - 1) / setting.workers
+    return Row(
+        method=setting.method, start=setting.start, workers=setting.workers, losses=[o.loss for o in of],
+        sent_bytes_per_step=sent_bytes_per_step, saving=gradient_bytes / sent_bytes_per_step,
+        gaps=[o.loss / b - 1 for o, b in zip(of, base, strict=True)],
+    )  # fmt: skip
 
 
 def table(rows: Sequence[Row], steps: int) -> Table:
-    drawn = Table("exchange", title=f"{WORKERS} workers, {steps} steps")
-    for heading in ("rates: inner, outer, momentum", "MB sent", "fewer bytes", "held-out loss", "gap"):
+    drawn = Table("exchange", title=f"{steps} steps")
+    for heading in ("from step", "workers", "rates: inner, outer, momentum", "bytes a step", "fewer", "held-out loss",
+                    "gap"):  # fmt: skip
         drawn.add_column(heading, justify="right")
     for row in rows:
-        method = row.method
-        outer = "" if method.period == 1 else f", {method.outer_rate:g}, {method.outer_momentum:g}"
         drawn.add_row(
-            method.name, f"{method.rate:g}{outer}", f"{row.sent_bytes / 1e6:.2f}", f"{row.saving:.0f}x",
-            f"{statistics.fmean(row.losses):.4f} ± {statistics.pstdev(row.losses):.4f}",
+            row.method.name, str(row.start), str(row.workers), rates(row.method), f"{row.sent_bytes_per_step:,.0f}",
+            f"{row.saving:.0f}x", f"{statistics.fmean(row.losses):.4f} ± {statistics.pstdev(row.losses):.4f}",
             f"{statistics.fmean(row.gaps):+.2%} ± {statistics.pstdev(row.gaps):.2%}",
         )  # fmt: skip
     return drawn
@@ -147,17 +171,18 @@ def table(rows: Sequence[Row], steps: int) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
-    parser.add_argument("--quick", action="store_true", help="first rates only, one seed, a third of the steps")
+    parser.add_argument("--quick", action="store_true", help="first rates only, one seed, a fifth of the steps")
     parser.add_argument("--fresh", action="store_true", help="make all runs again")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
-    methods = [candidates[:1] for candidates in METHODS] if options.quick else METHODS
-    seeds, steps = (SEEDS[:1], QUICK_STEPS) if options.quick else (SEEDS, STEPS)
+    seeds, steps = (SEEDS[:1], STEPS // 5) if options.quick else (SEEDS, STEPS)
     runs = Runs(options.json, fresh=options.fresh)
-    first = runs.of([Setting(method=m, seed=seeds[0], steps=steps) for of in methods for m in of])
-    places = iter(first)
-    best = [tuned(of, [next(places) for _ in of]) for of in methods]
-    found = runs.of([Setting(method=m, seed=seed, steps=steps) for m in best for seed in seeds])
+    if options.quick:
+        best = [msgspec.structs.replace(of, candidates=of.candidates[:1]) for of in COMPARED]
+    else:
+        runs.of([setting for of in COMPARED for setting in settings(of, SEEDS[:1], steps)])
+        best = [tuned(of, steps, runs) for of in COMPARED]
+    found = runs.of([setting for of in best for setting in settings(of, seeds, steps)])
     rows = rows_of([found[n : n + len(seeds)] for n in range(0, len(found), len(seeds))])
     runs.write(rows)
     Console(width=130).print(table(rows, steps))

@@ -16,7 +16,6 @@ from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.updates import Closure, average_with_state
 
-
 BALANCED_OVER = 5
 """Periods whose median says how fast a worker is: one alone may have been disturbed."""
 
