@@ -86,17 +86,17 @@ class Runs:
     def __init__(self, path: Path, *, fresh: bool) -> None:
         self._path = path
         kept = [] if fresh or not path.exists() else msgspec.json.decode(path.read_bytes(), type=Report).outcomes
-        self._known = {msgspec.json.encode(outcome.setting): outcome for outcome in kept}
+        self._known = {outcome.setting: outcome for outcome in kept}
 
     def of(self, settings: Sequence[Setting]) -> list[Outcome]:
         for workers in sorted({setting.workers for setting in settings}):
-            missing = [s for s in settings if s.workers == workers and msgspec.json.encode(s) not in self._known]
+            missing = [s for s in settings if s.workers == workers and s not in self._known]
             # Seeds together: what precedes a start is computed once for each.
             for outcome in run(sorted(missing, key=lambda s: s.seed), workers) if missing else ():
-                self._known[msgspec.json.encode(outcome.setting)] = outcome
+                self._known[outcome.setting] = outcome
                 print(f"{told(outcome.setting)}: {outcome.loss:.4f}", file=sys.stderr)
                 self.write([])
-        return [self._known[msgspec.json.encode(s)] for s in settings]
+        return [self._known[s] for s in settings]
 
     def write(self, rows: list[Row]) -> None:
         report = Report(
