@@ -136,10 +136,13 @@ def net() -> nn.Sequential:
     return nn.Sequential(*layers)
 
 
-def train(model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer, steps: int) -> None:
+def train(
+    model: nn.Module, step: Callable[[], object], optimizer: torch.optim.Optimizer, steps: int,
+    dtype: torch.dtype = torch.float32,
+) -> None:  # fmt: skip
     for _ in range(steps):
         optimizer.zero_grad()
-        model(torch.ones(3, WIDTH)).square().mean().backward()
+        model(torch.ones(3, WIDTH, dtype=dtype)).square().mean().backward()
         step()
 
 
@@ -149,6 +152,20 @@ def tensor_bytes() -> int:
     found = [t for t in gc.get_objects() if type(t) in (Tensor, nn.Parameter)]
     dense = [t.untyped_storage() for t in found if t.layout == torch.strided]
     return sum({s.data_ptr(): s.nbytes() for s in dense}.values())
+
+
+@pytest.mark.usefixtures("alone")
+def test_attached_anew_in_another_mode() -> None:
+    """Training may begin with gradients in every step, and go on with deltas: the optimizer keeps its state."""
+    plain, synced = net().double(), net().double()
+    optimizer, own = (torch.optim.Adam(model.parameters()) for model in (plain, synced))
+    train(plain, optimizer.step, optimizer, 11, torch.float64)
+    for mode, steps in (("every-step", 5), ("outer", 6)):
+        sync = attach(synced, own, mode=mode, period=3, options=Options(outer_rate=1.0, outer_momentum=0.0))
+        train(synced, sync.step, own, steps, torch.float64)
+        sync.close()
+    for a, b in zip(plain.parameters(), synced.parameters(), strict=True):
+        torch.testing.assert_close(a, b, rtol=1e-9, atol=1e-12)
 
 
 @pytest.mark.usefixtures("alone")
