@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError
 from isthmus.federated.algorithms import Algorithm, Pass, Update, Values
-from isthmus.federated.partial import BUFFERS
+from isthmus.federated.partial import BUFFERS, is_finite
 
 
 class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -101,7 +101,7 @@ def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> U
         if (got := Form.of(update.values[name])) != forms[name]:
             raise PeerError(f"value {name!r}: got {got}, expected {forms[name]}")
     for name, value in update.values.items():
-        if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+        if not is_finite(value):
             raise PeerError(f"value {name!r}: not all numbers are finite")
     return bounded(update, rules)
 

@@ -10,6 +10,7 @@ sums of rounded terms, which hold 10 bits less.)
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 
 import torch
 from torch import Tensor
@@ -34,95 +35,126 @@ def scale_exponent(total: float) -> int:
 
 
 class FixedSum:
-    """A sum of vectors of `size` numbers, each times a weight. `exponent` is the cohort's, equal on all executors."""
+    """A sum of vectors of `size` numbers, each times a weight. `exponent` is the cohort's, equal on all executors.
 
-    def __init__(self, size: int, exponent: int) -> None:
-        self.total = torch.empty(size, dtype=torch.int64)
+    The first vector is written, not added, so that nothing has to be zeroed before.
+    """
+
+    def __init__(self, size: int, exponent: int, room: Tensor | None = None) -> None:
+        """`room` is the memory to add up in, int64 [size]; without it the sum's own."""
+        self._total = torch.empty(size, dtype=torch.int64) if room is None else room
+        self._blocks = self._total.split(_BLOCK)
         self._work = torch.empty(min(size, _BLOCK), dtype=torch.float64)
         self.begin(exponent)
 
     def begin(self, exponent: int) -> None:
-        """Nothing is added yet; the memory stays."""
-        self.total.zero_()
+        """Nothing is added yet; the memory stays, and is not touched."""
+        self._empty = True
         self._bound = 0.0
         self._factor = math.ldexp(1.0, FRACTION_BITS - exponent)
         self._unit = math.ldexp(1.0, exponent - FRACTION_BITS)
 
+    @property
+    def total(self) -> Tensor:
+        """The sum as integers, int64 [size]."""
+        if self._empty:
+            self._total.zero_()
+            self._empty = False
+        return self._total
+
+    def __len__(self) -> int:
+        return len(self._total)
+
     def add(self, term: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times a vector [size]. PeerError, and nothing added, if a number is not finite or too large."""
         factor, largest = weight * self._factor, 0.0
-        term = term.detach().reshape(-1)
-        for start in range(0, len(term), _BLOCK):
-            here = min(_BLOCK, len(term) - start)
-            work = self._work[:here]
-            work.copy_(term[start : start + here]).mul_(factor)
-            low, high = work.aminmax()
-            found = max(-low.item(), high.item())
-            if not (found < _LIMIT and low.item() == low.item()):
-                self._take_back(term[:start], factor)
+        parts = term.detach().reshape(-1).split(_BLOCK)
+        for number, (part, total) in enumerate(zip(parts, self._blocks, strict=True)):
+            found = _largest(part) * abs(factor)
+            if not found < _LIMIT:
+                self._take_back(parts[:number], factor)
                 within = f"{_LIMIT / factor:.3g}" if factor else "any bound"
                 raise PeerError(f"got {_worst(term)}, expected numbers within {within}")
             largest = max(largest, found)
-            rounded = work.add_(_MAGIC).view(torch.int64)
-            self.total[start : start + here].add_(rounded.sub_(_MAGIC_BITS))
+            rounded = self._rounded(part, factor)
+            if self._empty:
+                torch.sub(rounded, _MAGIC_BITS, out=total)
+            else:
+                total.add_(rounded.sub_(_MAGIC_BITS))
+        self._empty = False
         self._bound += largest
         if self._bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
 
+    def _rounded(self, part: Tensor, factor: float) -> Tensor:
+        """A block's terms as integers, each with the magic number's bits on top. It lasts until the next block."""
+        return self._work[: len(part)].copy_(part).mul_(factor).add_(_MAGIC).view(torch.int64)
+
+    def _take_back(self, parts: Sequence[Tensor], factor: float) -> None:
+        """What was added of a term whose later numbers are bad."""
+        if not self._empty:
+            for part, total in zip(parts, self._blocks, strict=False):
+                total.sub_(self._rounded(part, factor).sub_(_MAGIC_BITS))
+
     def add_rows(self, terms: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times every row of [terms, size]: the same bits as one by one. PeerError as `add`, and nothing
         added, if a number of any row is bad."""
-        factor, largest, parts = weight * self._factor, 0.0, list[Tensor]()
+        factor = weight * self._factor
         rows = terms.detach().reshape(len(terms), -1)
-        for part in rows.split(max(1, _BLOCK // len(rows)), dim=1):
-            work = part.to(torch.float64, copy=True).mul_(factor)
-            low, high = work.aminmax()
-            found = max(-low.item(), high.item())
-            if not (found < _LIMIT and low.item() == low.item()):
-                raise PeerError(f"got {_worst(terms)} among {len(rows)} terms")
-            largest = max(largest, found)
-            parts.append(work.add_(_MAGIC).view(torch.int64).sub_(_MAGIC_BITS).sum(0))
-        bound = self._bound + largest * len(rows)
+        found = _largest(rows) * abs(factor)
+        if not found < _LIMIT:
+            raise PeerError(f"got {_worst(terms)} among {len(rows)} terms")
+        bound = self._bound + found * len(rows)
         if bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
         self._bound = bound
-        self.total.add_(torch.cat(parts))
+        width = max(1, _BLOCK // len(rows))
+        for part, total in zip(rows.split(width, dim=1), self.total.split(width), strict=True):
+            work = part.to(torch.float64, copy=True).mul_(factor).add_(_MAGIC)
+            total.add_(work.view(torch.int64).sub_(_MAGIC_BITS).sum(0))
 
     def check_term(self, term: Tensor, weight: float) -> None:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""
-        low, high = term.detach().double().aminmax() if term.numel() else (torch.zeros(()), torch.zeros(()))
-        largest = max(-low.item(), high.item()) * weight * self._factor
-        if not (largest < _LIMIT and low.item() == low.item()):
+        largest = _largest(term.detach()) * weight * self._factor
+        if not largest < _LIMIT:
             raise PeerError(f"got {_worst(term)}, expected numbers within {_LIMIT / (weight * self._factor):.3g}")
         if self._bound + largest >= _SUM_LIMIT:
             raise PeerError(f"a sum of {(self._bound + largest) * self._unit:.3g} has no room in 64 bits")
 
-    def _take_back(self, term: Tensor, factor: float) -> None:
-        """What was added of a term whose later numbers are bad."""
-        for start in range(0, len(term), _BLOCK):
-            here = min(_BLOCK, len(term) - start)
-            work = self._work[:here].copy_(term[start : start + here]).mul_(factor)
-            self.total[start : start + here].sub_(work.add_(_MAGIC).view(torch.int64).sub_(_MAGIC_BITS))
-
     def check(self, total: Tensor) -> float:
-        """The bound of both sums, if another one's `total`, int64 [size], were added. PeerError when the two have no
-        room."""
-        bound = self._bound
-        if len(total):
-            low, high = total.aminmax()
-            bound += max(-float(low), float(high))
+        """The largest number of another sum's `total`, int64 [size]. PeerError when the two have no room."""
+        largest = _largest(total)
+        if (bound := self._bound + largest) >= _SUM_LIMIT:
+            raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
+        return largest
+
+    def merge(self, total: Tensor, largest: float | None = None) -> None:
+        """Add another sum's `total`, int64 [size], of the same exponent, whose `largest` number `check` has found.
+        PeerError as `check`, and nothing added."""
+        bound = self._bound + (self.check(total) if largest is None else largest)
         if bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
-        return bound
-
-    def merge(self, total: Tensor) -> None:
-        """Add another sum's `total`, int64 [size], of the same exponent. PeerError as `check`, and nothing added."""
-        self._bound = self.check(total)
-        self.total.add_(total)
+        self._bound = bound
+        if self._empty:
+            self._total.copy_(total)
+            self._empty = False
+        else:
+            self._total.add_(total)
 
     def over(self, divisor: float, dtype: torch.dtype) -> Tensor:
         """The sum divided by `divisor`, [size]."""
-        return self.total.to(torch.float64).mul_(self._unit / divisor).to(dtype)
+        factor, found = self._unit / divisor, torch.empty(len(self), dtype=dtype)
+        for part, total in zip(found.split(_BLOCK), self.total.split(_BLOCK), strict=True):
+            part.copy_(self._work[: len(part)].copy_(total).mul_(factor))
+        return found
+
+
+def _largest(numbers: Tensor) -> float:
+    """The largest distance from 0; not a number if there is one that is none."""
+    if not numbers.numel():
+        return 0.0
+    low, high = numbers.aminmax()
+    return max(-float(low), float(high)) if low == low else math.nan
 
 
 def _worst(term: Tensor) -> float:

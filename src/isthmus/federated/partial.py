@@ -35,10 +35,17 @@ class Weights(msgspec.Struct, frozen=True, kw_only=True):
 class Partial:
     """Folds updates, merges other partials, and makes the combined values of it all."""
 
-    def __init__(self, returns: Mapping[str, Combine], sizes: Mapping[str, int] | None = None) -> None:
-        """`sizes` are the numbers of each summed value; without them, those of the first that comes."""
+    def __init__(
+        self,
+        returns: Mapping[str, Combine],
+        sizes: Mapping[str, int] | None = None,
+        rooms: Mapping[str, Tensor] | None = None,
+    ) -> None:
+        """`sizes` are the numbers of each summed value; without them, those of the first that comes. `rooms` is memory
+        to add them up in, int64 [numbers]."""
         self._returns = returns
-        self._expected = sizes or {}
+        self._rooms = rooms or {}
+        self._expected = sizes or {name: len(room) for name, room in self._rooms.items()}
         self._sums: dict[str, FixedSum] = {}
         self.begin(1, 1)
 
@@ -132,11 +139,11 @@ class Partial:
     def _sum(self, name: str, size: int) -> FixedSum:
         self._check_size(name, size)
         if name not in self._sums:
-            self._sums[name] = FixedSum(size, self._exponents[self._returns[name]])
+            self._sums[name] = FixedSum(size, self._exponents[self._returns[name]], self._rooms.get(name))
         return self._sums[name]
 
     def _check_size(self, name: str, size: int) -> None:
-        expected = len(self._sums[name].total) if name in self._sums else self._expected.get(name, size)
+        expected = len(self._sums[name]) if name in self._sums else self._expected.get(name, size)
         if size != expected:
             raise PeerError(f"got {size} numbers, expected {expected}")
 
@@ -150,9 +157,9 @@ class Partial:
     def weights(self) -> Weights:
         return Weights(clients=self.clients, total=self._weight, each=dict(self._weights))
 
-    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> None:
+    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> Mapping[str, float]:
         """PeerError unless `tensors` and `part` are what another partial gives after folding these clients. Nothing
-        is changed."""
+        is changed. Returns the largest number of each sum, so that `merge` need not look again."""
         if part.clients != len(clients):
             raise PeerError(f"sent sums of {part.clients} clients, expected {len(clients)}")
         most = part.clients * self._most_weight
@@ -165,22 +172,29 @@ class Partial:
             raise PeerError(f"sent the values {_few(tensors)}, expected {_few(expected)}")
         if collects and (part.each.keys() != set(clients) or sum(part.each.values()) != part.total):
             raise PeerError("sent weights that are not those of its clients")
+        largest: dict[str, float] = {}
         for name, value in tensors.items():
             try:
-                self._check_sum(name, value) if name in sums else _check_finite(value)
+                if name in sums:
+                    largest[name] = self._check_sum(name, value)
+                else:
+                    _check_finite(value)
             except PeerError as e:
                 raise PeerError(f"value {name!r}: {e}") from None
+        return largest
 
-    def _check_sum(self, name: str, value: Tensor) -> None:
+    def _check_sum(self, name: str, value: Tensor) -> float:
         if value.dtype != torch.int64 or value.dim() != 1:
             raise PeerError(f"got {value.dtype} {list(value.shape)}, expected int64 numbers in a row")
-        self._sum(name, len(value)).check(value)
+        return self._sum(name, len(value)).check(value)
 
-    def merge(self, tensors: Mapping[str, Tensor], part: Weights) -> None:
-        """Add what another partial's `tensors` and `weights` gave. It has passed `check`."""
+    def merge(
+        self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None
+    ) -> None:
+        """Add what another partial's `tensors` and `weights` gave. It has passed `check`, which found `largest`."""
         for key, value in tensors.items():
             if self._returns.get(key, "collect") != "collect":
-                self._sum(key, len(value)).merge(value)
+                self._sum(key, len(value)).merge(value, (largest or {}).get(key))
             else:
                 client, _, name = key.partition("/")
                 self._collected.setdefault(int(client), {})[name] = value
@@ -225,8 +239,16 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
             raise UserError(f"algorithm: value {name!r} is declared, but a client did not return it")
 
 
+def is_finite(value: Tensor) -> bool:
+    """Whether every number is: by the least and the largest, which makes no tensor of answers."""
+    if not value.is_floating_point() or not value.numel():
+        return True
+    low, high = value.detach().aminmax()
+    return math.isfinite(low) and math.isfinite(high)
+
+
 def _check_finite(value: Tensor) -> None:
-    if value.is_floating_point() and not bool(torch.isfinite(value).all()):
+    if not is_finite(value):
         raise PeerError("not all numbers are finite")
 
 

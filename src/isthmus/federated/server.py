@@ -23,10 +23,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.federated.admission import AdmissionRules, admit, forms_of
+from isthmus.federated.admission import AdmissionRules, Form, admit, forms_of
 from isthmus.federated.algorithms import Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
-from isthmus.federated.partial import BUFFERS, Partial, Weights
+from isthmus.federated.partial import BUFFERS, Partial, Weights, is_finite
 from isthmus.protocol.federated_events import Opening, Turn
 
 STATE_ROUNDS = "state_rounds"
@@ -97,13 +97,23 @@ class Server:
         told = self._algorithm.broadcast(known)
         return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
 
-    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> None:
-        """PeerError for an executor's sums that do not fit the open turn."""
-        self._partial.check(tensors, clients, part)
+    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> Mapping[str, float]:
+        """PeerError for an executor's sums that do not fit the open turn. Returns what `merge` takes as `largest`."""
+        return self._partial.check(tensors, clients, part)
 
-    def merge(self, tensors: Mapping[str, Tensor], part: Weights) -> None:
+    def merge(
+        self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None
+    ) -> None:
         """An executor's sums, which have passed `check`."""
-        self._partial.merge(tensors, part)
+        self._partial.merge(tensors, part, largest)
+
+    @property
+    def sums(self) -> list[dict[str, Form]]:
+        """By pass, the forms of the values that are added up."""
+        return [
+            {name: form for name, form in forms.items() if self._returns(number).get(name) != "collect"}
+            for number, forms in enumerate(self.forms)
+        ]
 
     def admit(self, update: Update, samples: int, rules: AdmissionRules) -> Update:
         """The update of a client of the open turn, clipped where the rules say so. PeerError for one that is refused:
@@ -128,7 +138,7 @@ class Server:
         if buffers is not None:
             self.values[BUFFERS] = buffers
         for name, value in self.values.items():
-            if not bool(torch.isfinite(value).all()):
+            if not is_finite(value):
                 what = f"round {self.turn.round}: the server's {name!r} is not finite any more"
                 raise UserError(f"{what}: try a smaller learning rate")
 

@@ -42,9 +42,11 @@ class Worksite:
         *,
         lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
         admit: Callable[[Update], Update] | None = None,
+        rooms: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
-        `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
+        `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `rooms` is memory
+        for each pass's sums."""
         self.resident = Resident(module)
         self._work = work
         self._data = data
@@ -56,7 +58,10 @@ class Worksite:
         self._draws = False
         self._stacked = Stacked(self.resident)
         self._told: Values = {}
-        self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
+        self._partials = [
+            Partial(self._returns(number), rooms=rooms[number] if rooms else None)
+            for number in range(len(self._passes))
+        ]
         self._scale = (1, 1)
         self._turn: Turn | None = None
         self._written: list[tuple[int, int]] = []

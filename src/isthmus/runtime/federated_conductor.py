@@ -41,6 +41,8 @@ from isthmus.runtime.interrupting import interruptible
 from isthmus.runtime.messages import AnyMessage, Failed, HaltMessage, Heartbeat, Join
 from isthmus.runtime.post import SWITCH_S, Post, headers_of
 from isthmus.runtime.reception import Heard, Reception
+from isthmus.runtime.shared_values import Board
+from isthmus.training.layout import TensorHeader
 
 TICK_S = 0.25
 LAST_WORDS_S = 0.5
@@ -48,7 +50,8 @@ LAST_WORDS_S = 0.5
 
 
 class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
-    """What the driver saw of a round. Bytes are whole frames, of all executors."""
+    """What the driver saw of a round. Bytes are whole frames, of all executors, and what they read and wrote in shared
+    memory in place of frames."""
 
     seconds: float
     sent_bytes: int
@@ -81,6 +84,8 @@ class Office(msgspec.Struct, frozen=True, kw_only=True):
     out: Callable[[SocketChannel, float, Callable[[Exception], None]], Outgoing] = post
     """(channel, patience, what to tell of a failure) -> its way out."""
     last_words_s: float = LAST_WORDS_S
+    board: Board | None = None
+    """Where executors of this machine read the broadcast."""
     returns: bool = False
     """Whoever is lost may come back: whatever goes wrong with one executor is no failure of the run."""
 
@@ -115,6 +120,8 @@ class FederatedConductor:
         """Whom we have hung up on, until their connection is seen to end."""
         self._turn: Turn | None = None
         self._told: Mapping[str, Tensor] = {}
+        self._lie: tuple[TensorHeader, ...] = ()
+        self._shown_bytes = 0
         self._opened_s = 0.0
         self._counted = (0, 0, 0, 0)
         self._failure: IsthmusError | None = None
@@ -260,8 +267,9 @@ class FederatedConductor:
                     self._open(opened.opening.turn)
                     self._server.open(opened.opening)
                     headers = headers_of(self._told)
-                    message = TurnMessage(run=self._run, opened=opened, tensors=headers)
+                    message = TurnMessage(run=self._run, opened=opened, lie=self._lie, tensors=headers)
                     self._posts[executor].put(message, list(self._told.values()))
+                    self._shown_bytes += sum(h.nbytes for h in self._lie)
                 case Tell(executor=executor, event=told):
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
                 case Merge(executor=executor):
@@ -287,11 +295,15 @@ class FederatedConductor:
             return
         if self._turn is None or turn.round != self._turn.round:
             self._opened_s = time.monotonic()
-        self._turn, self._told = turn, self._server.broadcast()
+        told = self._server.broadcast()
+        lie = None if self._office.board is None else self._office.board.put(told)
+        self._turn, self._told, self._lie = turn, told if lie is None else {}, lie or ()
 
     def _measure(self) -> RoundMeasure:
         """Since the round before."""
-        counts = (*self.bytes(), self._intake.trips, self._intake.value_bytes)
+        sent, received = self.bytes()
+        sent, received = sent + self._shown_bytes, received + self._intake.shared_bytes
+        counts = (sent, received, self._intake.trips, self._intake.value_bytes)
         before, self._counted = self._counted, counts
         sent, received, trips, value_bytes = (now - then for now, then in zip(counts, before, strict=True))
         return RoundMeasure(

@@ -10,7 +10,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
-from collections.abc import Callable, Mapping
+from collections.abc import Callable
 
 from torch import Tensor
 
@@ -40,8 +40,9 @@ from isthmus.runtime.federated_messages import (
 )
 from isthmus.runtime.messages import Failed, HaltMessage, Heartbeat, Join, ReadyMessage
 from isthmus.runtime.post import SWITCH_S, Post, headers_of
+from isthmus.runtime.shared_values import Shared
 
-Told = Mapping[str, Tensor]
+Told = dict[str, Tensor]
 Act = tuple[Begin, Told] | tuple[Train, Task | None] | SendSums | Forget | Stop | Exception
 
 
@@ -49,8 +50,10 @@ class Executor:
     """The machine's driver. Training happens in the thread that calls `run`."""
 
     def __init__(
-        self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float, together: int
-    ) -> None:
+        self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float, together: int,
+        shared: Shared | None = None,
+    ) -> None:  # fmt: skip
+        """Without `shared` memory all values are sent."""
         self.machine = FederatedExecutor(together)
         self.site = site
         self._channel = channel
@@ -60,6 +63,7 @@ class Executor:
         self._deciding = threading.Lock()
         self._acts: queue.SimpleQueue[Act] = queue.SimpleQueue()
         self._told: Told = {}
+        self._shared = shared
 
     def run(self) -> None:
         """Until halted. Raises what ended the connection, or training."""
@@ -73,6 +77,8 @@ class Executor:
                 case (Train(turn=turn, tasks=tasks), upcoming):
                     if upcoming is not None:
                         self.site.expect(upcoming)
+                    if self._shared is not None:
+                        self._shared.room.wait(self._patience_s)
                     timed, refused = self.site.train(tasks)
                     self._handle(Trained(turn=turn, timed=timed, refused=refused))
                 case SendSums():
@@ -88,6 +94,8 @@ class Executor:
                 match message:
                     case TurnMessage(opened=opened):
                         self._told = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                        if self._shared is not None:
+                            self._told |= self._shared.board.get(message.lie)
                         self._handle(opened)
                     case ToldMessage(told=told):
                         self._handle(told)
@@ -118,11 +126,17 @@ class Executor:
 
     def _send_sums(self, act: SendSums) -> None:
         partial = self.site.partial
-        tensors = partial.tensors()
+        tensors, lent = partial.tensors(), False
+        if self._shared is not None:
+            totals = self._shared.room.totals[act.turn.number]
+            lent = bool(tensors.keys() & totals.keys())
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in totals}
+        if lent and self._shared is not None:
+            self._shared.room.lend()
         self._post.put(
             SumsMessage(
                 run=self._run, turn=act.turn, timed=act.timed, refused=act.refused, weights=partial.weights(),
-                tensors=headers_of(tensors),
+                lent=lent, tensors=headers_of(tensors),
             ),
             list(tensors.values()),
         )  # fmt: skip
@@ -130,7 +144,10 @@ class Executor:
         self.site.clear()
 
 
-def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float, together: int) -> None:
+def serve(
+    address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float, together: int,
+    shared: Shared | None = None,
+) -> None:  # fmt: skip
     """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
     sys.setswitchinterval(SWITCH_S)
     host, _, port = address.rpartition(":")
@@ -139,7 +156,7 @@ def serve(address: str, name: str, run: str, prepare: Callable[[], Worksite], pa
     def act(post: Post) -> None:
         site = prepare()
         post.put(ReadyMessage(run=run))
-        Executor(site, channel, post, run, patience_s, together).run()
+        Executor(site, channel, post, run, patience_s, together, shared).run()
 
     take_part(channel, name, run, patience_s, act)
 

@@ -2,7 +2,8 @@
 
 from __future__ import annotations
 
-from typing import Protocol
+from collections.abc import Mapping
+from typing import NamedTuple, Protocol
 
 from torch import Tensor
 
@@ -12,6 +13,7 @@ from isthmus.federated.server import Server
 from isthmus.protocol.federated_events import CoordinatorEvent, Drained, Joined, Returned, Summed
 from isthmus.runtime.federated_messages import DrainedMessage, ReturnedMessage, SumsMessage
 from isthmus.runtime.messages import AnyMessage, Failed, Heartbeat, ReadyMessage
+from isthmus.runtime.shared_values import SumsRoom
 
 
 class Intake(Protocol):
@@ -20,6 +22,8 @@ class Intake(Protocol):
     trips: int
     """Messages with values so far, and their bytes without headers."""
     value_bytes: int
+    shared_bytes: int
+    """Of them, those in memory that executors share."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         """PeerError for what no executor sends, before its tensors are received."""
@@ -42,15 +46,23 @@ class Intake(Protocol):
         ...
 
 
+class _Sums(NamedTuple):
+    tensors: Mapping[str, Tensor]
+    weights: Weights
+    largest: Mapping[str, float]
+    lent: bool
+
+
 class SumsIntake:
     """Sums of executors that have everybody's data: one message per executor and turn."""
 
-    def __init__(self, server: Server, pinned: dict[str, int]) -> None:
-        """`pinned` are the clients of executors that train one only."""
-        self.trips = self.value_bytes = 0
+    def __init__(self, server: Server, pinned: dict[str, int], rooms: Mapping[str, SumsRoom] | None = None) -> None:
+        """`pinned` are the clients of executors that train one only, `rooms` where executors leave sums."""
+        self.trips = self.value_bytes = self.shared_bytes = 0
         self._server = server
         self._pinned = pinned
-        self._sums: dict[str, tuple[dict[str, Tensor], Weights]] = {}
+        self._rooms = rooms or {}
+        self._sums: dict[str, _Sums] = {}
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         if not isinstance(message, ReadyMessage | DrainedMessage | ReturnedMessage | SumsMessage | Failed | Heartbeat):
@@ -71,18 +83,36 @@ class SumsIntake:
                 return Returned(executor=executor, turn=turn, tasks=tasks)
             case SumsMessage(turn=turn, timed=timed, refused=refused, weights=part):
                 named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                lying = self._lying(executor, message)
+                largest: Mapping[str, float] = {}
                 if turn == self._server.turn:  # of another turn the machine drops it unseen
-                    self._server.check(named, {t.client for t in timed}, part)
-                self._sums[executor] = (named, part)
-                self.trips += bool(named)
-                self.value_bytes += sum(h.nbytes for h in message.tensors)
+                    largest = self._server.check({**lying, **named}, {t.client for t in timed}, part)
+                self._sums[executor] = _Sums({**lying, **named}, part, largest, message.lent)
+                shared_bytes = sum(t.nbytes for t in lying.values())
+                self.trips += bool(named or lying)
+                self.value_bytes += sum(h.nbytes for h in message.tensors) + shared_bytes
+                self.shared_bytes += shared_bytes
                 return Summed(executor=executor, turn=turn, timed=timed, refused=refused)
             case _:
                 return None
 
+    def _lying(self, executor: str, message: SumsMessage) -> Mapping[str, Tensor]:
+        if not message.lent:
+            return {}
+        room = self._rooms.get(executor)
+        if room is None or not 0 <= message.turn.number < len(room.totals):
+            raise PeerError("says that its sums lie where there is no room for them")
+        return room.totals[message.turn.number]
+
     def merge(self, executor: str) -> None:
-        named, part = self._sums.pop(executor)
-        self._server.merge(named, part)
+        sums = self._sums.pop(executor)
+        self._server.merge(sums.tensors, sums.weights, sums.largest)
+        self._give_back(executor, sums)
 
     def ignore(self, executor: str) -> None:
-        self._sums.pop(executor, None)
+        if (sums := self._sums.pop(executor, None)) is not None:
+            self._give_back(executor, sums)
+
+    def _give_back(self, executor: str, sums: _Sums) -> None:
+        if sums.lent:
+            self._rooms[executor].give_back()

@@ -6,13 +6,14 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
+from torch import Tensor
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError
@@ -44,7 +45,9 @@ from isthmus.runtime.federated_conductor import FederatedConductor, Office, Roun
 from isthmus.runtime.federated_executor import serve
 from isthmus.runtime.federated_intake import SumsIntake
 from isthmus.runtime.forked import Forked, asked
+from isthmus.runtime.kept_pages import keep_pages
 from isthmus.runtime.listener import Listener
+from isthmus.runtime.shared_values import Board, Shared, SumsRoom
 
 
 def coordinator_of(
@@ -73,6 +76,7 @@ class FederatedRun:
         self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
     ) -> None:
         """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
+        keep_pages()
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
@@ -118,12 +122,12 @@ class FederatedRun:
             raise PeerError(finish.reason)
         return finish
 
-    def _site(self, number: int) -> Worksite:
+    def _site(self, number: int, rooms: Sequence[Mapping[str, Tensor]] = ()) -> Worksite:
         job = self.job
         site = Worksite(
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
             self._states, lasts=emulation(job, number).clock(),
-            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
+            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds), rooms=rooms,
         )  # fmt: skip
         site.warm_up(together=min(job.execution.together, job.participation.needed(len(self.data.sizes))))
         return site
@@ -146,13 +150,18 @@ class FederatedRun:
         run, names = secrets.token_hex(16), self.machine.executors
         patience_s, together = self.job.patience_s, self.job.execution.together
 
+        board, forms = Board(self.server.broadcast()), self.server.sums
+        rooms = {name: SumsRoom(forms) for name in names}
+
         def execute(name: str, number: int) -> Callable[[str], None]:
-            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together)
+            site = lambda: self._site(number, rooms[name].totals)  # noqa: E731  made there, not here
+            return lambda address: serve(address, name, run, site, patience_s, together, Shared(board, rooms[name]))
 
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
             conductor = FederatedConductor(
-                self.machine, self.server, SumsIntake(self.server, pinned), Office(run=run, patience_s=patience_s),
+                self.machine, self.server, SumsIntake(self.server, pinned, rooms),
+                Office(run=run, patience_s=patience_s, board=board),
                 committed=lambda record, measure: self._commit(record, measure, after), note=note,
             )  # fmt: skip
             after.start()

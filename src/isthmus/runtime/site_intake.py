@@ -31,7 +31,7 @@ class UpdatesIntake:
     ) -> None:  # fmt: skip
         """`clients` are the sites' numbers; `offer` says what a client is asked to do; updates that are late by
         `staleness` rounds or fewer are scaled down."""
-        self.trips = self.value_bytes = 0
+        self.trips = self.value_bytes = self.shared_bytes = 0
         self._server = server
         self._clients = clients
         self._offer = offer
