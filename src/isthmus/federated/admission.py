@@ -58,6 +58,9 @@ class _NoData:
     def gradient(self, weights: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return torch.zeros_like(weights)
 
+    def descend(self, weights: Tensor, batch: Mapping[str, Tensor]) -> None:
+        pass
+
     def full_gradient(self, weights: Tensor) -> Tensor:
         return torch.zeros_like(weights)
 

@@ -84,6 +84,9 @@ class PlainLocal:
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._resident.gradient(weights, batch)
 
+    def descend(self, weights: Tensor, batch: Batch) -> None:
+        self._resident.descend(weights, batch, self._config.learning_rate)
+
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = self._workspace.take().zero_()
         for batch in _slices(self._data, self.samples, self._config.batch_size):

@@ -37,8 +37,8 @@ class Resident:
         self._buffers = [b for b in module.buffers() if b.dtype.is_floating_point]
         self.size = sum(self._sizes)
         self._gradient = torch.zeros(self.size, dtype=self.dtype)
-        for p, view in zip(self._parameters, self.views(self._gradient), strict=True):
-            p.grad = view
+        self._gradient_views = self.views(self._gradient)
+        self._weight_views: list[Tensor] = []
         self._bound = 0
         self._held = self.vector()
         module.train()
@@ -74,16 +74,32 @@ class Resident:
         """From now on the module's parameters are the vector's memory."""
         if vector.data_ptr() == self._bound:
             return
-        for p, view in zip(self._parameters, self.views(vector), strict=True):
+        self._weight_views = self.views(vector)
+        for p, view in zip(self._parameters, self._weight_views, strict=True):
             p.data = view
         self._bound, self._held = vector.data_ptr(), vector  # held, so that nobody else gets the address
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of the batch's mean loss, [P]. It lasts until the next call."""
         self.bind(weights)
-        self._gradient.zero_()
-        loss_of(self.module(**batch)).backward()
+        for view, part in zip(self._gradient_views, self._parts(batch), strict=True):
+            if part is None:
+                view.zero_()
+            else:
+                view.copy_(part)
         return self._gradient
+
+    def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:
+        """weights <- weights - rate x gradient, without a vector of the gradient in between."""
+        self.bind(weights)
+        for view, part in zip(self._weight_views, self._parts(batch), strict=True):
+            if part is not None:
+                view.sub_(part, alpha=rate)
+
+    def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
+        """Each parameter's gradient; None of one that the loss does not depend on."""
+        loss = loss_of(self.module(**batch))
+        return torch.autograd.grad(loss, self._parameters, allow_unused=True)
 
     def draws(self, batch: Batch) -> bool:
         """Whether the module draws random numbers while it trains."""

@@ -116,6 +116,9 @@ class StackedLocal:
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._stacked.gradient(weights, batch)
 
+    def descend(self, weights: Tensor, batch: Batch) -> None:
+        weights.sub_(self._stacked.gradient(weights, batch), alpha=self._config.learning_rate)
+
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = torch.zeros_like(weights)
         for batch in self._slices(self._rows):

@@ -42,6 +42,10 @@ class Local(Protocol):
         """Of the mean loss of the batch. The caller may change it, and it lasts until the next call."""
         ...
 
+    def descend(self, weights: Tensor, batch: Batch) -> None:
+        """A step of SGD in place: weights <- weights - learning_rate x gradient. Quicker than by `gradient`."""
+        ...
+
     def full_gradient(self, weights: Tensor) -> Tensor:
         """Of the mean loss over all samples of the client; as `gradient`."""
         ...

@@ -18,7 +18,7 @@ class FedAvg(Algorithm, frozen=True):
         x = told["model"]
         y = local.start(x)
         for batch in local.batches():
-            y.sub_(local.gradient(y, batch), alpha=local.learning_rate)
+            local.descend(y, batch)
         return Update(values={"delta": y.sub_(x)})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:

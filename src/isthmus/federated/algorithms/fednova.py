@@ -29,10 +29,10 @@ class FedNova(Algorithm, frozen=True):
         v = torch.zeros_like(y) if rho else None
         steps = 0
         for batch in local.batches():
-            g = local.gradient(y, batch)
-            if v is not None:
-                g = v.mul_(rho).add_(g)
-            y.sub_(g, alpha=local.learning_rate)
+            if v is None:
+                local.descend(y, batch)
+            else:
+                y.sub_(v.mul_(rho).add_(local.gradient(y, batch)), alpha=local.learning_rate)
             steps += 1
         norm = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
         return Update(values={"direction": y.sub_(x).div_(norm), "steps": y.new_full((*y.shape[:-1], 1), norm)})
