@@ -153,8 +153,9 @@ def _largest(numbers: Tensor) -> float:
     """The largest distance from 0; not a number if there is one that is none."""
     if not numbers.numel():
         return 0.0
-    low, high = numbers.aminmax()
-    return max(-float(low), float(high)) if low == low else math.nan
+    least, most = numbers.aminmax()
+    low, high = least.item(), most.item()
+    return max(-low, high) if low == low else math.nan
 
 
 def _worst(term: Tensor) -> float:

@@ -66,9 +66,12 @@ class Stacked:
         return self._traced[shapes]
 
 
-def power_of_two(count: int) -> int:
-    """The least that is not below `count`, which is at least 1."""
-    return 1 << (count - 1).bit_length()
+def rows_for(count: int) -> int:
+    """How many rows so many clients are given: few different numbers, so that each soon comes often enough to be
+    traced, and at most a quarter of the rows for nothing above 32. Powers of two up to 16, then eighths of one."""
+    power = 1 << (count - 1).bit_length()
+    step = max(8, power // 8)
+    return power if power <= 16 else -(-count // step) * step
 
 
 class StackedLocal:
@@ -100,11 +103,11 @@ class StackedLocal:
 
     def batches(self) -> Iterator[Batch]:
         """Of all clients in step: each one's own permutation."""
-        draws = [stream(seed, "order", round_, client) for seed, round_, client in self._keys]
+        draws = {key: stream(key[0], "order", *key[1:]) for key in self._keys}  # a client may fill several rows
         starts = np.arange(self._clients)[:, None] * self.samples
         for _ in range(self._config.epochs):
-            orders = np.stack([d.permutation(self.samples) for d in draws]) + starts
-            order = torch.from_numpy(orders.reshape(-1))
+            orders = {key: draw.permutation(self.samples) for key, draw in draws.items()}
+            order = torch.from_numpy((np.stack([orders[key] for key in self._keys]) + starts).reshape(-1))
             yield from self._slices({name: column[order] for name, column in self._rows.items()})
 
     def _slices(self, rows: Batch) -> Iterator[Batch]:

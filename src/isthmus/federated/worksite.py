@@ -16,7 +16,7 @@ from isthmus.federated.algorithms import Algorithm, Combine, Pass, Update, Value
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import BUFFERS, Partial
 from isthmus.federated.resident import Resident
-from isthmus.federated.stacked import Stacked, StackedLocal, power_of_two
+from isthmus.federated.stacked import Stacked, StackedLocal, rows_for
 from isthmus.federated.states import NEVER, StateStore
 from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed, Turn
 from isthmus.streams import torch_seed
@@ -69,7 +69,7 @@ class Worksite:
 
     def warm_up(self, client: int = 0, together: int = 1) -> None:
         """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The
-        same for numbers of clients trained as one, up to `together`.
+        same for `together` clients trained as one, and for few.
 
         Also finds out whether the model draws random numbers: seeding torch takes as long as a small client.
         """
@@ -80,11 +80,9 @@ class Worksite:
         self.resident.gradient(model, few)
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
-        count = 2
-        while count <= power_of_two(together) and together > 1:
+        for count in sorted({rows_for(min(n, together)) for n in (2, 4, 8, 16, together)} if together > 1 else ()):
             several = {name: column.expand(count, *column.shape).clone() for name, column in few.items()}
             self._stacked.trace(model.expand(count, -1).clone(), several)
-            count *= 2
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""
@@ -140,12 +138,11 @@ class Worksite:
     def _train_together(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
         """As one by one, but for the bits. Each gets an equal part of the time.
 
-        The first one is repeated until they are a power of two, and its copies thrown away: there are few such shapes,
-        so that each soon comes often enough to be traced.
+        The first one is repeated until they are as many as `rows_for` says, and its copies thrown away.
         """
         assert self._turn is not None, "a turn is open"
         start_s = time.perf_counter()
-        rows = [*tasks, *[tasks[0]] * (power_of_two(len(tasks)) - len(tasks))]
+        rows = [*tasks, *[tasks[0]] * (rows_for(len(tasks)) - len(tasks))]
         local = StackedLocal(
             self._stacked, self._work.local, self._load(rows),
             seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in rows],

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import queue
 import secrets
 import threading
@@ -129,7 +130,8 @@ class FederatedRun:
             self._states, lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds), rooms=rooms,
         )  # fmt: skip
-        site.warm_up(together=min(job.execution.together, job.participation.needed(len(self.data.sizes))))
+        each = math.ceil(job.participation.needed(len(self.data.sizes)) / len(self.machine.executors))
+        site.warm_up(together=min(job.execution.together, each))
         return site
 
     def _in_process(self, after: _Aftermath) -> Finish:
