@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import threading
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import pytest
@@ -15,10 +15,11 @@ from isthmus.errors import PeerError
 from isthmus.federated.partial import Partial, Weights
 from isthmus.federated.worksite import Worksite
 from isthmus.protocol.federated_events import Finish, Record
-from isthmus.runtime.federated_conductor import FederatedConductor, Office
+from isthmus.runtime.federated_conductor import FederatedConductor, Office, RoundMeasure
 from isthmus.runtime.federated_executor import serve
 from isthmus.runtime.federated_intake import SumsIntake
 from isthmus.runtime.listener import Listener
+from isthmus.runtime.shared_values import Shared
 from tests.federated.populations import Run
 
 RUN = "r" * 32
@@ -51,19 +52,30 @@ def lying(site: Worksite, lie: Callable[[dict[str, Tensor]], dict[str, Tensor]],
     return site
 
 
-def conducted(run: Run, notes: list[str]) -> tuple[Finish, list[Record]]:
-    """The run with each site in a thread of its own, over loopback."""
+def conducted(
+    run: Run, notes: list[str], shared: Mapping[str, Shared] | None = None, measures: list[RoundMeasure] | None = None
+) -> tuple[Finish, list[Record]]:
+    """The run with each site in a thread of its own, over loopback, and over shared memory where there is some."""
     records: list[Record] = []
+    rooms = {name: one.room for name, one in (shared or {}).items()}
+    boards = [one.board for one in (shared or {}).values()]
+
+    def committed(record: Record, measure: RoundMeasure) -> None:
+        records.append(record)
+        if measures is not None:
+            measures.append(measure)
+
     conductor = FederatedConductor(
-        run.machine, run.server, SumsIntake(run.server, {}), Office(run=RUN, patience_s=10.0, last_words_s=0.0),
-        committed=lambda record, _: records.append(record), note=notes.append,
+        run.machine, run.server, SumsIntake(run.server, {}, rooms),
+        Office(run=RUN, patience_s=10.0, last_words_s=0.0, board=boards[0] if boards else None),
+        committed=committed, note=notes.append,
     )  # fmt: skip
     listener = Listener("127.0.0.1", patience_s=10.0)
     listener.start(conductor.reception.greet)
 
     def execute(name: str, site: Worksite) -> None:
         with contextlib.suppress(PeerError):  # dismissed
-            serve(f"127.0.0.1:{listener.port}", name, RUN, lambda: site, 10.0, 1)
+            serve(f"127.0.0.1:{listener.port}", name, RUN, lambda: site, 10.0, 1, (shared or {}).get(name))
 
     for name, site in run.sites.items():
         threading.Thread(target=execute, args=(name, site), daemon=True).start()

@@ -222,6 +222,16 @@ def test_an_idle_executor_takes_what_another_has_not_begun() -> None:
     assert commit.record.stolen == 1
 
 
+@pytest.mark.parametrize(("seconds", "holds"), [(1e-4, False), (1.0, True)])
+def test_a_turn_that_will_soon_be_over_is_not_held_open_for_thieves(seconds: float, holds: bool) -> None:
+    machine = coordinator(steals=True)
+    dealt = start(machine)
+    for name in machine.executors:
+        timed = tuple(Timed(c, int(SIZES[c]), seconds) for c in dealt[name])
+        out = machine.handle(Summed(executor=name, turn=TURN, timed=timed))
+    assert [i.event.holds for i in out if isinstance(i, Open)] == [holds] * len(machine.executors)
+
+
 def test_who_had_nothing_to_give_is_not_asked_again() -> None:
     machine = coordinator(executors=3, steals=True)
     assert start(machine)["e2"] == [2, 3]

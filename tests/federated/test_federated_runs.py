@@ -222,6 +222,7 @@ def test_bytes_and_trips_are_those_of_the_complexity_table(
             assert used <= trips
             assert line.trips == (used if scheme in ("ours", "parrot") else trips)
             assert line.value_bytes == 8 * NUMBERS * line.trips + collected * 6
+            assert line.received_bytes > line.value_bytes
 
 
 @pytest.mark.parametrize(

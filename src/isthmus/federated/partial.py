@@ -188,9 +188,7 @@ class Partial:
             raise PeerError(f"got {value.dtype} {list(value.shape)}, expected int64 numbers in a row")
         return self._sum(name, len(value)).check(value)
 
-    def merge(
-        self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None
-    ) -> None:
+    def merge(self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None) -> None:
         """Add what another partial's `tensors` and `weights` gave. It has passed `check`, which found `largest`."""
         for key, value in tensors.items():
             if self._returns.get(key, "collect") != "collect":

@@ -101,9 +101,7 @@ class Server:
         """PeerError for an executor's sums that do not fit the open turn. Returns what `merge` takes as `largest`."""
         return self._partial.check(tensors, clients, part)
 
-    def merge(
-        self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None
-    ) -> None:
+    def merge(self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None) -> None:
         """An executor's sums, which have passed `check`."""
         self._partial.merge(tensors, part, largest)
 

@@ -3,11 +3,11 @@
 The memory is anonymous: it exists from before executors are forked until the last of them ends, and needs no name that
 could be left behind. It is written over round after round, so its pages are paid for once.
 
-Coordinator to executors: one `Board` for the broadcast. It is written when a turn opens; whoever still trains for a turn
-that is closed then reads a mixture, but nothing counts that is trained for a closed turn.
+Coordinator to executors: one `Board` for the broadcast. It is written when a turn opens; whoever still trains for a
+turn that is closed then reads a mixture, but nothing counts that is trained for a closed turn.
 
-Executor to coordinator: a `SumsRoom` each, in which its partial sums add up. It is written again only when what was sent
-of it has been taken: an executor may be given more clients of a turn before the coordinator has read its message.
+Executor to coordinator: a `SumsRoom` each, in which its partial sums add up. It is written again only when what was
+lent of it has been given back: an executor may get more clients of a turn before the coordinator has read its message.
 """
 
 from __future__ import annotations

@@ -1,0 +1,122 @@
+"""Values in memory that processes share: the same bits as by messages, and nothing is written over too early."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.errors import PeerError
+from isthmus.federated import Update
+from isthmus.federated.admission import Form
+from isthmus.federated.partial import Partial
+from isthmus.federated.stacked import rows_for
+from isthmus.runtime.federated_conductor import RoundMeasure
+from isthmus.runtime.forked import asked
+from isthmus.runtime.kept_pages import keep_pages
+from isthmus.runtime.shared_values import Board, Shared, SumsRoom
+from tests.federated.populations import Run
+from tests.federated.test_federated_conductor import conducted
+
+TOLD = {
+    "model": torch.linspace(-1, 1, 1001, dtype=torch.float64),
+    "turned": torch.arange(6, dtype=torch.float32).reshape(2, 3).t(),
+    "round": torch.tensor(3),
+    "none": torch.empty(0),
+}
+
+
+def test_a_copy_of_this_process_reads_what_is_put_later() -> None:
+    board = Board(TOLD)
+    headers = board.put({name: torch.zeros_like(value) for name, value in TOLD.items()})
+    assert headers is not None
+
+    def same() -> int:
+        again = board.put(TOLD)
+        assert again is not None
+        return 1
+
+    assert asked(same) == 1  # the copy wrote, this process reads
+    found = board.get(headers)
+    assert list(found) == list(TOLD)
+    for name, value in TOLD.items():
+        assert torch.equal(found[name], value)
+        assert found[name].stride() == value.stride()
+        assert found[name].dtype == value.dtype
+
+
+def test_what_does_not_fit_is_not_put() -> None:
+    board = Board({"model": torch.zeros(16)})
+    headers = board.put({"model": torch.ones(16)})
+    assert headers is not None
+    assert board.put({"model": torch.zeros(17)}) is None
+    assert torch.equal(board.get(headers)["model"], torch.ones(16))
+
+
+def test_sums_in_a_room_have_the_bits_of_sums_elsewhere() -> None:
+    forms = [{"a": Form((40_000,), torch.float32), "n": Form((1,), torch.float32)}, {"b": Form((3,), torch.float32)}]
+    room = SumsRoom(forms)
+    assert [{name: len(total) for name, total in one.items()} for one in room.totals] == [
+        {"a": 40_000, "n": 1}, {"b": 3},
+    ]  # fmt: skip
+    there = Partial({"a": "weighted_mean", "n": "sum"}, rooms=room.totals[0])
+    elsewhere = Partial({"a": "weighted_mean", "n": "sum"})
+    for number in range(2):  # the second time over the first one's sums
+        for partial in (there, elsewhere):
+            partial.begin(30, 3)
+            for client in range(3):
+                term = torch.linspace(-client, number + 1, 40_000)
+                partial.fold(client, Update(values={"a": term, "n": torch.ones(1)}), 10)
+        for name, total in elsewhere.tensors().items():
+            assert torch.equal(room.totals[0][name], total)
+
+
+def test_lent_sums_are_waited_for() -> None:
+    room = SumsRoom([{"a": Form((3,), torch.float32)}])
+    room.wait(0.0)
+    room.lend()
+    with pytest.raises(PeerError, match="has not read the last sums"):
+        room.wait(0.01)
+
+    def read() -> int:
+        room.give_back()
+        return 1
+
+    assert asked(read) == 1
+    room.wait(0.0)
+
+
+@pytest.mark.parametrize("algorithm", ["fedavg", "mime"])
+def test_a_run_through_shared_memory_has_the_bits_of_one_by_messages(algorithm: str, tmp_path: Path) -> None:
+    sent = Run(algorithm, {}, tmp_path / "sent", rounds=3, executors=2)
+    counted: list[RoundMeasure] = []
+    assert conducted(sent, [], measures=counted)[0].outcome == "done"
+    run = Run(algorithm, {}, tmp_path / "shared", rounds=3, executors=2)
+    board = Board(run.server.broadcast())
+    shared = {name: Shared(board, SumsRoom(run.server.sums)) for name in run.sites}
+    measures: list[RoundMeasure] = []
+    finish, records = conducted(run, notes := [], shared, measures)
+    assert (finish.outcome, notes, len(records)) == ("done", [], 3)
+    assert torch.equal(run.model, sent.model)
+    for here, there in zip(measures, counted, strict=True):  # counted as if it had been sent
+        assert (here.trips, here.value_bytes) == (there.trips, there.value_bytes)
+        assert here.received_bytes > here.value_bytes > 0
+        assert here.sent_bytes > here.trips * run.model.nbytes
+
+
+@given(count=st.integers(1, 5000))
+def test_few_rows_are_for_nothing(count: int) -> None:
+    rows = rows_for(count)
+    assert rows >= count
+    assert rows_for(rows) == rows
+    if count > 32:
+        assert rows <= 1.25 * count
+
+
+def test_pages_can_be_kept_more_than_once() -> None:
+    keep_pages()
+    keep_pages()
+    assert torch.ones(1 << 20).sum() == 1 << 20
