@@ -42,11 +42,9 @@ class Worksite:
         *,
         lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
         admit: Callable[[Update], Update] | None = None,
-        rooms: Sequence[Mapping[str, Tensor]] = (),
     ) -> None:
         """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
-        `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `rooms` is memory
-        for each pass's sums."""
+        `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
         self.resident = Resident(module)
         self._work = work
         self._data = data
@@ -58,14 +56,15 @@ class Worksite:
         self._draws = False
         self._stacked = Stacked(self.resident)
         self._told: Values = {}
-        self._partials = [
-            Partial(self._returns(number), rooms=rooms[number] if rooms else None)
-            for number in range(len(self._passes))
-        ]
+        self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
         self._turn: Turn | None = None
         self._written: list[tuple[int, int]] = []
         self._replaced: list[tuple[int, int, int]] = []
+
+    def add_up_in(self, rooms: Sequence[Mapping[str, Tensor]]) -> None:
+        """From the next turn on, in this memory: by pass, int64 [numbers] of every value that is summed."""
+        self._partials = [Partial(self._returns(number), rooms=room) for number, room in enumerate(rooms)]
 
     def warm_up(self, client: int = 0, together: int = 1) -> None:
         """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The

@@ -64,6 +64,8 @@ class Executor:
         self._acts: queue.SimpleQueue[Act] = queue.SimpleQueue()
         self._told: Told = {}
         self._shared = shared
+        if shared is not None:
+            site.add_up_in(shared.room.totals)
 
     def run(self) -> None:
         """Until halted. Raises what ended the connection, or training."""

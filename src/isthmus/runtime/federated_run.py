@@ -7,14 +7,13 @@ import queue
 import secrets
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from torch import Tensor
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError
@@ -123,12 +122,12 @@ class FederatedRun:
             raise PeerError(finish.reason)
         return finish
 
-    def _site(self, number: int, rooms: Sequence[Mapping[str, Tensor]] = ()) -> Worksite:
+    def _site(self, number: int) -> Worksite:
         job = self.job
         site = Worksite(
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
             self._states, lasts=emulation(job, number).clock(),
-            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds), rooms=rooms,
+            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
         )  # fmt: skip
         each = math.ceil(job.participation.needed(len(self.data.sizes)) / len(self.machine.executors))
         site.warm_up(together=min(job.execution.together, each))
@@ -156,8 +155,8 @@ class FederatedRun:
         rooms = {name: SumsRoom(forms) for name in names}
 
         def execute(name: str, number: int) -> Callable[[str], None]:
-            site = lambda: self._site(number, rooms[name].totals)  # noqa: E731  made there, not here
-            return lambda address: serve(address, name, run, site, patience_s, together, Shared(board, rooms[name]))
+            shared = Shared(board, rooms[name])
+            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together, shared)
 
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
