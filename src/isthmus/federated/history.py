@@ -20,7 +20,8 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     seconds: float
     """From its opening to the server's new values."""
     sent_bytes: int = 0
-    """By the coordinator, whole frames."""
+    """By the coordinator, whole frames, and values that executors of this machine read in shared memory in place of
+    frames; so, too, what was received."""
     received_bytes: int = 0
     trips: int = 0
     """Messages from executors that brought values."""

@@ -253,10 +253,7 @@ class FederatedCoordinator:
         held = opened.held.get(event.executor, {})
         if (fault := _fault(event, held)) is not None:
             return [Ignore(event.executor, event.turn), *self._expel(event.executor, fault)]
-        for told in (*event.timed, *event.refused):
-            del held[told.client]
-        opened.timed.setdefault(event.executor, []).extend(event.timed)
-        opened.refused += event.refused
+        opened.report(event.executor, event.timed, event.refused)
         out: list[CoordinatorInstruction] = [Merge(event.executor, event.turn)]
         if self.rules.single and opened.spare:
             out.append(grant(event.executor, (opened.spare.pop(0),), opened, holds=False))
@@ -270,8 +267,7 @@ class FederatedCoordinator:
         before, task = opened.late.pop(event.executor)
         if (fault := _fault(event, {task.client: task})) is not None:
             return [Ignore(event.executor, event.turn), *self._expel(event.executor, fault)]
-        opened.timed.setdefault(event.executor, []).extend(event.timed)
-        opened.refused += event.refused
+        opened.report(event.executor, event.timed, event.refused)
         opened.stale += [(t.client, opened.turn.round - before.round) for t in event.timed]
         return [Merge(event.executor, event.turn), *self._look()]
 

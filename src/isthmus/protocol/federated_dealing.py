@@ -73,7 +73,7 @@ class Dealer:
         if self.pinned:
             chosen = set(cohort.tolist())
             mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
-            return Deal({name: (self._task(client),) for name, client in mine.items()})
+            return Deal({name: self._tasks(np.array([client])) for name, client in mine.items()})
         if self._ahead is not None and self._ahead.fits(round_, alive, cohort):
             schedule = self._ahead.schedule
         else:
@@ -82,7 +82,7 @@ class Dealer:
         dealt: dict[str, tuple[Task, ...]] = {}
         for name, places in zip(alive, schedule.clients_of(), strict=True):
             order = places[np.argsort(-sizes[places], kind="stable")]
-            dealt[name] = tuple(self._task(client) for client in cohort[order].tolist())
+            dealt[name] = self._tasks(cohort[order])
         return Deal(dealt, schedule)
 
     def plan_ahead(self, round_: int, cohort: Integers, alive: Sequence[str]) -> None:
@@ -95,6 +95,9 @@ class Dealer:
         sizes = self.sizes[cohort].astype(np.float64)
         return self.pace.schedule(planner, sizes, (self._number[name] for name in alive))
 
-    def _task(self, client: int) -> Task:
-        kept = -1 if self.state_rounds is None else int(self.state_rounds[client])
-        return Task(client, int(self.sizes[client]), kept)
+    def _tasks(self, clients: Integers) -> tuple[Task, ...]:
+        """Whole columns at a time: one number out of an array takes as long as a task."""
+        numbers, sizes = clients.tolist(), self.sizes[clients].tolist()
+        if self.state_rounds is None:
+            return tuple(map(Task, numbers, sizes))
+        return tuple(map(Task, numbers, sizes, self.state_rounds[clients].tolist()))

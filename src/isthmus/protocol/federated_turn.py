@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import heapq
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass, field
 
 from isthmus.protocol.federated_events import Line, Refusal, Task, Timed, Turn
@@ -35,23 +35,35 @@ class OpenTurn:
     predicted_s: float | None = None
     bound_s: float | None = None
     believed: dict[str, Line] = field(default_factory=dict)
+    done: int = 0
+    """Clients whose updates are in."""
+    _out: int = 0
+    """Clients that are held: counted as they come and go, for there may be a million."""
     _load_s: dict[str, float] = field(default_factory=dict)
     _richest: list[tuple[float, str]] = field(default_factory=list)
 
     @property
     def outstanding(self) -> int:
-        return sum(map(len, self.held.values())) + len(self.spare) + len(self.late)
+        return self._out + len(self.spare) + len(self.late)
 
-    @property
-    def done(self) -> int:
-        return sum(map(len, self.timed.values()))
+    def report(self, executor: str, timed: Sequence[Timed], refused: Sequence[Refusal]) -> None:
+        """What became of clients that an executor held, or of one that is late."""
+        held = self.held.get(executor, {})
+        self._out -= sum(held.pop(told.client, None) is not None for told in (*timed, *refused))
+        self.timed.setdefault(executor, []).extend(timed)
+        self.refused += refused
+        self.done += len(timed)
 
     def give(self, executor: str, tasks: Iterable[Task]) -> None:
         line = self.line(executor)
         held = self.held.setdefault(executor, {})
+        self._out -= len(held)
+        load_s = self._load_s.get(executor, 0.0)
         for task in tasks:
             held[task.client] = task
-            self._load_s[executor] = self._load_s.get(executor, 0.0) + line.seconds(task.samples)
+            load_s += line.seconds(task.samples)
+        self._load_s[executor] = load_s
+        self._out += len(held)
         heapq.heappush(self._richest, (-self.load_s(executor), executor))
 
     def take(self, executor: str, tasks: Iterable[Task]) -> bool:
@@ -61,6 +73,7 @@ class OpenTurn:
         for task in tasks:
             if held.pop(task.client, None) is None:
                 return False
+            self._out -= 1
             self._load_s[executor] -= line.seconds(task.samples)
             some = True
         if some:  # it may have more
@@ -75,7 +88,9 @@ class OpenTurn:
         """Its clients; the turn goes on without it."""
         self.idle.pop(executor, None)
         self._load_s.pop(executor, None)
-        return list(self.held.pop(executor, {}).values())
+        held = self.held.pop(executor, {})
+        self._out -= len(held)
+        return list(held.values())
 
     def victim(self, thief: str) -> str | None:
         """Who has most, of those that were not asked since they were last given clients; asked now."""
