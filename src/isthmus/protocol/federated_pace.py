@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections import deque
 from collections.abc import Iterable, Sequence
+from dataclasses import replace
 
 import numpy as np
 
@@ -19,6 +20,7 @@ from isthmus.planners.cohort import (
     certified,
     equal_times,
     fit_times,
+    fractional,
     parrot,
     schedule_cohort,
 )
@@ -114,5 +116,11 @@ class Pace:
             return greedy
         per_sample = np.maximum(problem.seconds_per_sample, TINY_S)
         at_least_s = float(sizes.sum() / (1 / per_sample).sum())
-        steps = int((greedy.makespan_s - at_least_s) / STEP_S)
-        return certified(problem, steps=min(steps, MOST_STEPS)) if steps >= FEWEST_STEPS else greedy
+        if greedy.makespan_s - at_least_s < FEWEST_STEPS * STEP_S:
+            return greedy
+        # What clients take whatever their size is left out there: it would pass for something to be saved.
+        bound_s = min(fractional(problem).lower_bound_s, greedy.makespan_s)
+        steps = int((greedy.makespan_s - bound_s) / STEP_S)
+        if steps < FEWEST_STEPS:
+            return replace(greedy, lower_bound_s=bound_s)
+        return certified(problem, steps=min(steps, MOST_STEPS))

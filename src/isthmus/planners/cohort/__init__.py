@@ -1,6 +1,7 @@
 """Which executor trains which clients of a federated round: the algorithms, and the time model that they need."""
 
 from isthmus.planners.cohort.certified import certified
+from isthmus.planners.cohort.fractional import Fractional, fractional
 from isthmus.planners.cohort.parrot import parrot
 from isthmus.planners.cohort.problem import CohortProblem, Schedule
 from isthmus.planners.cohort.registry import CohortAlgorithm, cohort_names, describe_cohort, schedule_cohort
@@ -8,6 +9,7 @@ from isthmus.planners.cohort.times import History, TimeModel, equal_times, fit_t
 from isthmus.planners.cohort.uniform import uniform
 
 __all__ = [
-    "CohortAlgorithm", "CohortProblem", "History", "Schedule", "TimeModel",
-    "certified", "cohort_names", "describe_cohort", "equal_times", "fit_times", "parrot", "schedule_cohort", "uniform",
+    "CohortAlgorithm", "CohortProblem", "Fractional", "History", "Schedule", "TimeModel",
+    "certified", "cohort_names", "describe_cohort", "equal_times", "fit_times", "fractional", "parrot",
+    "schedule_cohort", "uniform",
 ]  # fmt: skip
