@@ -50,8 +50,8 @@ class Nursery:
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(
-                [*command, "-m", "isthmus.runtime.nursery"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL, stderr=log,
-                env=dict(environment), process_group=0,
+                [*command, "-m", "isthmus.runtime.nursery"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                stderr=log, env=dict(environment), process_group=0,
             )  # fmt: skip
         self._births = 0
         self._pids: dict[int, int] = {}
