@@ -96,6 +96,8 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     """A ratio planner."""
     ratio: Annotated[float, Meta(ge=1)] = 100.0
     """Elements per element that is sent; what it bounds is the method's."""
+    feedback: bool = False
+    """Whether what is left out of a sample's gradients is added when the sample comes again."""
 
 
 class Hooks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -11,12 +11,14 @@ from torch import Tensor
 
 from isthmus.cli.planning import simulation_options
 from isthmus.cost import Layout, Problem, build_plan, build_replicas
-from isthmus.data import SampleOrder, load_dataset
+from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.errors import UserError
+from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Compression, Packing, Plan
-from isthmus.planners.compression import plan_compression
+from isthmus.planners.compression import plan_compression, repeat_compression, with_feedback
 from isthmus.planners.compression.messages import compressed, messages_of
+from isthmus.runtime.feedback import check_feedback
 from isthmus.runtime.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
@@ -44,13 +46,12 @@ def in_one_process(job: Job, prepared: Prepared, plan: Plan) -> tuple[dict[str, 
     data = load_dataset(job.data, "train")
     order = SampleOrder(len(data), t.seed, t.shuffle)
 
-    def batch(step: int, micro_batch: int) -> dict[str, Tensor]:
-        start = step * t.batch_size + micro_batch * job.micro_batch_size
-        return data.batch(order.indices(start, job.micro_batch_size), list(data.columns))
-
     losses: list[float] = []
     for step in range(t.steps):
-        losses.append(twin.step(step, [batch(step, m) for m in range(t.micro_batches)])[0])
+        starts = [step * t.batch_size + m * job.micro_batch_size for m in range(t.micro_batches)]
+        samples = [order.indices(start, job.micro_batch_size) for start in starts]
+        batches = [data.batch(indices, list(data.columns)) for indices in samples]
+        losses.append(twin.step(step, batches, [indices.tolist() for indices in samples])[0])
         twin.update(step)
     return twin.state(), losses
 
@@ -102,6 +103,52 @@ def test_a_run_equals_its_twin_and_sends_what_plan_and_simulator_say(model: str,
                 assert set(sizes) == ({size, edge.forward_bytes} if name == "forward" else {size})
     measured = Trace(source="runtime", run="r", spans=spans)
     assert sent(measured) == sent(simulate(plan, fleet, run_spec(prepared), simulation_options(prepared, plan)))
+
+
+def test_what_a_samples_gradients_left_out_follows_in_the_next_pass(tmp_path: Path) -> None:
+    """Three passes over 24 samples; the same run without feedback goes elsewhere. The resumed run forgets."""
+    text = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 384})
+    job = job_of("gpt", GPT, text, steps=9)
+    prepared, fleet = prepare(job), fleet_of(2)
+    assert prepared.train_samples <= 24
+    problem = prepared.problem(fleet)
+    dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
+    packed = plan_compression("uniform", problem, dense, 10.0)
+    plan = with_feedback(packed)
+    assert repeat_compression(problem, dense, plan).replicas == plan.replicas
+    losses: list[float | None] = []
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
+    expected, plain = in_one_process(job, prepared, plan)[1], in_one_process(job, prepared, packed)[1]
+    assert losses == pytest.approx(expected, rel=1e-6)
+    first = prepared.train_samples // job.training.batch_size
+    assert losses[:first] == pytest.approx(plain[:first], rel=1e-6)
+    assert losses[-1] != pytest.approx(plain[-1], rel=1e-6)
+
+
+class TestRefusedFeedback:
+    def planned(self, steps: int, memory_bytes: int = 1 << 30) -> tuple[Prepared, Plan, Fleet]:
+        prepared, fleet = prepare(job_of("gpt", GPT, TEXT, steps=steps)), fleet_of(2)
+        problem = prepared.problem(fleet)
+        dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
+        small = tuple(msgspec.structs.replace(d, memory_bytes=memory_bytes) for d in fleet.devices)
+        plan = with_feedback(plan_compression("uniform", problem, dense, 10.0))
+        return prepared, plan, msgspec.structs.replace(fleet, devices=small)
+
+    def test_for_one_pass(self) -> None:
+        with pytest.raises(UserError, match="see none of the .* samples twice, expected more than one pass"):
+            check_feedback(*self.planned(steps=2))
+
+    def test_beyond_the_devices_memory(self) -> None:
+        check_feedback(*self.planned(steps=10_000))
+        with pytest.raises(UserError, match=r"device 'd1' keeps \d+ bytes, the gradients of \d+ samples"):
+            check_feedback(*self.planned(steps=10_000, memory_bytes=1 << 20))
+
+    def test_of_values(self) -> None:
+        _, plan, _ = self.planned(steps=2)
+        (edge,) = plan.replica.edges
+        with pytest.raises(UserError, match="forward_compression.feedback: got true, expected false"):
+            msgspec.structs.replace(edge, forward_compression=edge.backward_compression)
 
 
 def test_a_model_that_diverges_is_told_with_the_value_that_did(tmp_path: Path) -> None:

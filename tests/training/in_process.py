@@ -15,7 +15,7 @@ from isthmus.graph.align import align
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.models import as_eager
 from isthmus.plan import Packing
-from isthmus.training.compression import codec_of
+from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.layout import bytes_of, header_of, in_a_row, pack, receive_buffer, unpack
 from isthmus.training.optim import Optimizers
@@ -61,6 +61,7 @@ class Pipeline:
         both = (*captured.train.ops, *captured.eval.ops)
         self.placeholders = {op.target: op.name for op in both if op.kind == "placeholder"}
         self.config = config
+        self.feedback = {stage.index: SampleFeedback() for stage in self.stages}
         self.norms: dict[str, Tensor] = {}
 
     @property
@@ -81,16 +82,21 @@ class Pipeline:
                 packed = mode == "train" and c.gradient
                 arrived[c.value, c.target] = wire(out[c.value], self.packings(c.source, c.target) if packed else None)
 
-    def _backward(self, m: int) -> None:
+    def _backward(self, m: int, samples: Sequence[int]) -> None:
         back: dict[int, dict[int, dict[Ref, Tensor]]] = {s.index: {} for s in self.stages}
         for stage, engine in reversed(list(zip(self.stages, self.engines, strict=True))):
             given = [back[stage.index][target] for target in sorted(back[stage.index], reverse=True)]
             gradients = engine.backward(m, given)
             for c in stage.receives:
                 if c.gradient:
-                    back[c.source].setdefault(stage.index, {})[c.value] = wire(
-                        gradients[c.value], self.packings(stage.index, c.source)
-                    )
+                    packing, gradient = self.packings(stage.index, c.source), gradients[c.value]
+                    if packing is not None and packing.feedback:
+                        name, codec, gradient = f"{c.value}", codec_of(packing), gradient.contiguous()
+                        payload = self.feedback[stage.index].encode(codec, samples, gradient, name)
+                        arrived = codec.decode(payload, gradient.shape, gradient.dtype, name)
+                    else:
+                        arrived = wire(gradient, packing)
+                    back[c.source].setdefault(stage.index, {})[c.value] = arrived
 
     def share(self) -> None:
         """Give borrowers the values of shared parameters."""
@@ -99,13 +105,15 @@ class Pipeline:
                 names = [n for n, o in user.train.borrows.items() if o == owner]
                 user.set_shared(engine.shared_values(names))
 
-    def step(self, number: int, micro_batches: Sequence[Mapping[str, Tensor]]) -> tuple[float, dict[str, Tensor]]:
-        """(loss, gradients by parameter name) of one step; nothing is updated."""
+    def step(
+        self, number: int, micro_batches: Sequence[Mapping[str, Tensor]], samples: Sequence[Sequence[int]] = ()
+    ) -> tuple[float, dict[str, Tensor]]:
+        """(loss, gradients by parameter name) of one step; nothing is updated. `samples` are each micro-batch's."""
         self.share()
         for m, batch in enumerate(micro_batches):
             self._forward("train", number, m, batch)
         for m in range(len(micro_batches)):
-            self._backward(m)
+            self._backward(m, samples[m] if samples else ())
         counted = self.captured.train.count is not None
         total = sum(e.count for e in self.engines) if counted else None
         for owner, engine in enumerate(self.engines):

@@ -9,7 +9,7 @@ import torch
 from codec_cases import LOSSY
 
 from isthmus.errors import UserError
-from isthmus.training.compression import Codec, ErrorFeedback, NoCodec, Sparse2Bit, TopK
+from isthmus.training.compression import Codec, ErrorFeedback, NoCodec, SampleFeedback, Sparse2Bit, TopK
 
 
 @pytest.mark.parametrize("codec", LOSSY, ids=str)
@@ -62,3 +62,37 @@ def test_bad_use_is_refused_and_remembers_nothing() -> None:
     for decay in (-0.1, 1.1, math.nan):
         with pytest.raises(UserError, match="decay: got"):
             ErrorFeedback(NoCodec(), decay)
+
+
+class TestSamples:
+    """Gradients of micro-batches that are made of other samples in each pass."""
+
+    @pytest.mark.parametrize("codec", LOSSY, ids=str)
+    def test_each_samples_sums_differ_by_its_last_error(self, codec: Codec) -> None:
+        feedback, generator = SampleFeedback(), torch.Generator().manual_seed(1)
+        given, got = torch.zeros(8, 2, 50), torch.zeros(8, 2, 50)
+        left = torch.zeros(8, 2, 50)
+        for _ in range(5):
+            for samples in torch.randperm(8, generator=generator).view(2, 4).tolist():
+                x = torch.randn(4, 2, 50, generator=generator)
+                whole = x + left[samples]
+                decoded = codec.decode(feedback.encode(codec, samples, x, "g"), x.shape, x.dtype)
+                left[samples] = whole - decoded
+                given[samples] += x
+                got[samples] += decoded
+        assert torch.allclose(given - got, left, atol=1e-4)
+        assert feedback.size_bytes == left.nbytes
+
+    def test_a_sample_that_comes_twice_in_a_micro_batch_is_told_once(self) -> None:
+        codec, feedback = TopK(2.0), SampleFeedback()
+        feedback.encode(codec, [0, 1], torch.tensor([[1.0], [2.0]]), "g")  # leaves 1 of sample 0
+        twice = feedback.encode(codec, [0, 0], torch.tensor([[4.0], [3.0]]), "g")
+        assert codec.decode(twice, (2, 1), torch.float32).tolist() == [[5.0], [0.0]]
+        once = feedback.encode(codec, [0, 1], torch.tensor([[1.0], [2.0]]), "g")
+        assert codec.decode(once, (2, 1), torch.float32).tolist() == [[4.0], [0.0]]
+
+    def test_values_are_apart(self) -> None:
+        codec, feedback = TopK(2.0), SampleFeedback()
+        feedback.encode(codec, [0, 1], torch.tensor([[1.0], [2.0]]), "a")
+        other = feedback.encode(codec, [0, 1], torch.tensor([[1.5], [1.0]]), "b")
+        assert codec.decode(other, (2, 1), torch.float32).tolist() == [[1.5], [0.0]]

@@ -14,7 +14,7 @@ from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, Replica, load_plan
 from isthmus.planners import check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
-from isthmus.planners.compression import plan_compression, repeat_compression
+from isthmus.planners.compression import plan_compression, repeat_compression, with_feedback
 from isthmus.protocol import RunSpec
 from isthmus.runtime.stages import refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
@@ -52,7 +52,8 @@ def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
         plan = make_plan(planner or job.planner, cut, simulated_s)
         if job.compression is None:
             return plan
-        return plan_compression(job.compression.method, cut, plan, job.compression.ratio)
+        packed = plan_compression(job.compression.method, cut, plan, job.compression.ratio)
+        return with_feedback(packed) if job.compression.feedback else packed
 
     return over_counts(problem, job.counts, planned, simulated_s)
 

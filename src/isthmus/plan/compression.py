@@ -14,6 +14,8 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
     codec: str
     ratio: float = 1.0
     """Elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all."""
+    feedback: bool = False
+    """Whether the sender adds what it left out of a sample's gradient to that of the same sample in the next pass."""
     wire_bytes: int
     """Of one micro-batch's message, with what the codec leaves as it is."""
 
@@ -27,4 +29,4 @@ class Compression(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def packing(self) -> Packing:
-        return Packing(codec=self.codec, ratio=self.ratio)
+        return Packing(codec=self.codec, ratio=self.ratio, feedback=self.feedback)

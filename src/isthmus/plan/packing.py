@@ -27,6 +27,8 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
     codec: str
     ratio: float = 1.0
     """Elements of a tensor per element that is sent: 100 keeps 1 % of them, 1 keeps all."""
+    feedback: bool = False
+    """Of gradients: what was left out of a sample's is added to that of the same sample when it comes again."""
 
     def __post_init__(self) -> None:
         if self.codec not in CODECS:

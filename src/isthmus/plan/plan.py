@@ -72,6 +72,13 @@ class Edge(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     """None sends the tensors as they are."""
     backward_compression: Compression | None = None
 
+    def __post_init__(self) -> None:
+        if self.forward_compression is not None and self.forward_compression.feedback:
+            raise UserError(
+                f"plan: edge {self.source} -> {self.target}: forward_compression.feedback: got true, expected false: "
+                "values are not summed, so what is left out of one does not belong into another"
+            )
+
     @property
     def forward_wire_bytes(self) -> int:
         """What crosses the link for each micro-batch."""

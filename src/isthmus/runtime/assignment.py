@@ -79,6 +79,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     data: DataSpec
     fingerprints: dict[str, str] = {}
     """Of the coordinator's copy of the data, by split."""
+    train_samples: int
+    """With the seed, and whether they are shuffled, this is the order in which they are used."""
     shuffle: bool = True
     evaluates: bool = True
     """Whether held-out data are needed at all."""

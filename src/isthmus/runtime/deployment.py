@@ -15,6 +15,7 @@ from isthmus.plan import Packing, Plan
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Mirror, Neighbour
+from isthmus.runtime.feedback import check_feedback
 from isthmus.runtime.script import Address
 from isthmus.runtime.stages import StagePair, refuse_shared_devices, stage_pairs
 from isthmus.training.checkpoint import OPTIMIZER
@@ -40,6 +41,7 @@ class Deployment:
     def __init__(self, prepared: Prepared, plan: Plan, fleet: Fleet, *, emulate: bool, number: int = 0) -> None:
         """`number` tells plans of a run apart."""
         refuse_shared_devices(plan)
+        check_feedback(prepared, plan, fleet)
         self.plan = plan
         self.job = prepared.job
         self._prepared = prepared
@@ -140,8 +142,8 @@ class Deployment:
                 placeholders={column: op.name for column, op in placeholders.items()},
                 column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
                 engine=self._engine(self._shares[view.stage]), recompute=stage.recompute,
-                data=self.job.data, shuffle=self.job.training.shuffle, fingerprints=self._prepared.fingerprints,
-                neighbours=self._neighbours(pair, addresses),
+                data=self.job.data, shuffle=self.job.training.shuffle, train_samples=self._prepared.train_samples,
+                fingerprints=self._prepared.fingerprints, neighbours=self._neighbours(pair, addresses),
                 emulation=emulation if self._emulate else None,
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 threads=self.job.runtime.threads, patience_s=self.job.patience_s,

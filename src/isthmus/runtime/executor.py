@@ -139,8 +139,7 @@ class Executor:
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
         self._packings = sent_packings(assignment)
-        train = data.get("train")
-        self._order = SampleOrder(len(train), assignment.engine.seed, assignment.shuffle) if train is not None else None
+        self._order = SampleOrder(assignment.train_samples, assignment.engine.seed, assignment.shuffle)
 
     def record(self, span: Span) -> None:
         if self.assignment.trace:
@@ -299,10 +298,9 @@ class Executor:
         size = self.assignment.engine.micro_batch_size
         start = item.first_sample + micro_batch * size
         if item.kind == "train":
-            if self._order is None:
+            if "train" not in self._data:
                 raise InternalError(f"stage {stage.index} reads columns {stage.columns} and has no data")
-            indices = self._order.indices(start, size)
-            found = self._data["train"].batch(indices, stage.columns)
+            found = self._data["train"].batch(self._order.indices(start, size), stage.columns)
         else:
             found = self._data["heldout"].batch(range(start, start + size), stage.columns)
         dtypes = self.assignment.column_dtypes
@@ -324,11 +322,15 @@ class Executor:
         number = 0.0
         tensors: dict[str, Tensor] = {}
         packings: dict[str, Packing] = {}
+        samples: list[int] = []
         match send.parcel:
             case "forward" | "backward":
                 tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
                 if self._items[send.item].kind == "train":
                     packings = self._packings[send.parcel, send.target]
+                if any(packing.feedback for packing in packings.values()):
+                    tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
+                    samples = self._samples(self._items[send.item], send.micro_batch)
             case "shared":
                 tensors = self.engine.shared_values([n for n, users in stage.lends.items() if send.target in users])
             case "shared_gradient":
@@ -338,7 +340,12 @@ class Executor:
             case "norms":
                 assert self._norms is not None, "norms are sent after collect"
                 tensors = {"norms": self._norms}
-        self.links.send(send, tensors, number, packings)
+        self.links.send(send, tensors, number, packings, samples)
+
+    def _samples(self, item: Item, micro_batch: int) -> list[int]:
+        """Which training samples a micro-batch is of: any stage can tell, whether it reads data or not."""
+        size = self.assignment.engine.micro_batch_size
+        return self._order.indices(item.first_sample + micro_batch * size, size).tolist()
 
     def _gather(self, item: int) -> None:
         """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""

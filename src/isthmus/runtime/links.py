@@ -21,7 +21,7 @@ from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage, PartsMes
 from isthmus.runtime.mirroring import MirrorReceiver
 from isthmus.runtime.recovery_messages import MirrorMessage, MirrorPart
 from isthmus.trace import Span
-from isthmus.training.compression import codec_of
+from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
 
 AVERAGE: Literal["average"] = "average"
@@ -59,6 +59,8 @@ class Links:
         self._closed = False
         self._ending = threading.Lock()
         self._owed: dict[int, int] = {}
+        self._feedback: dict[int, SampleFeedback] = {}
+        """By the stage to which gradients go; used in the packing thread of its lane alone."""
         self._names = {n.stage: n for n in assignment.neighbours}
         self._assignment = assignment
         self._channels = dict(channels)
@@ -90,11 +92,13 @@ class Links:
                 self._inbox.put(error)
 
     def send(
-        self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {}
-    ) -> None:
+        self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {},
+        samples: Sequence[int] = (),
+    ) -> None:  # fmt: skip
         """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
 
-        `packings` says by name which tensors are packed on the way, and how.
+        `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
+        gradients: packing with feedback remembers by sample.
         """
         headers = tuple(header_of(name, t, packings.get(name)) for name, t in tensors.items())
         message = ParcelMessage(
@@ -102,7 +106,9 @@ class Links:
             micro_batch=what.micro_batch, number=number, tensors=headers,
         )  # fmt: skip
         sent = list(tensors.values())
-        self._lanes[what.target].put(message, sent, partial(_packed, headers, sent) if packings else None)
+        feedback = self._feedback.setdefault(what.target, SampleFeedback())
+        packer = partial(_packed, headers, sent, samples, feedback) if packings else None
+        self._lanes[what.target].put(message, sent, packer)
 
     def send_parts(self, what: SendParts, stretch: Tensor) -> None:
         """Hand a stretch of a sum's buffer to the link's send lane."""
@@ -233,9 +239,18 @@ def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
     return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
 
 
-def _packed(headers: Sequence[TensorHeader], tensors: Sequence[Tensor]) -> list[memoryview]:
+def _packed(
+    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], samples: Sequence[int], feedback: SampleFeedback
+) -> list[memoryview]:
     """The parcel's payload. UserError names a value that cannot be packed."""
-    return [
-        bytes_of(codec_of(h.packing).encode(in_a_row(t), h.name)) if h.packing else pack(t)
-        for h, t in zip(headers, tensors, strict=True)
-    ]
+    found: list[memoryview] = []
+    for header, tensor in zip(headers, tensors, strict=True):
+        if header.packing is None:
+            found.append(pack(tensor))
+            continue
+        codec = codec_of(header.packing)
+        if header.packing.feedback:
+            found.append(bytes_of(feedback.encode(codec, samples, tensor, header.name)))
+        else:
+            found.append(bytes_of(codec.encode(in_a_row(tensor), header.name)))
+    return found

@@ -34,7 +34,9 @@ class Message(NamedTuple):
         size_bytes = self.exact_bytes + sum(map(packing.wire_bytes, self.elements))
         if size_bytes >= self.size_bytes:
             return None
-        return Compression(codec=packing.codec, ratio=packing.ratio, wire_bytes=size_bytes)
+        return Compression(
+            codec=packing.codec, ratio=packing.ratio, feedback=packing.feedback, wire_bytes=size_bytes
+        )  # fmt: skip
 
     def wire_bytes(self, packing: Packing | None) -> int:
         packed = self.packed(packing) if packing else None
@@ -88,6 +90,21 @@ def compressed(problem: Problem, plan: Plan, packings: Mapping[Message, Packing 
     made = with_edges(problem, plan, edges)
     note = f"compression {planner!r} packs {len(packed)} of {len(messages_of(problem, plan))} messages"
     return msgspec.structs.replace(made, notes=(*plan.notes, note))
+
+
+def with_feedback(plan: Plan) -> Plan:
+    """The plan whose packed gradients remember, sample by sample, what was left out. It costs no byte on the wire."""
+    replicas = [
+        msgspec.structs.replace(r, edges=tuple(_remembering(edge) for edge in r.edges)) for r in plan.replicas
+    ]
+    return msgspec.structs.replace(plan, replicas=tuple(replicas))
+
+
+def _remembering(edge: Edge) -> Edge:
+    packed = edge.backward_compression
+    if packed is None:
+        return edge
+    return msgspec.structs.replace(edge, backward_compression=msgspec.structs.replace(packed, feedback=True))
 
 
 def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:

@@ -6,7 +6,11 @@ from isthmus.training.compression.error_feedback import ErrorFeedback
 from isthmus.training.compression.int8 import Int8
 from isthmus.training.compression.none import NoCodec
 from isthmus.training.compression.registry import codec_names, codec_of
+from isthmus.training.compression.sample_feedback import SampleFeedback
 from isthmus.training.compression.sparse2bit import Sparse2Bit
 from isthmus.training.compression.topk import TopK
 
-__all__ = ["Bf16", "Codec", "ErrorFeedback", "Int8", "NoCodec", "Sparse2Bit", "TopK", "codec_names", "codec_of"]
+__all__ = [
+    "Bf16", "Codec", "ErrorFeedback", "Int8", "NoCodec", "SampleFeedback", "Sparse2Bit", "TopK", "codec_names",
+    "codec_of",
+]  # fmt: skip

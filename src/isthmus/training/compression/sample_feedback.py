@@ -1,0 +1,47 @@
+"""Error feedback for the gradients that cross an edge, sample by sample (Seide et al., Interspeech 2014).
+
+A gradient on its way back is multiplied by what its own sample made of the parameters before the cut. What was left out
+of it belongs to this sample alone: it waits until the sample comes again, whatever micro-batch it comes in.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+from torch import Tensor
+
+from isthmus.training.compression.codec import Codec
+
+
+class SampleFeedback:
+    """What one edge has left out, by value and sample. Not to be called from several threads at once.
+
+    For every sample the sum of what was decoded follows the sum of its gradients. It keeps one gradient for each sample
+    that was seen, in the gradient's own type.
+    """
+
+    def __init__(self) -> None:
+        self._errors: dict[tuple[str, int], Tensor] = {}
+
+    @property
+    def size_bytes(self) -> int:
+        return sum(error.nbytes for error in self._errors.values())
+
+    def encode(self, codec: Codec, samples: Sequence[int], gradient: Tensor, name: str) -> Tensor:
+        """The payload of a gradient and of what earlier payloads left out of these samples'.
+
+        `gradient` [len(samples), ...] is contiguous and stays as it is. Raises what the codec raises.
+        """
+        whole = gradient.clone()
+        for row, sample in zip(whole, samples, strict=True):
+            error = self._errors.pop((name, sample), None)
+            if error is not None:
+                row += error
+        payload = codec.encode(whole, name)
+        left = whole - codec.decode(payload, whole.shape, whole.dtype, name)
+        for row, sample in zip(left, samples, strict=True):
+            # Twice in one micro-batch, where a pass ends and the next begins: the second row met no error above.
+            before = self._errors.get((name, sample))
+            self._errors[name, sample] = row.clone() if before is None else before + row
+        return payload
