@@ -15,6 +15,9 @@ from isthmus.training.optim import LearningRate, OptimizerConfig
 
 FAST, SLOW = Link(0.001, 1e9 / 8), Link(0.02, 5e6 / 8)
 STAGES = 4
+METHODS = ("dense", "int8", "just-enough", "adatopk", "uniform")
+REMEMBERED = ("adatopk, feedback", "uniform, feedback")
+"""What is left out of a sample's gradients follows in the next pass."""
 
 
 class Block(nn.Module):
@@ -65,6 +68,7 @@ class Case:
     batch_size: int
     micro_batches: int
     lr: float
+    methods: tuple[str, ...] = METHODS
     flops_per_s: float
     """Of each device: so slow that a stage takes a few times longer than a fast link."""
 
@@ -87,16 +91,26 @@ class Case:
         return Fleet(name="two sites", devices=devices, links=Links(default=SLOW, intra=FAST))
 
 
+GPT = ModelSpec(
+    name="gpt", options={"vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4}
+)  # fmt: skip
+
+
+def text(max_bytes: int) -> DataSpec:
+    return DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": max_bytes})
+
+
 CASES = (
     Case(
         name="ResNet", model=ModelSpec(name="models:ResNet"), data=DataSpec(kind="digits"), steps=100, batch_size=64,
-        micro_batches=8, lr=3e-3, flops_per_s=1e10,
+        micro_batches=8, lr=3e-3, methods=METHODS + REMEMBERED, flops_per_s=1e10,
     ),
     Case(
-        name="GPT", model=ModelSpec(name="gpt", options={
-            "vocab_size": 256, "sequence_length": 64, "width": 64, "layers": 4, "heads": 4
-        }),
-        data=DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 64, "max_bytes": 2_000_000}),
-        steps=120, batch_size=32, micro_batches=8, lr=3e-3, flops_per_s=1e10,
+        name="GPT", model=GPT, data=text(2_000_000), steps=120, batch_size=32, micro_batches=8, lr=3e-3,
+        flops_per_s=1e10,
+    ),
+    Case(
+        name="GPT, again", model=GPT, data=text(50_000), steps=120, batch_size=32, micro_batches=8, lr=3e-3,
+        methods=("dense", "adatopk", "uniform", *REMEMBERED), flops_per_s=1e10,
     ),
 )  # fmt: skip

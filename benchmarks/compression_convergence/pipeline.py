@@ -11,7 +11,7 @@ from isthmus.graph import Flow, Ref
 from isthmus.job import Prepared
 from isthmus.plan import Compression, Plan
 from isthmus.runtime.stages import stage_pairs
-from isthmus.training.compression import codec_of
+from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import TorchEngine
 from isthmus.training.weights import initial_weights
 
@@ -30,13 +30,14 @@ class Stages:
         edges = {(e.source, e.target): e for e in plan.replica.edges}
         self._forward = {ends: e.forward_compression for ends, e in edges.items()}
         self._backward = {ends: e.backward_compression for ends, e in edges.items()}
+        self._feedback = {ends: SampleFeedback() for ends in edges}
         assert Flow(captured.train).graph.count is None, "the loss is a mean"
 
-    def step(self, number: int, micro_batches: Sequence[Batch]) -> float:
-        """The loss of one step, after which the stages are updated."""
-        for m, batch in enumerate(micro_batches):
+    def step(self, number: int, micro_batches: Sequence[Batch], samples: Sequence[Sequence[int]]) -> float:
+        """The loss of one step, after which the stages are updated. `samples` are each micro-batch's."""
+        for m, (batch, its) in enumerate(zip(micro_batches, samples, strict=True)):
             self._run("train", number, m, batch)
-            self._return(m)
+            self._return(m, its)
         for engine in self._engines:
             engine.collect(None)
             engine.update(number, None)
@@ -59,14 +60,22 @@ class Stages:
                 how = self._forward[c.source, c.target] if packed and out[c.value].is_floating_point() else None
                 arrived[c.value, c.target] = _crossed(out[c.value], how, c.value.op)
 
-    def _return(self, m: int) -> None:
+    def _return(self, m: int, samples: Sequence[int]) -> None:
         back: dict[int, list[dict[Ref, Tensor]]] = {k: [] for k in range(len(self._engines))}
         for engine in reversed(self._engines):
             gradients = engine.backward(m, back[engine.train.index])
             for source in sorted({c.source for c in engine.train.receives}):
-                packed = self._backward[source, engine.train.index]
+                ends = source, engine.train.index
                 due = [c.value for c in engine.train.receives if c.source == source and c.gradient]
-                back[source].append({ref: _crossed(gradients[ref], packed, ref.op) for ref in due})
+                back[source].append({ref: self._back(gradients[ref], ends, ref.op, samples) for ref in due})
+
+    def _back(self, gradient: Tensor, ends: tuple[int, int], name: str, samples: Sequence[int]) -> Tensor:
+        packed = self._backward[ends]
+        if packed is None or not packed.feedback:
+            return _crossed(gradient, packed, name)
+        codec, gradient = codec_of(packed.packing), gradient.contiguous()
+        payload = self._feedback[ends].encode(codec, samples, gradient, name)
+        return codec.decode(payload, gradient.shape, gradient.dtype, name)
 
     @staticmethod
     def _told(losses: Sequence[tuple[float, float] | None]) -> float:

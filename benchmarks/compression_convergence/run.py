@@ -30,14 +30,13 @@ from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plan import Plan
-from isthmus.planners.compression import plan_compression
+from isthmus.planners.compression import plan_compression, with_feedback
 from isthmus.runtime.run import run_spec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 from models import CASES, Case
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
-METHODS = ("dense", "int8", "just-enough", "adatopk", "uniform")
 RATIO = 100.0
 SEEDS = (0, 1, 2)
 CURVE_POINTS = 5
@@ -96,7 +95,11 @@ def plan_of(case: Case, prepared: Prepared) -> Plan:
 
 def planned(case: Case, prepared: Prepared, method: str) -> Plan:
     dense = plan_of(case, prepared)
-    return dense if method == "dense" else plan_compression(method, prepared.problem(case.fleet()), dense, RATIO)
+    if method == "dense":
+        return dense
+    name, _, remembers = method.partition(", ")
+    packed = plan_compression(name, prepared.problem(case.fleet()), dense, RATIO)
+    return with_feedback(packed) if remembers else packed
 
 
 def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) -> Trained:
@@ -108,7 +111,8 @@ def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) ->
     order, curve = SampleOrder(len(data), seed, True), list[float]()
     for step in range(t.steps):
         starts = [step * t.batch_size + m * size for m in range(t.micro_batches)]
-        loss = stages.step(step, [data.batch(order.indices(s, size), columns) for s in starts])
+        samples = [order.indices(start, size) for start in starts]
+        loss = stages.step(step, [data.batch(its, columns) for its in samples], [its.tolist() for its in samples])
         if not math.isfinite(loss):
             curve += [math.nan] * (CURVE_POINTS - len(curve))
             break
@@ -123,7 +127,7 @@ def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) ->
 
 def summed_up(case: Case, prepared: Prepared, runs: list[Trained]) -> list[Method]:
     found: list[Method] = []
-    for method in METHODS:
+    for method in case.methods:
         chosen = [r for r in runs if (r.model, r.method) == (case.name, method)]
         finals, packed_loss = [r.curve[-1] for r in chosen], statistics.fmean(r.packed_loss for r in chosen)
         plan = planned(case, prepared, method)
@@ -147,11 +151,12 @@ def table(found: Report) -> Table:
     drawn = Table("model", "method", title=f"Training under compression, ratio {RATIO:g}, {found.seeds} seeds")
     for heading in ("messages", "slow link, bytes", "step", "held-out loss", "gap", "with codecs", "gap"):
         drawn.add_column(heading, justify="right")
+    last = {m.model: m for m in found.methods}
     for m in found.methods:
         drawn.add_row(
             m.model, m.method, ", ".join(dict.fromkeys(m.messages)), f"{m.slow_bytes:,}", f"{m.step_s * 1e3:.0f} ms",
             f"{m.loss:.4f} +- {m.spread:.4f}", f"{m.gap:+.1%}", f"{m.packed_loss:.4f}", f"{m.packed_gap:+.1%}",
-            end_section=m.method == METHODS[-1],
+            end_section=m is last[m.model],
         )  # fmt: skip
     return drawn
 
@@ -169,13 +174,18 @@ def main() -> int:
         steps[case.name] = case.steps // 10 if options.quick else case.steps
         for seed in seeds:
             prepared = prepare(case.job(seed, steps[case.name]))
-            for method in METHODS:
+            for method in case.methods:
                 runs.append(train(case, prepared, planned(case, prepared, method), method, seed))
                 print(
                     f"{case.name}, {method}, seed {seed}: {runs[-1].curve[-1]:.4f} {runs[-1].packed_loss:.4f}",
                     file=sys.stderr,
                 )
         methods += summed_up(case, prepare(case.job(seeds[0], steps[case.name])), runs)
+    if options.only and options.json.exists():
+        before = msgspec.json.decode(options.json.read_bytes(), type=Report)
+        runs = [r for r in before.runs if r.model != options.only] + runs
+        methods = [m for m in before.methods if m.model != options.only] + methods
+        steps = before.steps | steps
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", seeds=len(seeds), steps=steps,

@@ -15,6 +15,7 @@ from msgspec import Meta
 from torch import nn
 
 from isthmus.cost import ParameterState, Problem, SyncPolicy, parameter_state
+from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError, unknown_name
@@ -286,7 +287,10 @@ def _state(job: Job) -> ParameterState:
     """The largest per-parameter state among the job's optimizers: a stage may hold parameters of any of them."""
     precision = "bfloat16" if job.training.precision == "bf16" else "float32"
     states = [parameter_state(o.name, momentum=o.momentum > 0, precision=precision) for o in job.optimizer]
-    return max(states, key=lambda s: s.optimizer_bytes)
+    largest = max(states, key=lambda s: s.optimizer_bytes)
+    outer = job.sync.outer
+    kept_bytes = 0 if outer is None else FLOAT32_BYTES * (2 if outer.momentum else 1)
+    return msgspec.structs.replace(largest, optimizer_bytes=largest.optimizer_bytes + kept_bytes)
 
 
 def load_hook(name: str) -> Callable[..., object]:

@@ -89,16 +89,21 @@ def test_replicas_equal_the_plain_loop(
     assert sum(s.size_bytes for s in sums) == job.training.steps * expected
 
 
-@pytest.mark.parametrize("mode", ["local", "partial", "dream"])
-def test_parameters_averaged_in_every_step_equal_gradients_summed(mode: str, tmp_path: Path) -> None:
+ONCE_A_STEP = [
+    SyncPolicy(mode="local"), SyncPolicy(mode="partial"), SyncPolicy(mode="dream"),
+    SyncPolicy(mode="outer", outer_rate=1.0, outer_momentum=0.0),
+    SyncPolicy(mode="streaming", outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize("policy", ONCE_A_STEP, ids=lambda policy: policy.mode)
+def test_parameters_averaged_in_every_step_equal_gradients_summed(policy: SyncPolicy, tmp_path: Path) -> None:
     """With plain SGD, averages of parameters after one step are the parameters after a step on the mean gradient."""
     job = job_of("gpt", GPT, TEXT)
-    job = msgspec.structs.replace(
-        job, sync=SyncPolicy(mode=mode, period=1), optimizer=(OptimizerConfig(name="sgd", lr=0.1),)  # type: ignore[arg-type]
-    )
+    job = msgspec.structs.replace(job, sync=policy, optimizer=(OptimizerConfig(name="sgd", lr=0.1),))
     prepared = prepare(job)
     plan = scheduled(prepared.problem(fleet_of(3)), planned(prepared, [((0.5,), 1), ((), 3)]))
-    assert plan.sync.averages == "parameters"
+    assert plan.sync.averages == ("parameters" if policy.outer is None else "deltas")
     _, losses = run(prepared, plan, tmp_path)
     assert_plain(job, prepared, tmp_path, losses)
 
@@ -123,10 +128,13 @@ def test_a_period_sends_each_parameter_once_and_ends_with_equal_replicas(tmp_pat
     assert any(name not in same for name in saved.keys() - second)
 
 
-POLICIES = [SyncPolicy(), SyncPolicy(mode="partial", period=4)]
+POLICIES = [
+    SyncPolicy(), SyncPolicy(mode="partial", period=4), SyncPolicy(mode="outer", period=4),
+    SyncPolicy(mode="streaming", period=2, delay=1),
+]  # fmt: skip
 
 
-@pytest.mark.parametrize("policy", POLICIES, ids=["every step", "partial"])
+@pytest.mark.parametrize("policy", POLICIES, ids=["every step", "partial", "outer", "an exchange under way"])
 def test_resumed_in_the_middle_of_a_period(policy: SyncPolicy, tmp_path: Path) -> None:
     """Weights, optimizer state and buffers of each replica: the same bits as a run that was not interrupted."""
     job = job_of("hf-resnet", RESNET, images(tmp_path), steps=4, save_every=2)

@@ -12,6 +12,7 @@ from isthmus.job import Job, fleet_of, prepare, terms_of
 from isthmus.plan import load_plan
 from isthmus.report import verdict_table
 from isthmus.verify import Question, StateBytes, state_bytes, verify
+from isthmus.verify.question import FLOAT32_BYTES
 
 
 def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> int:
@@ -36,7 +37,10 @@ def verify_document(job: Job, document: Path, out: Console, *, json: bool) -> in
 def _state(job: Job) -> StateBytes:
     """Of the optimizer that keeps the most: a stage may hold parameters of any."""
     narrow = job.training.precision == "bf16"
-    return max(
+    largest = max(
         (state_bytes(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer),
         key=lambda state: state.optimizer,
     )
+    outer = job.sync.outer
+    tensors = 0 if outer is None else 1 + (outer.momentum > 0)
+    return msgspec.structs.replace(largest, optimizer=largest.optimizer + FLOAT32_BYTES * tensors)

@@ -15,7 +15,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Device, Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
-from isthmus.plan import SCHEDULES, Terms
+from isthmus.plan import SCHEDULES, Outer, Terms
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -52,14 +52,32 @@ def parameter_state(optimizer: str, *, momentum: bool = False, precision: Precis
 class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What replicas sum, and how often."""
 
-    mode: Literal["every-step", "local", "partial", "dream"] = "every-step"
-    """`every-step`: gradients, in each step. The others average parameters, each once in a period: `local` all of them
-    in its last step (LSGD), `partial` the same number in each step (PLSGD-ENP), `dream` so many in each step that the
-    period is short, more than once where that costs nothing (DreamDDP)."""
+    mode: Literal["every-step", "local", "partial", "dream", "outer", "streaming"] = "every-step"
+    """`every-step`: gradients, in each step. Then those that average parameters, each once in a period: `local` all of
+    them in its last step (LSGD), `partial` the same number in each step (PLSGD-ENP), `dream` so many in each step that
+    the period is short, more than once where that costs nothing (DreamDDP). `outer` and `streaming` exchange what
+    parameters have moved and make an outer step on its mean: all in the last step of a period (DiLoCo), or in fragments
+    that take turns, on their way while the next steps compute (Streaming DiLoCo)."""
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Steps; 1 for `every-step`."""
+    outer_rate: Annotated[float, msgspec.Meta(gt=0)] = 0.7
+    outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
+    """`outer` and `streaming`. The defaults are DiLoCo's."""
+    delay: Annotated[int, msgspec.Meta(ge=0)] = 1
+    """`streaming`: steps between the start of a fragment's exchange and its use; a period at most."""
+    mixing: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.5
+    """`streaming`: share of a replica's own parameters that stays when the outer ones arrive."""
+
+    @property
+    def outer(self) -> Outer | None:
+        """None where no outer step is made."""
+        if self.mode == "streaming":
+            return Outer(rate=self.outer_rate, momentum=self.outer_momentum, delay=self.delay, mixing=self.mixing)
+        return Outer(rate=self.outer_rate, momentum=self.outer_momentum) if self.mode == "outer" else None
 
     def __post_init__(self) -> None:
+        if self.mode == "streaming" and self.delay > self.period:
+            raise ValueError(f"delay: got {self.delay}, expected at most the period of {self.period}")
         if self.mode == "every-step" and self.period != 1:
             raise ValueError(f"period: got {self.period}, expected 1 where mode is 'every-step'")
 

@@ -35,10 +35,23 @@ def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders
     held, period = owners(replicas), policy.period
     if policy.mode == "every-step":
         return grouped(flow, fleet, {name: (devices, (0,)) for name, devices in held.items()}, "gradients", 1)
-    spread = policy.mode != "local"
-    steps = [number * period // len(held) if spread else period - 1 for number in range(len(held))]
+    steps = _steps(policy, len(held))
     dated = {name: (devices, (step,)) for (name, devices), step in zip(held.items(), steps, strict=True)}
-    return grouped(flow, fleet, dated, "parameters", period)
+    if policy.outer is None:
+        return grouped(flow, fleet, dated, "parameters", period)
+    return msgspec.structs.replace(grouped(flow, fleet, dated, "deltas", period), outer=policy.outer)
+
+
+def _steps(policy: SyncPolicy, count: int) -> list[int]:
+    """In which step of a period each of so many parameters is averaged."""
+    period = policy.period
+    if policy.mode in ("local", "outer"):
+        return [period - 1] * count
+    if policy.mode == "streaming":
+        # Strided as in the paper: each fragment holds some of the first parameters and some of the last.
+        fragments = min(period, count)
+        return [(number % fragments + 1) * period // fragments - 1 for number in range(count)]
+    return [number * period // count for number in range(count)]
 
 
 def owners(replicas: Holders) -> dict[str, tuple[str, ...]]:

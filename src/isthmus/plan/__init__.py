@@ -2,6 +2,7 @@
 
 from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
+from isthmus.plan.outer import Outer
 from isthmus.plan.packing import Packing
 from isthmus.plan.plan import (
     Averages,
@@ -23,7 +24,7 @@ from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 from isthmus.plan.terms import Objective, Terms
 
 __all__ = [
-    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "Edge", "Objective", "Packing", "Plan",
-    "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync", "SyncGroup",
+    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "Edge", "Objective", "Outer", "Packing",
+    "Plan", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync", "SyncGroup",
     "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip

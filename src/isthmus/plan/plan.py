@@ -14,6 +14,7 @@ from msgspec import Meta
 from isthmus.errors import UserError
 from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
+from isthmus.plan.outer import Outer
 from isthmus.plan.schedule import Schedule
 from isthmus.plan.terms import Terms
 
@@ -130,8 +131,9 @@ class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
     """In which steps of a period."""
 
 
-Averages = Literal["gradients", "parameters"]
-"""What replicas sum: gradients before the update, or parameters, weighted by their shares, after it."""
+Averages = Literal["gradients", "parameters", "deltas"]
+"""What replicas sum: gradients before the update; or after it, weighted by their shares, parameters or what these have
+moved since the last outer step."""
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True):
@@ -140,6 +142,8 @@ class Sync(msgspec.Struct, frozen=True, kw_only=True):
     averages: Averages = "gradients"
     period: Positive = 1
     """Steps after which the groups' iterations start again."""
+    outer: Outer | None = None
+    """What becomes of the mean delta; None where none are summed."""
     groups: tuple[SyncGroup, ...] = ()
 
 

@@ -131,16 +131,17 @@ class Merge(msgspec.Struct, frozen=True):
 
 
 class Fill(msgspec.Struct, frozen=True):
-    """Fill the buffers of these groups: with summed gradients, or with weighted parameters."""
+    """Fill the buffers of these groups: with summed gradients, or with weighted parameters or deltas."""
 
     item: int
     groups: tuple[int, ...]
 
 
 class Take(msgspec.Struct, frozen=True):
-    """Use the sums in the buffers."""
+    """Use the sums in the buffers of these groups."""
 
     item: int
+    groups: tuple[int, ...]
 
 
 class Collect(msgspec.Struct, frozen=True):

@@ -26,13 +26,15 @@ class GroupView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Exchange:
-    """The groups of one worker. Items do not mix, whatever the order of arrivals."""
+    """The groups of one worker. Items do not mix, whatever the order of arrivals, and sums of several may be on the way
+    at once; of one group only one."""
 
     def __init__(self, groups: Sequence[GroupView]) -> None:
         self._rounds = {g.group: g.rounds for g in groups}
         self._at: dict[int, int] = {}
         """Groups at work: in which round each is."""
-        self._item = -1
+        self._items: dict[int, int] = {}
+        """For which item."""
         self._arrived: defaultdict[tuple[int, int, int], set[int]] = defaultdict(set)
         """Who has sent, by (item, group, round)."""
 
@@ -40,12 +42,16 @@ class Exchange:
     def busy(self) -> bool:
         return bool(self._at)
 
+    def summed(self, groups: Iterable[int]) -> bool:
+        """Whether all that was started of these groups is complete."""
+        return self._at.keys().isdisjoint(groups)
+
     def start(self, item: int, groups: Iterable[int]) -> list[SendParts | Merge]:
         """This worker's buffers of these groups are filled."""
-        self._item = item
-        self._at = dict.fromkeys(groups, -1)
         out: list[SendParts | Merge] = []
-        for group in list(self._at):
+        for group in groups:
+            assert group not in self._at, "a group's next sum starts when its last was taken"
+            self._at[group], self._items[group] = -1, item
             self._next(group, out)
             self._advance(group, out)
         return out
@@ -54,19 +60,19 @@ class Exchange:
         """Parts are here, perhaps for a round or an item that this worker has not come to."""
         self._arrived[event.item, event.group, event.round].add(event.source)
         out: list[SendParts | Merge] = []
-        if event.item == self._item and event.group in self._at:
+        if event.group in self._at and event.item == self._items[event.group]:
             self._advance(event.group, out)
         return out
 
     def _advance(self, group: int, out: list[SendParts | Merge]) -> None:
         while group in self._at:
-            number = self._at[group]
+            number, item = self._at[group], self._items[group]
             due = self._rounds[group][number].receives
-            if not self._arrived[self._item, group, number].issuperset(m.other for m in due):
+            if not self._arrived[item, group, number].issuperset(m.other for m in due):
                 return
-            del self._arrived[self._item, group, number]
+            del self._arrived[item, group, number]
             if due:
-                out.append(Merge(group, number, self._item))
+                out.append(Merge(group, number, item))
             self._next(group, out)
 
     def _next(self, group: int, out: list[SendParts | Merge]) -> None:
@@ -75,4 +81,4 @@ class Exchange:
             del self._at[group]
             return
         self._at[group] = number
-        out += [SendParts(group, number, m.other, self._item) for m in self._rounds[group][number].sends]
+        out += [SendParts(group, number, m.other, self._items[group]) for m in self._rounds[group][number].sends]

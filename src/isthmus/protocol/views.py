@@ -36,8 +36,9 @@ def plan_views(
     groups = _groups(plan)
     return tuple(
         msgspec.structs.replace(
-            view, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period
-        )
+            view, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period,
+            delay=plan.sync.outer.delay if plan.sync.outer else 0,
+        )  # fmt: skip
         for view in found
     )
 

@@ -9,7 +9,11 @@ The life of a training item on one stage, with what must have arrived before eac
     their users' gradients, the loss count ─► (sum gradients with other replicas) ─► collect ─► send norms
     everyone's norms ─► update ─► (or average parameters with other replicas) ─► report ─► next item
 
-A sum with other replicas: fill the buffers ─► exchange (see `exchange`) ─► take the sums.
+A sum with other replicas: fill the buffers ─► exchange (see `exchange`) ─► take the sums. With a delay the exchange goes
+on while the next items compute:
+
+    step            t: update ─► take the sums begun in step t - delay ─► fill ─► report      the exchange ─► ...
+    step    t + delay: update ─► take the sums begun in step t ─► ...
 
 The compute lane does one thing at a time. Whenever it is idle the ready tasklet of highest priority starts:
 backward before forward, then the lowest micro-batch. A late parcel delays only what depends on it.
@@ -87,6 +91,8 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     groups: tuple[GroupView, ...] = ()
     """Sums with workers of other replicas."""
     averages: Averages = "gradients"
+    delay: int = 0
+    """Steps between the start of a sum and its use."""
     period: int = 1
     """Steps after which the groups' iterations start again."""
 
@@ -103,8 +109,8 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
 
 
 Phase = Literal[
-    "idle", "tasklets", "gathering", "filling", "averaging", "taking", "collecting", "clipping", "updating", "saving",
-    "keeping", "halted",
+    "idle", "tasklets", "gathering", "filling", "averaging", "taking", "collecting", "clipping", "updating", "settling",
+    "saving", "keeping", "halted",
 ]  # fmt: skip
 
 
@@ -134,6 +140,8 @@ class Worker:
         self._backwards = 0
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
         self._exchange = Exchange(view.groups)
+        self._awaited: tuple[int, ...] = ()
+        """The groups whose sums are to be taken next."""
         self._stale = 0
 
     def statistics(self) -> WorkerStatistics:
@@ -158,8 +166,11 @@ class Worker:
             case Computed(work=work, micro_batch=micro_batch):
                 self._computed(work, micro_batch, out)
             case Filled(item=item):
-                self._expect("filling", "averaging", item)
-                out += self._exchange.start(item, self._due())
+                self._expect("filling", "idle" if self.view.delay else "averaging", item)
+                self._awaited = self._due()
+                out += self._exchange.start(item, self._awaited)
+                if self.view.delay:
+                    self._finish(item, out)
             case Taken(item=item):
                 self._expect("taking", "idle", item)
                 self._taken(item, out)
@@ -208,7 +219,15 @@ class Worker:
             out += [Send("forward", s, item, micro_batch) for s in self.view.eval_to]
 
     def _updated(self, item: int, out: list[WorkerInstruction]) -> None:
-        if self.view.averages == "parameters" and (due := self._due()):
+        if self.view.averages == "gradients":
+            self._finish(item, out)
+        elif self.view.delay and (begun := self._due(self.view.delay)):
+            self._phase, self._awaited = "averaging", begun
+        else:
+            self._exchange_or_finish(item, out)
+
+    def _exchange_or_finish(self, item: int, out: list[WorkerInstruction]) -> None:
+        if due := self._due():
             self._start("filling", Fill(item, due), out)
         else:
             self._finish(item, out)
@@ -216,14 +235,17 @@ class Worker:
     def _taken(self, item: int, out: list[WorkerInstruction]) -> None:
         if self.view.averages == "gradients":
             self._start("collecting", Collect(item), out)
+        elif self.view.delay:
+            self._exchange_or_finish(item, out)
         else:
             self._finish(item, out)
 
-    def _due(self) -> tuple[int, ...]:
-        """Groups that are summed in the item's step."""
+    def _due(self, steps_ago: int = 0) -> tuple[int, ...]:
+        """Groups whose sums start in the item's step, or did so many steps ago: also before the run was resumed."""
         assert self._item is not None, "sums belong to an item"
-        iteration = self._item.step % self.view.period
-        return tuple(g.group for g in self.view.groups if iteration in g.iterations)
+        step = self._item.step - steps_ago
+        iteration = step % self.view.period
+        return tuple(g.group for g in self.view.groups if step >= 0 and iteration in g.iterations)
 
     def _advance(self, out: list[WorkerInstruction]) -> None:
         """Move on as far as what has arrived allows, until the compute lane has something to do."""
@@ -237,10 +259,24 @@ class Worker:
                 self._start("filling", Fill(self._index, due), out)
             else:
                 self._start("collecting", Collect(self._index), out)
-        if self._phase == "averaging" and not self._exchange.busy:
-            self._start("taking", Take(self._index), out)
+        if self._phase == "averaging" and self._exchange.summed(self._awaited):
+            self._start("taking", Take(self._index, self._awaited), out)
+        if self._phase == "settling" and not self._exchange.busy:
+            self._settled(out)
         if self._phase == "clipping" and (not self.view.clips or self._has("norms", self._index, self.view.others)):
             self._start("updating", Update(self._index), out)
+
+    def _settled(self, out: list[WorkerInstruction]) -> None:
+        assert self._item is not None, "only an item settles"
+        if self._item.kind == "save":
+            self._start("saving", Save(self._index), out)
+        else:
+            self._start("keeping", Keep(self._index), out)
+
+    @property
+    def settled(self) -> bool:
+        """Whether no item is in work here, and no sum on its way."""
+        return self._phase == "idle" and not self._exchange.busy
 
     @property
     def _index(self) -> int:
@@ -251,11 +287,8 @@ class Worker:
         self._item = item
         self._next_forward = self._backwards = 0
         self._waiting_backward.clear()
-        if item.kind == "save":
-            self._start("saving", Save(item.index), out)
-            return
-        if item.kind == "keep":
-            self._start("keeping", Keep(item.index), out)
+        if item.kind in ("save", "keep"):
+            self._phase = "settling"  # sums that are on the way are kept too, once they are complete
             return
         self._phase = "tasklets"
         out += [Send("shared", s, item.index) for s in self.view.lends_to]

@@ -7,7 +7,7 @@ import msgspec
 from isthmus.data import DataSpec
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
-from isthmus.plan import Packing
+from isthmus.plan import Outer, Packing
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig
@@ -91,6 +91,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     share: Share
     """The replica's part of every item."""
     groups: tuple[GroupShare, ...] = ()
+    outer: Outer | None = None
+    """The step that groups make with summed deltas."""
     saves: tuple[str, ...] | None = None
     """Of a checkpoint, what this stage gives: these names; None for its whole state."""
     mirror: Mirror | None = None

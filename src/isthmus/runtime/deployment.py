@@ -148,7 +148,7 @@ class Deployment:
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 threads=self.job.runtime.threads, patience_s=self.job.patience_s,
                 evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
-                groups=self._groups(stage.device), saves=self.saves(pair), mirror=self._mirror(stage.device),
+                groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair), mirror=self._mirror(stage.device),
                 mirrored={
                     self.by_device[of].view.stage: self.shapes(of) for of, m in self._mirrors.items()
                     if m == stage.device
@@ -190,7 +190,7 @@ class Deployment:
 
     def saves(self, pair: StagePair) -> tuple[str, ...] | None:
         """Replicas with equal parameters differ in the buffers that their forwards write."""
-        if pair.view.first == 0 or self.plan.sync.averages == "parameters":
+        if pair.view.first == 0 or self.plan.sync.averages != "gradients":
             return None
         return tuple(sorted(pair.written - set(pair.owned)))
 

@@ -173,7 +173,7 @@ class Device:
         engine = TorchEngine(
             assignment.train, assignment.evaluation, assignment.engine, values, recompute=assignment.recompute
         )
-        executor = Executor(assignment, engine, self._data, self._inbox, self._report)
+        executor = Executor(assignment, engine, self._data, self._inbox, self._report, values)
         executor.keeps(self._keep)
         executor.links = Links(
             assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,

@@ -47,7 +47,7 @@ from isthmus.protocol.events import (
 )
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
-from isthmus.runtime.assignment import Assignment
+from isthmus.runtime.assignment import Assignment, GroupShare
 from isthmus.runtime.expected import label, sent_packings
 from isthmus.runtime.links import Links
 from isthmus.runtime.messages import AnyMessage
@@ -55,7 +55,7 @@ from isthmus.runtime.mirroring import MirrorSender
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
 from isthmus.training.snapshot import Snapshot, snapshot
-from isthmus.training.sums import GroupBuffer
+from isthmus.training.sums import Parameters, Summed, summed
 
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
@@ -111,8 +111,10 @@ class Executor:
         data: Mapping[str, Dataset],
         inbox: queue.SimpleQueue[object],
         report: Callable[[Done], None],
+        saved: Mapping[str, Tensor],
     ) -> None:
-        """`data` holds the `train` and `heldout` sets when this stage reads columns."""
+        """`data` holds the `train` and `heldout` sets when this stage reads columns; `saved` what a checkpoint has of
+        outer steps, if there is one, among other things."""
         self.assignment = assignment
         self.engine = engine
         self.links: Links
@@ -131,10 +133,8 @@ class Executor:
         self._norms: Tensor | None = None
         self._count: float | None = None
         """Of the item's loss: this replica's, or after a sum of gradients that of all."""
-        averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
-        self._buffers = {g.group: GroupBuffer(engine, g.parameters, averages, share) for g in assignment.groups}
+        self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
         self._rounds = {g.group: g.rounds for g in assignment.view.groups}
-        self._summing: tuple[int, ...] = ()
         self._state: dict[str, Tensor] = {}
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
@@ -161,9 +161,15 @@ class Executor:
         Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
         """
         view = self.assignment.view
-        between = self._machine.statistics().phase == "idle"
-        changing = view.averages == "parameters" or any(op.mutates for op in self.assignment.train.ops)
-        return (self._steps, self.engine.state()) if between or not changing else None
+        changing = view.averages != "gradients" or any(op.mutates for op in self.assignment.train.ops)
+        return (self._steps, self._whole_state()) if self._machine.settled or not changing else None
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """The engine's, and that of outer steps."""
+        found = self.engine.state()
+        for buffer in self._buffers.values():
+            found |= buffer.state()
+        return found
 
     def run(self) -> Order:
         """Until the coordinator says something that is nothing for this stage; it may go on after that. Raises what
@@ -214,8 +220,8 @@ class Executor:
             case Fill(item=item, groups=groups):
                 self._fill(item, groups)
                 return Filled(item=item)
-            case Take(item=item):
-                self._take()
+            case Take(item=item, groups=groups):
+                self._take(groups)
                 return Taken(item=item)
             case Collect(item=item):
                 self._collect(item)
@@ -224,11 +230,11 @@ class Executor:
                 self._update(item)
                 return Updated(item=item)
             case Save(item=item):
-                state, wanted = self.engine.state(), self.assignment.saves
+                state, wanted = self._whole_state(), self.assignment.saves
                 self._state = {k: v.detach().clone() for k, v in state.items() if wanted is None or k in wanted}
                 return Saved(item=item)
             case Keep(item=item):
-                taken = snapshot(self.engine.state())
+                taken = snapshot(self._whole_state())
                 self._keep(self._steps, taken)
                 if self._mirror is not None:
                     self._mirror.begin(self._steps, taken)
@@ -362,7 +368,6 @@ class Executor:
         start_s = time.monotonic()
         if self.assignment.view.averages == "gradients":
             self._gather(item)
-        self._summing = tuple(groups)
         for group in groups:
             self._buffers[group].fill(self._count or 0.0)
         self._span("fill", start_s, item)
@@ -383,8 +388,8 @@ class Executor:
             else:
                 flat[first:last] = arrived
 
-    def _take(self) -> None:
-        counts = [self._buffers[group].take() for group in self._summing]
+    def _take(self, groups: Sequence[int]) -> None:
+        counts = [self._buffers[group].take() for group in groups]
         if self.assignment.view.counts and self.assignment.view.averages == "gradients":
             self._count = counts[0]
 
@@ -427,3 +432,11 @@ class Executor:
         self._late_s = 0.0
         if self._mirror is not None:
             self._mirror.go_on()
+
+
+def _buffer(assignment: Assignment, group: GroupShare, engine: Engine, saved: Mapping[str, Tensor]) -> Summed:
+    """What this stage sums with a group."""
+    own = {op.name: op.target for op in assignment.train.variables()}
+    parameters = Parameters(engine, {name: own[name] for name in group.parameters})
+    averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
+    return summed(parameters, None if averages == "gradients" else share, assignment.outer, saved)

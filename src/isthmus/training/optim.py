@@ -13,6 +13,7 @@ from msgspec import Meta
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
+from isthmus.training.outer import OUTER_KEYS
 
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
@@ -83,6 +84,7 @@ class Optimizers:
         for name, parameter in self._parameters.items():
             prefix = f"optimizer.{name}."
             found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
+            found = {k: v for k, v in found.items() if k not in OUTER_KEYS}
             # AdamW counts its steps on the CPU, wherever the parameter is
             kept = {k: v.clone() if k == "step" else v.to(parameter.device, copy=True) for k, v in found.items()}
             if kept:

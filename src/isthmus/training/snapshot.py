@@ -19,8 +19,8 @@ from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_
 ALIGNED_BYTES = 64
 """Where tensors begin in the buffer: any type can be viewed there."""
 
-MOST_KEPT = 4
-"""Tensors that an optimizer may keep of a parameter."""
+MOST_KEPT = 6
+"""Tensors that optimizers may keep of a parameter, the outer one among them."""
 Part = Mapping[str, Tensor]
 """Tensors of one part, under the names that a checkpoint has."""
 

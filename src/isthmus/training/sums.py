@@ -2,58 +2,148 @@
 
     gradients:  elements of all parameters | for each parameter 1 if it has a gradient, else 0 | the loss's count
     parameters: elements of all parameters, times the replica's share of the batch
+    deltas:     how far they are from the outer parameters, times that share
 
 A buffer is made anew for each sum: parts of the last one may still wait in a send lane.
 """
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping
+from typing import Protocol
 
 import torch
+from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.plan import Averages
+from isthmus.plan import Outer
 from isthmus.training.engine import Engine
+from isthmus.training.outer import DELTA, OuterParameters, joined
 
 
-class GroupBuffer:
-    """One group's parameters on one stage, by their names in the graph, and the buffer that is being summed."""
+class Summed(Protocol):
+    """One group's buffer."""
 
-    def __init__(self, engine: Engine, parameters: Sequence[str], averages: Averages, share: float) -> None:
-        """`share` is the replica's part of each step's micro-batches. UserError for parameters of float64."""
-        self._engine = engine
-        self._names = tuple(parameters)
-        self._averages = averages
-        self._share = share
-        self.flat = torch.empty(0)
-        for name, value in engine.parameters(self._names).items():
-            if value.dtype != torch.float32:
-                raise UserError(f"parameter {name!r}: got {value.dtype}, expected float32: replicas sum in float32")
+    flat: Tensor
 
     def fill(self, count: float) -> None:
-        """Take the engine's gradients, or its parameters. `count` is the replica's own."""
-        if self._averages == "parameters":
-            held = self._engine.parameters(self._names)
-            self.flat = torch.cat([held[name].reshape(-1) for name in self._names]).mul_(self._share)
-            return
-        found = self._engine.take_gradients(self._names)
-        shapes = self._engine.parameters(self._names)
-        flags = [0.0 if found[name] is None else 1.0 for name in self._names]
-        pieces = [g.reshape(-1) if (g := found[name]) is not None else torch.zeros_like(shapes[name]).reshape(-1)
-                  for name in self._names]  # fmt: skip
-        self.flat = torch.cat([*pieces, torch.tensor([*flags, count]).to(pieces[0].device)])
+        """Take from the engine what is to be summed. `count` is the replica's own."""
+        ...
 
     def take(self) -> float:
         """Hand the sums to the engine; returns the count of all replicas, 0 where none is told."""
-        shapes = self._engine.parameters(self._names)
-        sizes = [shapes[name].numel() for name in self._names]
-        told = len(self._names) + 1 if self._averages == "gradients" else 0
-        *pieces, rest = self.flat.split([*sizes, told])
-        values = {name: p.view(shapes[name].shape) for name, p in zip(self._names, pieces, strict=True)}
-        if self._averages == "parameters":
-            self._engine.set_parameters(values)
-            return 0.0
-        present = rest[:-1].tolist()
-        self._engine.add_gradients({n: values[n] for n, is_there in zip(self._names, present, strict=True) if is_there})
+        ...
+
+    def state(self) -> dict[str, Tensor]:
+        """What a checkpoint must hold beside the engine's state, by name. No sum is under way."""
+        ...
+
+
+class Parameters:
+    """Some parameters of a stage as one row. Keys of `own` are their names in the graph, values their own."""
+
+    def __init__(self, engine: Engine, own: Mapping[str, str]) -> None:
+        """UserError for parameters of float64."""
+        self.engine = engine
+        self.names, self.own = tuple(own), tuple(own.values())
+        self.shapes: list[torch.Size] = []
+        for name, value in engine.parameters(self.names).items():
+            if value.dtype != torch.float32:
+                raise UserError(f"parameter {name!r}: got {value.dtype}, expected float32: replicas sum in float32")
+            self.shapes.append(value.shape)
+        self.elements = sum(shape.numel() for shape in self.shapes)
+
+    def row(self) -> Tensor:
+        held = self.engine.parameters(self.names)
+        return torch.cat([held[name].reshape(-1) for name in self.names])
+
+    def apart(self, row: Tensor) -> list[Tensor]:
+        """Views of a row, one for each parameter."""
+        pieces = row.split([shape.numel() for shape in self.shapes])
+        return [piece.view(shape) for piece, shape in zip(pieces, self.shapes, strict=True)]
+
+    def put(self, row: Tensor) -> None:
+        self.engine.set_parameters(dict(zip(self.names, self.apart(row), strict=True)))
+
+
+class GradientSum:
+    def __init__(self, parameters: Parameters) -> None:
+        self._parameters = parameters
+        self.flat = torch.empty(0)
+
+    def fill(self, count: float) -> None:
+        names, shapes = self._parameters.names, self._parameters.shapes
+        found = self._parameters.engine.take_gradients(names)
+        flags = [0.0 if found[name] is None else 1.0 for name in names]
+        device = next(iter(self._parameters.engine.parameters(names[:1]).values())).device
+        pieces = [torch.zeros(shape.numel(), device=device) if (g := found[name]) is None else g.reshape(-1)
+                  for name, shape in zip(names, shapes, strict=True)]  # fmt: skip
+        self.flat = torch.cat([*pieces, torch.tensor([*flags, count], device=device)])
+
+    def take(self) -> float:
+        row, rest = self.flat.split([self._parameters.elements, len(self._parameters.names) + 1])
+        summed = zip(self._parameters.names, self._parameters.apart(row), rest[:-1].tolist(), strict=True)
+        self._parameters.engine.add_gradients({name: value for name, value, present in summed if present})
         return float(rest[-1])
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class ParameterSum:
+    def __init__(self, parameters: Parameters, share: float) -> None:
+        self._parameters, self._share = parameters, share
+        self.flat = torch.empty(0)
+
+    def fill(self, count: float) -> None:
+        self.flat = self._parameters.row().mul_(self._share)
+
+    def take(self) -> float:
+        self._parameters.put(self.flat)
+        return 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        return {}
+
+
+class DeltaSum:
+    """Goes on from a checkpoint's outer parameters where it has them all, else from the parameters as they are."""
+
+    def __init__(self, parameters: Parameters, share: float, outer: Outer, saved: Mapping[str, Tensor]) -> None:
+        self._parameters, self._share, self._mixing = parameters, share, outer.mixing
+        self._outer = OuterParameters(parameters.row(), outer)
+        self.flat = torch.empty(0)
+        self._begun = False
+        held = joined(saved, parameters.own)
+        if held:
+            self._outer.load(held)
+        if DELTA in held:
+            self.flat, self._begun = held[DELTA].to(self._outer.values.device), True
+
+    def fill(self, count: float) -> None:
+        self.flat = (self._outer.values - self._parameters.row()).mul_(self._share)
+        self._begun = True
+
+    def take(self) -> float:
+        if self._begun:  # else it was to begin before a checkpoint that knows nothing of it
+            values = self._outer.step(self.flat)
+            self._parameters.put(self._parameters.row().lerp_(values, 1 - self._mixing))
+            self._begun = False
+        return 0.0
+
+    def state(self) -> dict[str, Tensor]:
+        rows = self._outer.state() | ({DELTA: self.flat} if self._begun else {})
+        return {
+            f"optimizer.{name}.{key}": piece
+            for key, row in rows.items()
+            for name, piece in zip(self._parameters.own, self._parameters.apart(row), strict=True)
+        }
+
+
+def summed(parameters: Parameters, share: float | None, outer: Outer | None, saved: Mapping[str, Tensor]) -> Summed:
+    """The buffer of a group: of gradients without `share`, the replica's part of each step's micro-batches; of deltas
+    with an outer step, which goes on from what `saved` holds of it."""
+    if share is None:
+        return GradientSum(parameters)
+    return ParameterSum(parameters, share) if outer is None else DeltaSum(parameters, share, outer, saved)
+

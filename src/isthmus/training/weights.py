@@ -12,6 +12,7 @@ from isthmus.errors import UserError
 from isthmus.graph.capture import Captured
 from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
 from isthmus.training.optim import OptimizerConfig, choose
+from isthmus.training.outer import OUTER_KEYS
 
 STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What each optimizer keeps for a parameter, if anything."""
@@ -67,7 +68,8 @@ def _check(
     for name, value in saved.items():
         if name.startswith(OPTIMIZER):
             parameter, _, key = name.removeprefix(OPTIMIZER).rpartition(".")
-            kept.setdefault(parameter, set()).add(key)
+            if key not in OUTER_KEYS:
+                kept.setdefault(parameter, set()).add(key)
         elif name not in weights or weights[name].shape != value.shape:
             got = list(weights[name].shape) if name in weights else "no such weight"
             raise UserError(

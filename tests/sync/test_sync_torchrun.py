@@ -1,0 +1,82 @@
+"""Under real torchrun, in two launches: every mode against one process that does it all; killed and resumed.
+
+Starting processes takes longer than what they do: two workers train, save and are killed; then four come, of which two
+go on with what was saved when all the rest is done.
+"""
+
+from __future__ import annotations
+
+import json
+import re
+import shutil
+import time
+from pathlib import Path
+from typing import NamedTuple
+
+import pytest
+from safetensors.torch import load_file
+
+from isthmus.sync import mode_names
+from tests.sync.torchrun import kill_a_worker, start_torchrun, torchrun
+
+HERE = Path(__file__).parent
+TOLERANCE = 1e-9
+
+
+class Launched(NamedTuple):
+    whole: Path
+    """Checkpoints of runs to the end."""
+    killed: Path
+    """Of the same runs, broken off and resumed."""
+    told: list[str]
+    """What the second launch printed."""
+
+
+@pytest.fixture(scope="module")
+def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
+    whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
+    with start_torchrun(2, HERE / "resume_cases.py", str(whole), str(killed)) as running:
+        deadline_s = time.monotonic() + 120
+        while not (killed / "dream" / "step-000024").exists() and time.monotonic() < deadline_s:
+            time.sleep(0.02)
+        kill_a_worker(running)
+    for later in sorted((killed / "dream").iterdir())[2:]:
+        shutil.rmtree(later)
+    return Launched(whole, killed, torchrun(4, HERE / "parity_cases.py", str(killed)).splitlines())
+
+
+def test_the_changed_script_learns(launched: Launched) -> None:
+    right = [float(share) for share in re.findall(r"worker \d: ([\d.]+)% of", "\n".join(launched.told))]
+    assert len(right) == 4, launched.told
+    assert min(right) > 75, launched.told  # 10 by chance
+
+
+def test_modes_equal_one_process(launched: Launched) -> None:
+    found = json.loads(launched.told[-1])
+    for workers, cases in ((4, 28), (2, 80)):
+        assert sum(name.startswith(f"{workers} workers") for name in found) >= cases
+    wrong = {name: difference for name, difference in found.items() if not difference <= TOLERANCE}
+    assert not wrong
+
+
+def test_killed_and_resumed_within_a_period(launched: Launched) -> None:
+    """As if it had not been killed, in every mode. Saved after 8 and 16 steps of periods of 5."""
+    whole, killed, lines = launched
+    told = "\n".join(lines)
+    assert told.count("from step 16 to 24") == 2
+    assert told.count("from step 8 to 24") == 2 * (len(mode_names()) - 1)
+    assert _same(whole, killed)
+    # What was compared does differ between workers: they are between averages.
+    one, two = (load_file(whole / "local" / "step-000024" / f"worker-{n}.safetensors") for n in (0, 1))
+    assert not one["model.0.weight"].equal(two["model.0.weight"])
+
+
+def _same(folder: Path, other: Path) -> bool:
+    files = sorted(path.relative_to(folder) for path in folder.rglob("*.safetensors"))
+    assert files
+    for file in files:
+        one, two = load_file(folder / file), load_file(other / file)
+        assert one.keys() == two.keys()
+        if not all(one[name].equal(two[name]) for name in one if name != "sync.dream"):
+            return False
+    return True
