@@ -136,7 +136,7 @@ class TestRefusedFeedback:
         return prepared, plan, msgspec.structs.replace(fleet, devices=small)
 
     def test_for_one_pass(self) -> None:
-        with pytest.raises(UserError, match="see none of the .* samples twice, expected more than one pass"):
+        with pytest.raises(UserError, match=r"see none of the .* samples twice, expected more than one pass"):
             check_feedback(*self.planned(steps=2))
 
     def test_beyond_the_devices_memory(self) -> None:
@@ -147,7 +147,7 @@ class TestRefusedFeedback:
     def test_of_values(self) -> None:
         _, plan, _ = self.planned(steps=2)
         (edge,) = plan.replica.edges
-        with pytest.raises(UserError, match="forward_compression.feedback: got true, expected false"):
+        with pytest.raises(UserError, match=r"forward_compression\.feedback: got true, expected false"):
             msgspec.structs.replace(edge, forward_compression=edge.backward_compression)
 
 

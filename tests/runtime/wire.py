@@ -20,6 +20,6 @@ def assignment(
     )  # fmt: skip
     return Assignment(
         run=run, device=device, view=view, train=nothing, evaluation=nothing, placeholders={}, column_dtypes={},
-        engine=EngineConfig(), data=DataSpec(kind="digits"), train_samples=1, neighbours=neighbours, patience_s=patience_s,
-        share=Share(first=0, count=1, of=1, micro_batch_size=1),
+        engine=EngineConfig(), data=DataSpec(kind="digits"), train_samples=1, neighbours=neighbours,
+        patience_s=patience_s, share=Share(first=0, count=1, of=1, micro_batch_size=1),
     )  # fmt: skip

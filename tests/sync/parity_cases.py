@@ -1,9 +1,9 @@
 """Run by torchrun: many small cases in one group of workers, each against one process that does it all.
 
-`parity_cases.py KILLED`: four workers first, then the first two of them alone, who in the end go on with what `resume_cases`
-left in that folder: starting processes takes longer than the cases. Worker 0 prints a
-JSON line: the largest relative difference of every case, by name. All is computed in float64: in float32 rounding alone
-makes 1e-6 in 50 steps, and would hide what is wrong.
+`parity_cases.py KILLED`: four workers first, then the first two of them alone, who in the end go on with what
+`resume_cases` left in that folder: starting processes takes longer than the cases. Worker 0 prints a JSON line: the
+largest relative difference of every case, by name. All is computed in float64: in float32 rounding alone makes 1e-6 in
+50 steps, and would hide what is wrong.
 """
 
 from __future__ import annotations

@@ -38,9 +38,9 @@ def plan_views(
         msgspec.structs.replace(
             view, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period,
             delay=plan.sync.outer.delay if plan.sync.outer else 0,
-        )  # fmt: skip
+        )
         for view in found
-    )
+    )  # fmt: skip
 
 
 def _shifted(view: StageView, first: int) -> StageView:

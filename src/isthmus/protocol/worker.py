@@ -9,11 +9,11 @@ The life of a training item on one stage, with what must have arrived before eac
     their users' gradients, the loss count ─► (sum gradients with other replicas) ─► collect ─► send norms
     everyone's norms ─► update ─► (or average parameters with other replicas) ─► report ─► next item
 
-A sum with other replicas: fill the buffers ─► exchange (see `exchange`) ─► take the sums. With a delay the exchange goes
-on while the next items compute:
+A sum with other replicas: fill the buffers ─► exchange (see `exchange`) ─► take the sums. With a delay the exchange
+goes on while the next items compute:
 
-    step            t: update ─► take the sums begun in step t - delay ─► fill ─► report      the exchange ─► ...
-    step    t + delay: update ─► take the sums begun in step t ─► ...
+    step t:          update ─► take the sums begun in step t - delay ─► fill ─► report
+    step t + delay:  update ─► take the sums begun in step t ─► ...
 
 The compute lane does one thing at a time. Whenever it is idle the ready tasklet of highest priority starts:
 backward before forward, then the lowest micro-batch. A late parcel delays only what depends on it.

@@ -1,4 +1,4 @@
-"""Whether error feedback on a plan's edges can work: samples come again, tensors are made of samples, memory is there."""
+"""Whether error feedback on a plan's edges can work: samples come again, and there is memory for what they left out."""
 
 from __future__ import annotations
 
@@ -29,8 +29,8 @@ def check_feedback(prepared: Prepared, plan: Plan, fleet: Fleet) -> None:
             needed_bytes, device = place.memory.total + kept_bytes, fleet.device(place.device)
             if edges and needed_bytes > device.memory_bytes:
                 raise UserError(
-                    f"compression.feedback: device {device.name!r} keeps {kept_bytes} bytes, the gradients of {samples} "
-                    f"samples, and needs {needed_bytes} with its stage, expected at most {device.memory_bytes}"
+                    f"compression.feedback: device {device.name!r} keeps {kept_bytes} bytes, the gradients of "
+                    f"{samples} samples, and needs {needed_bytes} with its stage, expected at most {device.memory_bytes}"
                 )
 
 

@@ -146,4 +146,3 @@ def summed(parameters: Parameters, share: float | None, outer: Outer | None, sav
     if share is None:
         return GradientSum(parameters)
     return ParameterSum(parameters, share) if outer is None else DeltaSum(parameters, share, outer, saved)
-

@@ -94,9 +94,7 @@ def compressed(problem: Problem, plan: Plan, packings: Mapping[Message, Packing 
 
 def with_feedback(plan: Plan) -> Plan:
     """The plan whose packed gradients remember, sample by sample, what was left out. It costs no byte on the wire."""
-    replicas = [
-        msgspec.structs.replace(r, edges=tuple(_remembering(edge) for edge in r.edges)) for r in plan.replicas
-    ]
+    replicas = [msgspec.structs.replace(r, edges=tuple(_remembering(e) for e in r.edges)) for r in plan.replicas]
     return msgspec.structs.replace(plan, replicas=tuple(replicas))
 
 
