@@ -54,6 +54,10 @@ def test_a_job(tmp_path: Path) -> None:
         ("[model]", '[runtime]\npatience = "4 bytes"\n[model]', "job.toml: runtime.patience"),
         ("[model]", "[[optimizer]]\nbetas = [0.9, 1.0]\n[model]", "optimizer[0].betas[1]: expected 'float' < 1.0"),
         ("[model]", "[learning_rate]\nwarmup_steps = -1\n[model]", "learning_rate.warmup_steps"),
+        ("[model]", "[sync]\nmode = 'outer'\nperiod = 0\n[model]", "sync.period: expected 'int' >= 1"),
+        ("[model]", "[sync]\nmode = 'outer'\nperiod = 3\n[model]", "got 100, expected a multiple of sync.period"),
+        ("[model]", "[sync]\nouter_momentum = 1.0\n[model]", "sync.outer_momentum: expected 'float' < 1.0"),
+        ("[model]", "[sync]\nmode = 'streaming'\ndelay = 2\n[model]", "delay: got 2, expected at most the period"),
     ],
 )
 def test_bad_jobs(tmp_path: Path, old: str, new: str, words: str) -> None:

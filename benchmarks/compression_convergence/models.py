@@ -18,6 +18,8 @@ STAGES = 4
 METHODS = ("dense", "int8", "just-enough", "adatopk", "uniform")
 REMEMBERED = ("adatopk, feedback", "uniform, feedback")
 """What is left out of a sample's gradients follows in the next pass."""
+ONE_WAY = ("uniform, gradients", "uniform, gradients, feedback")
+"""Values travel as they are."""
 
 
 class Block(nn.Module):
@@ -103,7 +105,7 @@ def text(max_bytes: int) -> DataSpec:
 CASES = (
     Case(
         name="ResNet", model=ModelSpec(name="models:ResNet"), data=DataSpec(kind="digits"), steps=100, batch_size=64,
-        micro_batches=8, lr=3e-3, methods=METHODS + REMEMBERED, flops_per_s=1e10,
+        micro_batches=8, lr=3e-3, methods=METHODS + REMEMBERED + ONE_WAY, flops_per_s=1e10,
     ),
     Case(
         name="GPT", model=GPT, data=text(2_000_000), steps=120, batch_size=32, micro_batches=8, lr=3e-3,
@@ -111,6 +113,6 @@ CASES = (
     ),
     Case(
         name="GPT, again", model=GPT, data=text(50_000), steps=120, batch_size=32, micro_batches=8, lr=3e-3,
-        methods=("dense", "adatopk", "uniform", *REMEMBERED), flops_per_s=1e10,
+        methods=("dense", "adatopk", "uniform", *REMEMBERED, *ONE_WAY), flops_per_s=1e10,
     ),
 )  # fmt: skip

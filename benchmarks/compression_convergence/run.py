@@ -1,6 +1,6 @@
 """What compression between stages does to the loss and to the time of a step.
 
-`python benchmarks/compression_convergence/run.py [--quick] [--only NAME] [--json PATH]`
+`python benchmarks/compression_convergence/run.py [--quick] [--missing] [--json PATH]`
 
 A ResNet on digits and a GPT on Python's standard library, four stages, the link in the middle 200 times slower than
 the others. The same cut is trained under every method and three seeds with the real codecs, in one process; the time
@@ -25,7 +25,7 @@ from pipeline import Stages
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cost import build_plan
+from isthmus.cost import build_plan, with_edges
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
@@ -97,9 +97,13 @@ def planned(case: Case, prepared: Prepared, method: str) -> Plan:
     dense = plan_of(case, prepared)
     if method == "dense":
         return dense
-    name, _, remembers = method.partition(", ")
-    packed = plan_compression(name, prepared.problem(case.fleet()), dense, RATIO)
-    return with_feedback(packed) if remembers else packed
+    name, *choices = method.split(", ")
+    problem = prepared.problem(case.fleet())
+    packed = plan_compression(name, problem, dense, RATIO)
+    if "gradients" in choices:
+        edges = [msgspec.structs.replace(e, forward_compression=None) for e in packed.replica.edges]
+        packed = with_edges(problem, packed, [edges])
+    return with_feedback(packed) if "feedback" in choices else packed
 
 
 def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) -> Trained:
@@ -164,28 +168,25 @@ def table(found: Report) -> Table:
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="one seed, a tenth of the steps")
-    parser.add_argument("--only", help="ResNet or GPT")
+    parser.add_argument("--missing", action="store_true", help="train only what has no figures yet")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    cases = [c for c in CASES if options.only in (None, c.name)]
+    known: dict[tuple[str, str, int], Trained] = {}
+    if options.missing and options.json.exists():
+        before = msgspec.json.decode(options.json.read_bytes(), type=Report)
+        known = {(r.model, r.method, r.seed): r for r in before.runs}
     seeds, runs, methods, steps = SEEDS[:1] if options.quick else SEEDS, list[Trained](), list[Method](), {}
-    for case in cases:
+    for case in CASES:
         steps[case.name] = case.steps // 10 if options.quick else case.steps
         for seed in seeds:
             prepared = prepare(case.job(seed, steps[case.name]))
             for method in case.methods:
-                runs.append(train(case, prepared, planned(case, prepared, method), method, seed))
-                print(
-                    f"{case.name}, {method}, seed {seed}: {runs[-1].curve[-1]:.4f} {runs[-1].packed_loss:.4f}",
-                    file=sys.stderr,
-                )
+                run = known.get((case.name, method, seed))
+                run = run or train(case, prepared, planned(case, prepared, method), method, seed)
+                print(f"{case.name}, {method}, seed {seed}: {run.curve[-1]:.4f} {run.packed_loss:.4f}", file=sys.stderr)
+                runs.append(run)
         methods += summed_up(case, prepare(case.job(seeds[0], steps[case.name])), runs)
-    if options.only and options.json.exists():
-        before = msgspec.json.decode(options.json.read_bytes(), type=Report)
-        runs = [r for r in before.runs if r.model != options.only] + runs
-        methods = [m for m in before.methods if m.model != options.only] + methods
-        steps = before.steps | steps
     found = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", seeds=len(seeds), steps=steps,

@@ -4,6 +4,7 @@ import pytest
 from msgspec import structs
 
 from isthmus.errors import InternalError
+from isthmus.plan.collective import Message, Parts, Round
 from isthmus.protocol import Item, StageView, Worker
 from isthmus.protocol.events import (
     Arrived,
@@ -11,18 +12,26 @@ from isthmus.protocol.events import (
     Collected,
     Compute,
     Computed,
+    Fill,
+    Filled,
     Halted,
+    Merge,
     Opened,
+    PartsArrived,
     Report,
     Save,
     Saved,
     Send,
+    SendParts,
     Stop,
+    Take,
+    Taken,
     Update,
     Updated,
     WorkerEvent,
     WorkerInstruction,
 )
+from isthmus.protocol.exchange import GroupView
 
 Journey = list[tuple[WorkerEvent, list[WorkerInstruction]]]
 
@@ -331,3 +340,30 @@ def test_statistics_name_the_item_in_work():
     assert worker.statistics().item == 0
     worker.handle(e(0))
     assert (worker.statistics().item, worker.statistics().phase) == (0, "idle")
+
+
+def test_a_delayed_sum_goes_on_while_the_next_step_computes() -> None:
+    """Summed with worker 3 after every step and used one step later; what is saved is complete."""
+    turn = Round(sends=(Message(3, Parts(0, 1, 2)),), receives=(Message(3, Parts(1, 2, 2)),), adds=True)
+    group = GroupView(group=7, rounds=(turn,))
+    travel(
+        Worker(alone(groups=(group,), averages="deltas", delay=1)),
+        [
+            (train(0), [Compute("F", 0, 0)]),
+            (f(0), [Compute("B", 0, 0)]),
+            (b(0), [Collect(0)]),
+            (Collected(item=0), [Update(0)]),
+            (Updated(item=0), [Fill(0, (7,))]),
+            (Filled(item=0), [SendParts(7, 0, 3, 0), Report(0)]),
+            (train(1), [Compute("F", 1, 0)]),
+            (f(0, 1), [Compute("B", 1, 0)]),
+            (b(0, 1), [Collect(1)]),
+            (Collected(item=1), [Update(1)]),
+            (Updated(item=1), []),
+            (PartsArrived(group=7, round=0, source=3, item=0), [Merge(7, 0, 0), Take(1, (7,))]),
+            (Taken(item=1), [Fill(1, (7,))]),
+            (Filled(item=1), [SendParts(7, 0, 3, 1), Report(1)]),
+            (Opened(item=Item(index=2, kind="save", step=2)), []),
+            (PartsArrived(group=7, round=0, source=3, item=1), [Merge(7, 0, 1), Save(2)]),
+        ],
+    )

@@ -10,7 +10,7 @@ from plans import make_plan
 
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.plan import Plan, Sync, SyncGroup
+from isthmus.plan import Outer, Plan, Sync, SyncGroup
 from isthmus.protocol import RunSpec
 from isthmus.simulator import SimulationOptions, simulate, simulate_run
 from isthmus.trace import step_times
@@ -102,3 +102,37 @@ def test_every_shard_travels_once_each_way(shares: list[int], elements: int, sta
     sent = [s for s in run.trace.spans if s.track == "send" and s.name == "average"]
     assert len(sent) == 2 * stages * 2 * count * (count - 1)  # steps, stages, reduce and hand out, ordered pairs
     assert sum(s.size_bytes for s in sent) == 2 * stages * 2 * (count - 1) * 4 * elements
+
+
+class TestDelay:
+    """Two replicas, 4 x 30 ms a step, exchange deltas of 0.5 MB at 1 MB/s after every second step."""
+
+    def planned(self, delay: int) -> Plan:
+        plan = replicated([(10, 20)], [4, 4], 500_000)
+        groups = tuple(msgspec.structs.replace(g, iterations=(1,)) for g in plan.sync.groups)
+        sync = Sync(averages="deltas", period=2, outer=Outer(delay=delay), groups=groups)
+        return msgspec.structs.replace(plan, sync=sync)
+
+    @pytest.mark.parametrize(("delay", "exposed_s"), [(0, 2 * (0.25 + LATENCY_S)), (1, 2 * (0.25 + LATENCY_S) - 0.12),
+                                                      (2, 2 * (0.25 + LATENCY_S) - 0.24)])  # fmt: skip
+    def test_an_exchange_takes_what_the_steps_of_its_delay_do_not_hide(self, delay: int, exposed_s: float):
+        plan = self.planned(delay)
+        trace = simulate(plan, fleet_of(2), spec(plan, steps=8))
+        updates = sorted(s.start_s for s in trace.spans if s.name == "update" and s.device == "d0")
+        assert updates[7] - updates[5] == pytest.approx(0.24 + exposed_s)
+
+    @given(delay=st.integers(0, 4), period=st.integers(1, 4),
+           shares=st.lists(st.integers(1, 3), min_size=2, max_size=3), seed=st.integers(0, 9))  # fmt: skip
+    def test_any_delay_ends_with_all_sums_made(self, delay: int, period: int, shares: list[int], seed: int):
+        plan = replicated([(10, 20), (5, 5)], shares, 4000)
+        groups = tuple(
+            msgspec.structs.replace(g, iterations=(n % period,)) for n, g in enumerate(plan.sync.groups)
+        )
+        sync = Sync(averages="deltas", period=period, outer=Outer(delay=min(delay, period)), groups=groups)
+        plan = msgspec.structs.replace(plan, sync=sync)
+        options = SimulationOptions(jitter=0.5, seed=seed)
+        wanted = msgspec.structs.replace(spec(plan, steps=3 * period), eval_every=2, eval_micro_batches=1, save_every=2)
+        run = simulate_run(plan, fleet_of(2 * len(shares)), wanted, options)
+        assert run.finish.outcome == "done"
+        sent = [s for s in run.trace.spans if s.track == "send" and s.name == "average"]
+        assert len(sent) == 3 * len(groups) * 2 * len(shares) * (len(shares) - 1)

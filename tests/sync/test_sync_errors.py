@@ -127,6 +127,26 @@ class TestSteps:
         with pytest.raises(UserError, match=r"parameter '2\.weight' and 1 more got no gradient"):
             model[0](torch.ones(3, 4)).sum().backward()
 
+    @pytest.mark.parametrize("mode", ["local", "outer", "partial", "streaming"])
+    def test_a_layer_without_gradient_stays_as_it_is_elsewhere(self, mode: str) -> None:
+        model, _, sync = attached(mode, period=1)
+        before = [p.detach().clone() for p in model.parameters()]
+        model[0](torch.ones(3, 4)).sum().backward()
+        sync.step()
+        changed = [not torch.equal(p, old) for p, old in zip(model.parameters(), before, strict=True)]
+        assert changed == [True, True, False, False]
+
+    @pytest.mark.parametrize("mode", mode_names())
+    def test_a_frozen_layer_is_no_layer(self, mode: str) -> None:
+        model = net()
+        model[0].requires_grad_(False)
+        frozen, moving = model[0].weight.detach().clone(), model[2].weight.detach().clone()
+        sync = attach(model, sgd(model), mode=mode, period=1)
+        loss_of(model).backward()
+        sync.step()
+        sync.wait()
+        assert torch.equal(model[0].weight, frozen) and not torch.equal(model[2].weight, moving)
+
     @pytest.mark.parametrize("mode", ["dream", "every-step"])
     def test_step_without_backward(self, mode: str) -> None:
         _, _, sync = attached(mode)

@@ -148,7 +148,8 @@ class Deployment:
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 threads=self.job.runtime.threads, patience_s=self.job.patience_s,
                 evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
-                groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair), mirror=self._mirror(stage.device),
+                groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair),
+                mirror=self._mirror(stage.device),
                 mirrored={
                     self.by_device[of].view.stage: self.shapes(of) for of, m in self._mirrors.items()
                     if m == stage.device

@@ -30,7 +30,8 @@ def check_feedback(prepared: Prepared, plan: Plan, fleet: Fleet) -> None:
             if edges and needed_bytes > device.memory_bytes:
                 raise UserError(
                     f"compression.feedback: device {device.name!r} keeps {kept_bytes} bytes, the gradients of "
-                    f"{samples} samples, and needs {needed_bytes} with its stage, expected at most {device.memory_bytes}"
+                    f"{samples} samples, and needs {needed_bytes} with its stage, "
+                    f"expected at most {device.memory_bytes}"
                 )
 
 
