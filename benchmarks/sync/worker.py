@@ -116,7 +116,7 @@ def measure(case: Case) -> Told:
         modes.append(figures)
     return Told(
         modes=modes, size_bytes=sum(sizes.values()), layers=len(sizes), plan=dream.plan,
-        probed_latency_s=dream.link.latency_s, probed_byte_s=dream.link.byte_s,
+        probed_latency_s=dream.link.latency_s, probed_byte_s=dream.link.byte_s, model=planned,
     )  # fmt: skip
 
 

@@ -10,6 +10,7 @@ from torch import Tensor, nn
 
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.plan.sync import SyncPlan
+from isthmus.simulator.sync_modes import SyncedModel
 
 PERIOD = 5
 VOCABULARY, SEQUENCE = 256, 32
@@ -59,6 +60,8 @@ class Told(msgspec.Struct, frozen=True, kw_only=True):
     """`dream`'s."""
     probed_latency_s: float
     probed_byte_s: float
+    model: SyncedModel | None = None
+    """Layers and link as `dream` measured them."""
 
 
 class Block(nn.Module):
