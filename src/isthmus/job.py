@@ -20,7 +20,7 @@ from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
-from isthmus.fleet import Fleet, resolve_fleet
+from isthmus.fleet import Change, Fleet, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.models import ModelSpec, as_eager, build_model
@@ -88,6 +88,10 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     when one is lost."""
     snapshot_every: NotNegative = 0
     """Steps between snapshots; 0: as the links have room for them."""
+    adapt: bool = True
+    """Measure devices and links from the work itself, and change the plan where that pays."""
+    changes: tuple[Change, ...] = ()
+    """Of the emulated fleet, along the run: to see what becomes of it."""
 
 
 class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

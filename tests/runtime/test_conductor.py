@@ -78,10 +78,11 @@ class NotedScript:
         if [(t.name, t.shape) for t in tensors] != [("w", (2, 3))]:
             raise PeerError("saved what is not of its stage")
 
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
         if item.kind == "train":
             self.losses.append(loss)
             time.sleep(self.slow_s)
+        return False
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
         assert torch.equal(state["w"], STATE["w"])

@@ -1,5 +1,6 @@
 """Where a model can be trained: devices, the links between them, and the built-in topologies."""
 
+from isthmus.fleet.changes import Change, changed, corrected
 from isthmus.fleet.fleet import Device, Fleet
 from isthmus.fleet.links import Link, Links, LinkTrace, Route, Site
 from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
@@ -7,6 +8,7 @@ from isthmus.fleet.topologies import RANDOM, describe, resolve_fleet, topology, 
 
 __all__ = [
     "RANDOM",
+    "Change",
     "Device",
     "Fleet",
     "Link",
@@ -14,6 +16,8 @@ __all__ = [
     "Links",
     "Route",
     "Site",
+    "changed",
+    "corrected",
     "describe",
     "dump_fleet",
     "load_fleet",

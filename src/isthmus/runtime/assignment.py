@@ -24,6 +24,8 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     """Of its key: who must answer there. Empty where links are plain TCP."""
     shape: Link | None = None
     """Emulated link for what we send to it; None sends as fast as the socket takes it."""
+    later: tuple[tuple[int, Link], ...] = ()
+    """How the emulated link is from a step on."""
     sent: Packing | None = None
     """How values, or gradients, of training that are sent to it are packed."""
     received: Packing | None = None
@@ -45,9 +47,14 @@ class Mirror(msgspec.Struct, frozen=True, kw_only=True):
 class Emulation(msgspec.Struct, frozen=True, kw_only=True):
     """Stretch compute to an emulated device: a tasklet lasts max(real time, FLOPs / flops_per_s)."""
 
-    flops_per_s: float
+    flops_per_s: tuple[tuple[int, float], ...]
+    """From each of these steps on; the first is 0."""
     flops_forward: int
     flops_backward: int
+
+    def speed(self, step: int) -> float:
+        """FLOP/s in a step."""
+        return next(speed for since, speed in reversed(self.flops_per_s) if since <= step)
 
 
 class GroupShare(msgspec.Struct, frozen=True, kw_only=True):

@@ -407,7 +407,8 @@ class Conductor:
             self._spans += fresh
         if item.kind == "train":
             self._reached = item.step + 1
-        self._script.advanced(item, loss, tuple(fresh))
+        if self._script.advanced(item, loss, tuple(fresh)):
+            self._heard.put(Changed())
 
 
 def _without_name(failure: IsthmusError, device: str) -> str:

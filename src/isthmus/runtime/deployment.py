@@ -7,11 +7,13 @@ from collections.abc import Mapping, Sequence
 
 import msgspec
 
+from isthmus.cost import build_replicas, layouts_of, with_sync
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import PeerError
-from isthmus.fleet import Fleet
+from isthmus.fleet import Fleet, Link, changed
 from isthmus.job import Prepared
-from isthmus.plan import Packing, Plan
+from isthmus.plan import Packing, Plan, Stage
+from isthmus.planners.compression import repeat_compression
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Mirror, Neighbour
@@ -38,15 +40,17 @@ LEAST_INTERVAL_S = 10.0
 class Deployment:
     """Made anew for each plan. UserError for a plan that cannot be run."""
 
-    def __init__(self, prepared: Prepared, plan: Plan, fleet: Fleet, *, emulate: bool, number: int = 0) -> None:
-        """`number` tells plans of a run apart."""
+    def __init__(
+        self, prepared: Prepared, plan: Plan, fleet: Fleet, *, emulated: Fleet | None = None, number: int = 0
+    ) -> None:
+        """`fleet` is what is believed of the devices, `emulated` what they play; `number` tells plans apart."""
         refuse_shared_devices(plan)
         check_feedback(prepared, plan, fleet)
         self.plan = plan
         self.job = prepared.job
         self._prepared = prepared
         self._fleet = fleet
-        self._emulate = emulate
+        self._emulated = emulated
         self.stages = stage_pairs(plan, prepared.captured, clips=self.job.training.clip_norm > 0)
         self.by_device = dict(zip(plan.devices, self.stages, strict=True))
         counts = [replica.micro_batches for replica in plan.replicas]
@@ -66,6 +70,12 @@ class Deployment:
     def written(self) -> frozenset[str]:
         """Names of all that training changes."""
         return self.layout.all_parts
+
+    def repriced(self, fleet: Fleet) -> float:
+        """Seconds per step of this very plan on a fleet with other figures, in closed form."""
+        problem = self._prepared.problem(fleet).cut_into(self.plan.micro_batches)
+        alike = build_replicas(problem, layouts_of(self.plan), planner=self.plan.planner)
+        return with_sync(problem, repeat_compression(problem, alike, self.plan), self.plan.sync).predicted.step_s
 
     # Snapshots
 
@@ -132,10 +142,7 @@ class Deployment:
         found: dict[str, Assignment] = {}
         stages = (stage for replica in self.plan.replicas for stage in replica.stages)
         for stage, pair in zip(stages, self.stages, strict=True):
-            view, device = pair.view, self._fleet.device(stage.device)
-            emulation = Emulation(
-                flops_per_s=device.flops_per_s, flops_forward=stage.flops_forward, flops_backward=stage.flops_backward
-            )
+            view = pair.view
             found[stage.device] = Assignment(
                 run=run, epoch=epoch, start_step=start_step, device=stage.device, view=view, train=pair.train,
                 evaluation=pair.evaluation,
@@ -144,7 +151,7 @@ class Deployment:
                 engine=self._engine(self._shares[view.stage]), recompute=stage.recompute,
                 data=self.job.data, shuffle=self.job.training.shuffle, train_samples=self._prepared.train_samples,
                 fingerprints=self._prepared.fingerprints, neighbours=self._neighbours(pair, addresses),
-                emulation=emulation if self._emulate else None,
+                emulation=self._emulation(stage),
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 threads=self.job.runtime.threads, patience_s=self.job.patience_s,
                 evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
@@ -156,6 +163,24 @@ class Deployment:
                 },
             )  # fmt: skip
         return found
+
+    def _phases(self) -> list[tuple[int, Fleet]]:
+        """The emulated fleet from each step on at which it changes; none where nothing is emulated."""
+        if self._emulated is None:
+            return []
+        changes = self.job.runtime.changes
+        return [(step, changed(self._emulated, changes, step)) for step in sorted({0, *(c.step for c in changes)})]
+
+    def _emulation(self, stage: Stage) -> Emulation | None:
+        if not (phases := self._phases()):
+            return None
+        return Emulation(
+            flops_per_s=tuple((step, fleet.device(stage.device).flops_per_s) for step, fleet in phases),
+            flops_forward=stage.flops_forward, flops_backward=stage.flops_backward,
+        )  # fmt: skip
+
+    def _shaped(self, source: str, target: str) -> tuple[tuple[int, Link], ...]:
+        return tuple((step, fleet.link(source, target)) for step, fleet in self._phases())
 
     def _mirror(self, device: str) -> Mirror | None:
         if device not in self._mirrors or not self.layout.keep_every:
@@ -212,9 +237,10 @@ class Deployment:
         for stage in sorted(self._others(pair)):
             device = devices[stage]
             address = addresses[device]
-            shape = self._fleet.link(devices[view.stage], device) if self._emulate else None
+            shapes = self._shaped(devices[view.stage], device)
             found.append(Neighbour(
-                stage=stage, device=device, host=address.host, port=address.port, id=address.id, shape=shape,
+                stage=stage, device=device, host=address.host, port=address.port, id=address.id,
+                shape=shapes[0][1] if shapes else None, later=shapes[1:],
                 sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
                 window_bytes=self._window(view.stage, stage),
             ))  # fmt: skip

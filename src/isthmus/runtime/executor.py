@@ -256,6 +256,8 @@ class Executor:
         for source in view.forward_from if training else view.eval_from:
             tensors = self.links.take("forward", source, work.item, work.micro_batch)
             inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
+        if training and not work.micro_batch:
+            self.links.reshape(item.step)
         start_s = time.monotonic()
         out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
         self._stretch(work, start_s)
@@ -284,7 +286,7 @@ class Executor:
         emulation = self.assignment.emulation
         if emulation is not None:
             flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
-            left_s = start_s + flops / emulation.flops_per_s - time.monotonic()
+            left_s = start_s + flops / emulation.speed(self._items[work.item].step) - time.monotonic()
             if left_s > 0:
                 time.sleep(left_s)
             else:

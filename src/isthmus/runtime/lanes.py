@@ -143,6 +143,11 @@ class SendLane:
                 (self._urgent if isinstance(message, Credit) else queue).append(entry)
                 self._changed.notify_all()
 
+    def reshape(self, shape: Link) -> None:
+        """Emulation: what leaves from now on leaves on such a link."""
+        assert self._link is not None, "only an emulated link has a shape"
+        self._link.reshape(shape)
+
     def drain(self) -> None:
         """Wait until all that was handed over has left, or the lane has ended; give up after its patience."""
         with self._changed:

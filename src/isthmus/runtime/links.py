@@ -212,6 +212,13 @@ class Links:
         elif message.tensors:
             raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
 
+    def reshape(self, step: int) -> None:
+        """Emulation: links are from now on as they are in this step."""
+        for neighbour in self._assignment.neighbours:
+            for since, shape in neighbour.later:
+                if since <= step:
+                    self._lanes[neighbour.stage].reshape(shape)
+
     def drain(self) -> None:
         """Wait until everything sent so far has left this device: only then is its departure on record."""
         for lane in self._lanes.values():

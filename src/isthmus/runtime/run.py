@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import threading
+import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -17,6 +18,8 @@ from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin
+from isthmus.protocol.drift import Drift
+from isthmus.protocol.renewal import Gain, Renewal
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.conductor import Conductor
 from isthmus.runtime.crew import Call, Crew, LocalCrew
@@ -91,10 +94,19 @@ class TrainingScript:
         self._watcher = watcher
         self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
         self._planning = threading.Lock()
+        self._drift = Drift(fleet)
+        self._renewal = Renewal()
+        self._believed = fleet
+        """What plans are made for."""
+        self._change_s = 0.0
+        """What it costs to change to the plan that was found better."""
         self._deployments = {0: self._deployment(self._record.plan if self._record is not None else plan, 0)}
         self._deployment_now = self._deployments[0]
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self._begun: Begin | None = None
+        self._reached = 0
+        """Steps that are done."""
+        self._adapts = options.replan is not None and self.job.runtime.adapt
         self._initial = partial(initial_weights, prepared.build, prepared.captured, self.job.training.seed)
         self._weights = self._initial()
         self._others: dict[int, dict[str, Tensor]] = {}
@@ -121,7 +133,8 @@ class TrainingScript:
         return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
 
     def _deployment(self, plan: Plan, number: int) -> Deployment:
-        return Deployment(self._prepared, plan, self._fleet, emulate=self._options.emulate, number=number)
+        emulated = self._fleet if self._options.emulate else None
+        return Deployment(self._prepared, plan, self._believed, emulated=emulated, number=number)
 
     def _load(self, checkpoint: Path | None) -> int:
         """The checkpoint's weights, or at the very beginning the model's own; returns the steps behind them."""
@@ -146,21 +159,29 @@ class TrainingScript:
     def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
         assert self._options.replan is not None, "a run that cannot plan again does not ask"
         with self._planning:
-            plan = self._options.replan(self._fleet.subset(devices))
+            plan = self._options.replan(self._believed.subset(devices))
             number = max(self._deployments) + 1
             found = self._deployment(plan, number)
             self._deployments[number] = found
+            self._renewal.answered()
         return found.layout, must or self._pays(found)
 
     def _pays(self, found: Deployment) -> bool:
         """Whether what is left of the run is so much quicker with it that moving weights is worth it."""
-        now, done = self.now, self._begun.step if self._begun is not None else 0
-        gain_s = (now.plan.predicted.step_s - found.plan.predicted.step_s) * (self.job.training.steps - done)
+        now = self.now
         moved = [d for d in found.layout.parts if found.layout.parts[d] - now.layout.parts.get(d, frozenset())]
-        return gain_s > sum(found.moving_s(d) for d in moved) + CHANGE_S
+        gain = Gain(
+            now.repriced(self._believed), found.plan.predicted.step_s, self.job.training.steps - self._reached,
+            sum(found.moving_s(d) for d in moved) + CHANGE_S,
+        )  # fmt: skip
+        self._change_s = gain.cost_s
+        return gain.pays
 
     def begin(self, begin: Begin, layout: Layout) -> None:
-        self._deployment_now = self._deployments[layout.number]
+        replaced, self._deployment_now = self._deployment_now, self._deployments[layout.number]
+        self._drift.begin(self.now.plan, begin.step)
+        self._renewal.began(time.monotonic(), self._change_s if self.now is not replaced else 0.0)
+        self._reached = begin.step
         first, self._begun = self._begun is None and self._record is None, begin
         self._lineage.begin(begin.epoch, begin.step)
         if self._options.crew.outlives:
@@ -193,8 +214,16 @@ class TrainingScript:
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
         self.now.check_state(device, tensors)
 
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
         self._watcher.advanced(item, loss, spans)
+        if item.kind != "train":
+            return False
+        self._reached = item.step + 1
+        for figure in self._drift.note(item.step, spans) if self._adapts else ():
+            self.note(figure.told)
+            self._renewal.changed()
+            self._believed = self._drift.fleet()
+        return self._renewal.ask(time.monotonic())
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)

@@ -84,8 +84,9 @@ class Script(Protocol):
         """Before they are received: PeerError unless they are parts of the model. Any thread."""
         ...
 
-    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
-        """Every device has finished the item; `spans` are those reported since the last call."""
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+        """Every device has finished the item; `spans` are those reported since the last call. Whether they say that
+        devices or links are not as the plan assumed."""
         ...
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:

@@ -35,7 +35,6 @@ class ShapedLink:
         self._shape = shape
         self._on_error = on_error
         self._free_s = 0.0
-        self._chunk_bytes = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, int(shape.bandwidth_bytes_per_s * SLICE_S)))
         self._line: queue.SimpleQueue[tuple[float, memoryview] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._release, name=f"delay to {channel.other}", daemon=True)
         self._thread.start()
@@ -45,14 +44,19 @@ class ShapedLink:
 
         Returns the start and the end of its leaving, in seconds of the monotonic clock.
         """
-        start_s = max(ready_s, self._free_s)
+        shape, start_s = self._shape, max(ready_s, self._free_s)
         left_bytes = 0
-        for chunk in chunks(pieces, self._chunk_bytes):
+        chunk_bytes = min(CHUNK_BYTES, max(MIN_CHUNK_BYTES, int(shape.bandwidth_bytes_per_s * SLICE_S)))
+        for chunk in chunks(pieces, chunk_bytes):
             left_bytes += chunk.nbytes
-            self._free_s = start_s + left_bytes / self._shape.bandwidth_bytes_per_s
-            self._line.put((self._free_s + self._shape.latency_s, chunk))
+            self._free_s = start_s + left_bytes / shape.bandwidth_bytes_per_s
+            self._line.put((self._free_s + shape.latency_s, chunk))
         sleep_until(self._free_s)
         return start_s, self._free_s
+
+    def reshape(self, shape: Link) -> None:
+        """Messages that are sent from now on find the link so. Any thread."""
+        self._shape = shape
 
     def close(self) -> None:
         """Wait until all that has left has arrived."""

@@ -1,0 +1,65 @@
+"""A fleet that is no longer what it was stated to be: corrected by measurement, or changed on purpose in emulation."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.fleet.checks import check_number
+from isthmus.fleet.fleet import Fleet
+from isthmus.fleet.links import Link, Route
+
+
+class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """From a step on, one device or one directed link of an emulated fleet is `factor` times as fast as stated.
+
+    Raises `UserError` where it names both or neither, for a step below 0 and for a factor that is not above 0.
+    """
+
+    step: int
+    factor: float
+    """Of the device's FLOP/s or the link's bandwidth, as the fleet states them."""
+    device: str = ""
+    link: tuple[str, str] | None = None
+    """From, to."""
+
+    def __post_init__(self) -> None:
+        if bool(self.device) == (self.link is not None):
+            raise UserError(f"change: got device {self.device!r} and link {self.link}, expected one of the two")
+        check_number("change: step", self.step)
+        check_number("change: factor", self.factor, above_zero=True)
+
+
+def corrected(
+    fleet: Fleet, flops_per_s: Mapping[str, float], bandwidth_bytes_per_s: Mapping[tuple[str, str], float]
+) -> Fleet:
+    """The fleet with these speeds, by device, and these bandwidths, by source and target; all else as it was.
+
+    Raises `UserError` for an unknown device.
+    """
+    for name in (*flops_per_s, *(name for pair in bandwidth_bytes_per_s for name in pair)):
+        fleet.device(name)
+    devices = tuple(
+        msgspec.structs.replace(d, flops_per_s=flops_per_s.get(d.name, d.flops_per_s)) for d in fleet.devices
+    )
+    kept = [r for r in fleet.links.devices if (r.source, r.target) not in bandwidth_bytes_per_s]
+    told = [
+        Route(source, target, Link(fleet.link(source, target).latency_s, bandwidth))
+        for (source, target), bandwidth in bandwidth_bytes_per_s.items()
+    ]
+    links = msgspec.structs.replace(fleet.links, devices=(*kept, *told))
+    return msgspec.structs.replace(fleet, devices=devices, links=links)
+
+
+def changed(fleet: Fleet, changes: Iterable[Change], step: int) -> Fleet:
+    """The fleet as it is in a step. Of several changes to one thing the latest counts."""
+    speeds: dict[str, float] = {}
+    bandwidths: dict[tuple[str, str], float] = {}
+    for change in sorted((c for c in changes if c.step <= step), key=lambda c: c.step):
+        if change.link is None:
+            speeds[change.device] = fleet.device(change.device).flops_per_s * change.factor
+        else:
+            bandwidths[change.link] = fleet.link(*change.link).bandwidth_bytes_per_s * change.factor
+    return corrected(fleet, speeds, bandwidths)

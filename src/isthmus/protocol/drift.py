@@ -1,0 +1,195 @@
+"""What devices and links really do, read off the spans that devices report, and when that is believed.
+
+    spans of a step ──► one rate per device (FLOP/s) and link (bytes/s) ──► window of the last steps
+                                                                              │ 4 of 5 beyond 1.25 x, one side
+                                                                              ▼
+    stated by the fleet ──────────────────────────────────────────────────► believed
+
+A single slow step, or three in five, changes nothing; a lasting change is believed after five steps, and its size is
+the window's median. What is believed stays until a whole window speaks against it: figures close to the threshold do
+not swing to and fro.
+
+A buffer at either end of a link hides a message's time from that end: the end that took longer knows. Latency is left
+as stated: the two ends' clocks are not compared.
+"""
+
+from __future__ import annotations
+
+import statistics
+from collections import deque
+from collections.abc import Iterable
+from typing import NamedTuple
+
+from isthmus.fleet import Fleet
+from isthmus.fleet.changes import corrected
+from isthmus.plan import Plan, Stage
+from isthmus.trace import Span
+from isthmus.units import format_bandwidth, format_compute
+
+STEPS = 5
+"""Of a window, at least."""
+LEAST_S = 2.0
+"""And how long it lasts at least: a machine that is busy with something else for a moment is not a slow machine."""
+APART = 1.25
+"""Rates that differ by less are the same."""
+AGREE = 0.8
+"""Of the steps in a window, how many must say so."""
+LAG_STEPS = 2
+"""The two ends of a message report it at most so many steps apart, or it is not counted."""
+LEAST_BYTES = 1 << 14
+"""Smaller messages say more of threads than of links."""
+
+Key = str | tuple[str, str]
+"""A device's name, or a link's source and target."""
+
+
+class Figure(NamedTuple):
+    """A rate that is believed from now on, in FLOP/s or bytes/s."""
+
+    key: Key
+    before: float
+    now: float
+
+    @property
+    def told(self) -> str:
+        if isinstance(self.key, str):
+            return f"{self.key} computes at {format_compute(self.now)}, not at {format_compute(self.before)}"
+        source, target = self.key
+        now, before = format_bandwidth(self.now), format_bandwidth(self.before)
+        return f"{source} -> {target} carries {now}, not {before}"
+
+
+class Gauge:
+    """One rate: what is believed, and the samples that may speak against it."""
+
+    def __init__(self, stated: float) -> None:
+        self.stated = stated
+        self.believed = stated
+        self.first: float | None = None
+        """The median of the first whole window, whether or not it was believed."""
+        self._window: deque[tuple[float, float]] = deque()
+
+    def add(self, time_s: float, rate: float) -> bool:
+        """A step's rate, with the time at which the step ended; whether something else is believed now."""
+        window = self._window
+        window.append((time_s, rate))
+        while len(window) > STEPS and time_s - window[1][0] >= LEAST_S:
+            window.popleft()
+        if len(window) < STEPS or time_s - window[0][0] < LEAST_S:
+            return False
+        rates = [rate for _, rate in window]
+        if self.first is None:
+            self.first = statistics.median(rates)
+        slower = sum(rate * APART < self.believed for rate in rates)
+        faster = sum(rate > self.believed * APART for rate in rates)
+        if max(slower, faster) < AGREE * len(rates):
+            return False
+        self.believed = statistics.median(rates)
+        return True
+
+    def restart(self) -> None:
+        """What was measured so far was of another plan."""
+        self._window.clear()
+
+
+class _Sum:
+    """What passed in one step, and how long it took."""
+
+    def __init__(self) -> None:
+        self.amount = self.seconds = self.end_s = 0.0
+
+    def add(self, amount: float, seconds: float, end_s: float) -> None:
+        self.amount += amount
+        self.seconds += seconds
+        self.end_s = max(self.end_s, end_s)
+
+
+class Drift:
+    """The gauges of a run."""
+
+    def __init__(self, fleet: Fleet) -> None:
+        self._fleet = fleet
+        self._gauges: dict[Key, Gauge] = {}
+        self._stages: dict[str, Stage] = {}
+        self._sums: dict[int, dict[Key, _Sum]] = {}
+        self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
+        """Of messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
+        self._first = 0
+
+    def begin(self, plan: Plan, step: int) -> None:
+        """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""
+        self._stages = {stage.device: stage for replica in plan.replicas for stage in replica.stages}
+        self._first = step + 1
+        self._sums.clear()
+        self._halves.clear()
+        for gauge in self._gauges.values():
+            gauge.restart()
+
+    def note(self, step: int, spans: Iterable[Span]) -> list[Figure]:
+        """What was reported up to the end of a step; returns what is believed anew."""
+        for span in spans:
+            if span.step < self._first or span.end_s <= span.start_s:
+                continue
+            if span.track == "compute":
+                self._computed(span)
+            elif span.track in ("send", "receive"):
+                self._carried(span)
+        found: list[Figure] = []
+        for closed in sorted(s for s in self._sums if s <= step - LAG_STEPS):
+            self._halves.pop(closed, None)
+            for key, total in self._sums.pop(closed).items():
+                found += self._judge(key, total)
+        return found
+
+    def fleet(self) -> Fleet:
+        """The fleet as it is believed to be. Devices that nobody has measured are as far from what was stated of them
+        as is usual for those that were (FusionLLM's lambda, one for all)."""
+        firsts = [g.first / g.stated for key, g in self._gauges.items() if isinstance(key, str) and g.first is not None]
+        usual = statistics.median(firsts) if firsts else 1.0
+        usual = usual if max(usual, 1 / usual) > APART else 1.0
+        speeds = {device.name: device.flops_per_s * usual for device in self._fleet.devices}
+        bandwidths: dict[tuple[str, str], float] = {}
+        for key, gauge in self._gauges.items():
+            if isinstance(key, tuple):
+                if gauge.believed != gauge.stated:
+                    bandwidths[key] = gauge.believed
+            elif gauge.first is not None:
+                speeds[key] = gauge.believed
+        return corrected(self._fleet, speeds, bandwidths)
+
+    def _computed(self, span: Span) -> None:
+        stage = self._stages.get(span.device)
+        if stage is not None and span.name in ("F", "B"):
+            flops = stage.flops_forward if span.name == "F" else stage.flops_backward
+            self._sum(span.step, span.device).add(flops, span.end_s - span.start_s, span.end_s)
+
+    def _carried(self, span: Span) -> None:
+        sends = span.track == "send"
+        source, target = (span.device, span.other) if sends else (span.other, span.device)
+        key = (source, target, span.name, span.micro_batch)
+        halves = self._halves.setdefault(span.step, {})
+        other = halves.pop(key, None)
+        if other is None or other.track == span.track:
+            halves[key] = span
+            return
+        size_bytes = (span if sends else other).wire_bytes
+        if size_bytes >= LEAST_BYTES:
+            seconds = max(span.end_s - span.start_s, other.end_s - other.start_s)
+            self._sum(span.step, (source, target)).add(size_bytes, seconds, span.end_s)
+
+    def _sum(self, step: int, key: Key) -> _Sum:
+        return self._sums.setdefault(step, {}).setdefault(key, _Sum())
+
+    def _judge(self, key: Key, total: _Sum) -> list[Figure]:
+        if not total.amount:
+            return []
+        gauge = self._gauges.get(key)
+        if gauge is None:
+            gauge = self._gauges[key] = Gauge(self._stated(key))
+        before = gauge.believed
+        return [Figure(key, before, gauge.believed)] if gauge.add(total.end_s, total.amount / total.seconds) else []
+
+    def _stated(self, key: Key) -> float:
+        if isinstance(key, str):
+            return self._fleet.device(key).flops_per_s
+        return self._fleet.link(*key).bandwidth_bytes_per_s
