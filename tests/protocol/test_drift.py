@@ -31,7 +31,10 @@ def test_three_odd_steps_in_any_five_change_nothing(blocks: list[tuple[list[floa
     assert gauge.believed == 1.0
 
 
-@given(st.lists(near, max_size=20), st.one_of(st.floats(0.01, 0.6), st.floats(1.7, 100)), st.lists(near, min_size=STEPS))
+far = st.one_of(st.floats(0.01, 0.6), st.floats(1.7, 100))
+
+
+@given(st.lists(near, max_size=20), far, st.lists(near, min_size=STEPS))
 def test_what_lasts_is_believed_within_a_window(before: list[float], factor: float, noise: list[float]) -> None:
     gauge = Gauge(1.0)
     times = itertools.count(0.0, 10.0)
@@ -105,7 +108,9 @@ def _spans(step: int, slow: dict[str, float], link: float, *, hidden: str = "") 
         )  # fmt: skip
 
 
-def _noted(drift: Drift, steps: Sequence[int], slow: dict[str, float], link: float = 1.0, hidden: str = "") -> list[Figure]:
+def _noted(
+    drift: Drift, steps: Sequence[int], slow: dict[str, float], link: float = 1.0, hidden: str = ""
+) -> list[Figure]:
     found: list[Figure] = []
     for step in steps:
         found += drift.note(step, list(_spans(step, slow, link, hidden=hidden)))

@@ -120,7 +120,7 @@ def test_a_loss_from_beginning_to_end():
     assert coordinator.handle(Lost(device="tokyo", reason="silent")) == [Fence("tokyo"), Hold("oslo")]
     assert coordinator.handle(Reported(device="oslo", item=3, epoch=0)) == [], "of an epoch that is over"
     holdings = (held(0, 2, A | B), held(0, 3, A))
-    assert coordinator.handle(Held(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",))]
+    assert coordinator.handle(Held(device="oslo", holdings=holdings, epoch=1)) == [MakePlan(("oslo",), waits=True)]
     out = coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}), epoch=1))
     assert out[0] == Begin(1, 2, coordinator.statistics().leased, False)
     assert out[1:] == [Assign("oslo"), Place("oslo", A | B)]
@@ -148,7 +148,7 @@ def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
     coordinator.handle(Held(device="oslo", holdings=(), epoch=1))
     assert coordinator.handle(Lost(device="lima", reason="silent", epoch=1)) == [Fence("lima"), Hold("oslo")]
     assert coordinator.handle(Held(device="oslo", holdings=(), epoch=1)) == []
-    assert coordinator.handle(Held(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",))]
+    assert coordinator.handle(Held(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",), waits=True)]
     told = coordinator.handle(NoPlan(reason="it does not fit", epoch=2))[-1]
     assert told == Finish("lost", "device 'lima' was lost: silent; without it it does not fit")
 

@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, Layout, RunSpec
-from isthmus.protocol.coordinator_events import Begin
+from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.channel import PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.conductor import Conductor
@@ -59,7 +59,7 @@ class NotedScript:
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         return STATE
 
-    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
+    def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
         raise UserError("no plan")
 
     def begin(self, begin: Begin, layout: Layout) -> None:

@@ -6,10 +6,10 @@ import contextlib
 import queue
 import threading
 import time
-from collections.abc import Sequence
 
 from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, Holding, Layout, RunSpec
+from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.runtime.channel import dial
 from isthmus.runtime.conductor import Conductor
 from isthmus.runtime.listener import Listener
@@ -36,8 +36,8 @@ SPEC = RunSpec(steps=6, micro_batches=1, micro_batch_size=1)
 class Planning(NotedScript):
     """Plans for whoever is there: the last one has the weight."""
 
-    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
-        return _layout(*devices), must
+    def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
+        return _layout(*wanted.devices), wanted.must
 
 
 def _layout(*devices: str) -> Layout:

@@ -11,8 +11,9 @@ from isthmus.planners.registry import (
     planner_names,
     scheduled,
 )
+from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
     "ENTRY_POINTS", "Planner", "can_price", "check_honoured", "describe", "over_counts", "plan", "planner_names",
-    "scheduled",
+    "scheduled", "whole_replicas",
 ]  # fmt: skip

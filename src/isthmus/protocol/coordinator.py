@@ -183,7 +183,12 @@ class Coordinator:
         self._held[device] = holdings
         if self._phase == "joining":
             return self._restore()
-        return self._on_held() if self._phase == "holding" else self._reconsider()
+        if self._phase == "holding":
+            return self._on_held()
+        called = self._next is not None and device in self._next.parts
+        if self._phase == "running" and called and self._next is not None:  # the work went on while it started
+            return self._settle() if self._present.issuperset(self._next.parts) else []
+        return self._reconsider()
 
     def _restore(self) -> Out:
         """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
@@ -231,7 +236,8 @@ class Coordinator:
             out += self._release()
         if staying := self._leaving & set(self.devices):
             return out + self._reconsider(must=bool(staying))
-        return out + self._reconsider() if self._present - self._leaving - set(self.devices) else out
+        unused = (self._present | self._offered) - self._leaving - set(self.devices)
+        return out + self._reconsider() if unused else out
 
     # Running
 
@@ -302,6 +308,11 @@ class Coordinator:
         if self._phase != "running" or not pays:
             return []
         self._next = layout
+        missing = [d for d in layout.parts if d not in self._present]
+        return [Call(d) for d in missing] if missing else self._settle()
+
+    def _settle(self) -> Out:
+        """Whom the better plan needs is here: finish what is leased."""
         self._phase = "settling"
         return [] if self._leases.open else self._move()
 
@@ -334,6 +345,8 @@ class Coordinator:
         self._held.pop(device, None)
         for devices in (self._present, self._offered, self._leaving):
             devices.discard(device)
+        if self._next is not None and device in self._next.parts:
+            self._next = None
 
     def _hold(self) -> Out:
         self._epoch += 1
@@ -352,7 +365,7 @@ class Coordinator:
         self._phase = "planning"
         if not available:
             return self._end("lost", f"{self._reason}; no other device is left")
-        return [MakePlan(tuple(sorted(available)))]
+        return [MakePlan(tuple(sorted(available)), waits=True)]
 
     def _adopt(self, layout: Layout) -> Out:
         self._layout = layout

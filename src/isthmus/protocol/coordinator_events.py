@@ -147,6 +147,8 @@ class MakePlan(msgspec.Struct, frozen=True):
     devices: tuple[str, ...]
     must: bool = True
     """The run cannot go on without; else: only if it pays."""
+    waits: bool = False
+    """Nobody is at work until it is there."""
 
 
 class Call(msgspec.Struct, frozen=True):

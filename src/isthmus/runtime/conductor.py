@@ -316,11 +316,10 @@ class Conductor:
                 self._say(device, HoldMessage(run=run, epoch=epoch))
             case Fence(device=device):
                 self._dismiss(device)
-            case MakePlan(devices=devices, must=must):
-                if must and self.machine.statistics().phase == "planning":
+            case MakePlan(waits=waits):
+                if waits:
                     self._disturb()
-                arguments = (devices, must, epoch)
-                threading.Thread(target=self._plan, args=arguments, name="planner", daemon=True).start()
+                threading.Thread(target=self._plan, args=(instruction, epoch), name="planner", daemon=True).start()
             case Call(device=device):
                 self._work.call(device)
             case Fetch(device=device, step=step, parts=parts):
@@ -353,9 +352,9 @@ class Conductor:
         if lane is not None:
             lane.close(0.0)
 
-    def _plan(self, devices: Sequence[str], must: bool, epoch: int) -> None:
+    def _plan(self, wanted: MakePlan, epoch: int) -> None:
         try:
-            layout, pays = self._script.plan(devices, must=must)
+            layout, pays = self._script.plan(wanted)
         except Exception as e:  # whatever it is, the run must be told: it waits for a plan
             reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
             self._heard.put(NoPlan(reason=reason, epoch=epoch))

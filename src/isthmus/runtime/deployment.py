@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
@@ -13,6 +13,7 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Fleet, Link, changed
 from isthmus.job import Prepared
 from isthmus.plan import Packing, Plan, Stage
+from isthmus.planners import whole_replicas
 from isthmus.planners.compression import repeat_compression
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
@@ -77,6 +78,13 @@ class Deployment:
         alike = build_replicas(problem, layouts_of(self.plan), planner=self.plan.planner)
         return with_sync(problem, repeat_compression(problem, alike, self.plan), self.plan.sync).predicted.step_s
 
+    def of_whole_replicas(self, fleet: Fleet) -> Plan | None:
+        """Of several replicas, those that lost no device: they go on at once, and a better plan is made meanwhile.
+        None where there is nothing of the kind."""
+        if len(self.plan.replicas) == 1 or set(self.plan.devices) <= set(fleet.names):
+            return None
+        return whole_replicas(self._prepared.problem(fleet).cut_into(self.plan.micro_batches), self.plan, fleet.names)
+
     # Snapshots
 
     def _chosen_mirrors(self) -> dict[str, str]:
@@ -115,17 +123,26 @@ class Deployment:
         return max(1, math.ceil(max(steps)))
 
     def state_bytes(self, device: str) -> int:
-        """Of a device's part of a snapshot, about: master weights and the optimizer's tensors."""
-        state = self._prepared.problem(self._fleet).state
-        elements = sum(math.prod(self._shapes[name]) for name in self.by_device[device].written)
-        return elements * (FLOAT32_BYTES + state.optimizer_bytes)
+        """Of a device's part of a snapshot, about."""
+        return self._bytes_of(self.by_device[device].written)
 
-    def moving_s(self, device: str) -> float:
-        """About how long its state travels to a device, by way of the coordinator."""
-        others = [d for d in self._fleet.names if d != device]
-        if not others:
-            return 0.0
-        return 2 * self.state_bytes(device) / min(self._fleet.link(d, device).bandwidth_bytes_per_s for d in others)
+    def _bytes_of(self, parts: Collection[str]) -> int:
+        """Master weights and the optimizer's tensors."""
+        state = self._prepared.problem(self._fleet).state
+        return sum(math.prod(self._shapes[name]) for name in parts) * (FLOAT32_BYTES + state.optimizer_bytes)
+
+    def moving_s(self, held: Mapping[str, Collection[str]]) -> float:
+        """About how long it takes until every device has the state of its stage, if this is what they hold.
+
+        State goes by way of the coordinator, to all devices at the same time. Where the coordinator is no fleet says:
+        what is known of a device's own line is its fastest link.
+        """
+        found = [0.0]
+        for device, parts in self.layout.parts.items():
+            near = [self._fleet.link(d, device).bandwidth_bytes_per_s for d in self._fleet.names if d != device]
+            missing = parts - frozenset(held.get(device, ()))
+            found.append(2 * self._bytes_of(missing) / max(near) if near and missing else 0.0)
+        return max(found)
 
     def shapes(self, device: str) -> dict[str, tuple[int, ...]]:
         """Of the parts that a device's stage changes."""

@@ -17,7 +17,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
-from isthmus.protocol.coordinator_events import Begin
+from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Drift
 from isthmus.protocol.renewal import Gain, Renewal
 from isthmus.runtime.assignment import Assignment
@@ -156,23 +156,24 @@ class TrainingScript:
 
     # Plans
 
-    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
+    def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
         assert self._options.replan is not None, "a run that cannot plan again does not ask"
         with self._planning:
-            plan = self._options.replan(self._believed.subset(devices))
+            fleet = self._believed.subset(wanted.devices)
+            plan = self.now.of_whole_replicas(fleet) if wanted.waits else None
+            plan = plan or self._options.replan(fleet)
             number = max(self._deployments) + 1
             found = self._deployment(plan, number)
             self._deployments[number] = found
             self._renewal.answered()
-        return found.layout, must or self._pays(found)
+        return found.layout, wanted.must or self._pays(found)
 
     def _pays(self, found: Deployment) -> bool:
         """Whether what is left of the run is so much quicker with it that moving weights is worth it."""
         now = self.now
-        moved = [d for d in found.layout.parts if found.layout.parts[d] - now.layout.parts.get(d, frozenset())]
         gain = Gain(
             now.repriced(self._believed), found.plan.predicted.step_s, self.job.training.steps - self._reached,
-            sum(found.moving_s(d) for d in moved) + CHANGE_S,
+            found.moving_s(now.layout.parts) + CHANGE_S,
         )  # fmt: skip
         self._change_s = gain.cost_s
         return gain.pays

@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError
-from isthmus.protocol.coordinator_events import Begin
+from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.recovery import Layout
 from isthmus.protocol.work import Item
 from isthmus.runtime.assignment import Assignment
@@ -58,7 +58,7 @@ class Address(NamedTuple):
 class Script(Protocol):
     """What a run does besides conducting: plans, assignments, weights, checkpoints, progress."""
 
-    def plan(self, devices: Sequence[str], *, must: bool) -> tuple[Layout, bool]:
+    def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
         """A plan for these devices, and whether it is worth the change. Any thread. UserError when there is none."""
         ...
 
