@@ -7,6 +7,7 @@ from isthmus.protocol import Coordinator, Holding, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import (
     Assign,
     Begin,
+    Call,
     CoordinatorInstruction,
     Fence,
     Fetch,
@@ -20,6 +21,7 @@ from isthmus.protocol.coordinator_events import (
     MakePlan,
     Mirrored,
     NoPlan,
+    Offered,
     Open,
     Place,
     Planned,
@@ -164,3 +166,33 @@ def test_who_leaves_waits_until_the_others_hold_its_part():
     assert out == [Begin(1, 2, 2, False), Fetch("tokyo", 2, B)]
     coordinator.handle(Fetched(device="tokyo", epoch=1))
     assert coordinator.handle(Ready(device="oslo", epoch=1))[-1] == Release("tokyo")
+
+
+def test_the_work_goes_on_while_a_device_starts_that_a_better_plan_wants():
+    coordinator = running()
+    assert coordinator.handle(Offered(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
+    better = Layout(parts={"oslo": A, "lima": B})
+    assert coordinator.handle(Planned(layout=better)) == [Call("lima")]
+    assert [i.item.step for i in report(coordinator, 0) if isinstance(i, Open)] == [2], "nobody waits"
+    assert coordinator.handle(Joined(device="lima")) == []
+    assert not [i for i in report(coordinator, 1) if isinstance(i, Open)], "what is leased is finished first"
+    assert Hold("lima") in report(coordinator, 2)
+
+
+def test_a_better_plan_is_forgotten_with_a_device_that_it_wants():
+    coordinator = running()
+    coordinator.handle(Offered(device="lima"))
+    coordinator.handle(Planned(layout=Layout(parts={"oslo": A, "lima": B})))
+    coordinator.handle(Lost(device="lima", reason="it did not start"))
+    assert coordinator.handle(Joined(device="lima")) == [MakePlan(("lima", "oslo", "tokyo"), must=False)]
+
+
+def test_who_could_work_and_does_not_is_thought_of_when_a_plan_is_in_force():
+    coordinator = running()
+    coordinator.handle(Offered(device="lima"))
+    coordinator.handle(Lost(device="tokyo", reason="silent"))
+    assert coordinator.handle(Held(device="oslo", holdings=(held(0, 0, A | B),), epoch=1)) == [
+        MakePlan(("lima", "oslo"), waits=True)
+    ]
+    coordinator.handle(Planned(layout=Layout(parts={"oslo": A | B}), epoch=1))
+    assert coordinator.handle(Ready(device="oslo", epoch=1))[-1] == MakePlan(("lima", "oslo"), must=False)
