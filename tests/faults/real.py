@@ -12,7 +12,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.cost import build_plan
-from isthmus.fleet import Fleet
+from isthmus.fleet import Fleet, Link, Links
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Plan
 from isthmus.protocol import Item
@@ -58,12 +58,14 @@ def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], P
 
 def run(
     folder: Path, made: Job, *, devices: int = 2, spares: int = 1, crew: LocalCrew | None = None,
-    act: tuple[int, Callable[[], None]] | None = None,
+    act: tuple[int, Callable[[], None]] | None = None, link: Link | None = None,
 ) -> Run:  # fmt: skip
-    """Train over one process per device. `act` is done once, after so many steps."""
+    """Train over one process per device. `act` is done once, after so many steps. `link` joins them all."""
     # The model is captured once: jobs here differ in how they are run.
     prepared = msgspec.structs.replace(_captured(made.training.steps), job=made)
     fleet = fleet_of(devices + spares, FLOPS_PER_S)
+    if link is not None:
+        fleet = msgspec.structs.replace(fleet, links=Links(default=link))
     replan = keeps_cuts(prepared, random_cut(prepared, devices, 0, once=True))
     plan = replan(fleet.subset(fleet.names[:devices]))
     losses: list[tuple[int, float | None]] = []

@@ -82,7 +82,7 @@ def test_a_device_leaves_without_loss(fleet: Fleet, tmp_path: Path) -> None:
 class Machines:
     """`isthmus serve` and `isthmus join`, as people start them."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, save_every: int = 0) -> None:
         self.folder = folder
         self.run = RunFolder(folder / "run")
         with socket.create_server(("127.0.0.1", 0)) as free:
@@ -90,7 +90,7 @@ class Machines:
         (folder / "fleet.toml").write_text(FLEET)
         self._job = edited(
             write_job(folder, steps=STEPS, fleet=str(folder / "fleet.toml")),
-            ("save_every = 3\n", ""), ("[learning_rate]", RUNTIME),
+            ("save_every = 3\n", f"save_every = {save_every}\n"), ("[learning_rate]", RUNTIME),
         )  # fmt: skip
         self._started: list[subprocess.Popen[str]] = []
 
@@ -100,12 +100,19 @@ class Machines:
             "--run", str(self.run.path), *options,
         )  # fmt: skip
 
-    def join(self, name: str, ticket: str) -> None:
+    def join(self, name: str, ticket: str) -> subprocess.Popen[str]:
         path = self.folder / f"{name}.ticket"
         path.touch(0o600)
         path.write_text(ticket)
+        return self._join(name, "--ticket-file", str(path))
+
+    def join_again(self, name: str) -> subprocess.Popen[str]:
+        """One that has its certificate already."""
+        return self._join(name)
+
+    def _join(self, name: str, *options: str) -> subprocess.Popen[str]:
         state = str(self.folder / name)
-        self._start("join", "--name", name, "--ticket-file", str(path), "--state", state, "--patience", "5 s")
+        return self._start("join", "--name", name, *options, "--state", state, "--patience", "5 s")
 
     def _start(self, *words: str) -> subprocess.Popen[str]:
         with (self.folder / f"{words[0]}.err").open("a") as err:
@@ -115,6 +122,11 @@ class Machines:
             )  # fmt: skip
         self._started.append(process)
         return process
+
+    def newest(self) -> int:
+        """The last step that was told, which may lie before one that was lost."""
+        found = [p.step for p in self.run.losses() if p.split == "train"]
+        return found[-1] if found else 0
 
     def steps(self) -> int:
         return max((p.step for p in self.run.losses()), default=0)

@@ -1,7 +1,8 @@
 """The send lane: what crosses a link leaves through here, one thread per link, beside the compute lane.
 
 Messages leave in the order in which they were handed over, but for credits: what grants the other side room overtakes
-what waits for room. Were it not so, two full windows would wait for each other's grants, stuck behind parcels. What is
+what waits for room. Were it not so, two full windows would wait for each other's grants, stuck behind parcels. Nor does
+a heartbeat wait for room: a receiver that is busy for long would take the sender for dead. What is
 handed over for the background goes while nothing else can.
 
 What is to be packed is packed by a second thread of the lane, from the moment it is handed over, while the messages
@@ -22,7 +23,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
 from isthmus.runtime.channel import Channel, frame
-from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage, PartsMessage
+from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, ParcelMessage, PartsMessage
 from isthmus.runtime.shaping import ShapedLink
 from isthmus.training.layout import pack
 
@@ -140,7 +141,7 @@ class SendLane:
                 if packer is not None:
                     entry.packed = self._packing.submit(_timed, packer)
                 queue = self._background if background else self._waiting
-                (self._urgent if isinstance(message, Credit) else queue).append(entry)
+                (self._urgent if isinstance(message, Credit | Heartbeat) else queue).append(entry)
                 self._changed.notify_all()
 
     def reshape(self, shape: Link) -> None:

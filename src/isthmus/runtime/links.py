@@ -17,7 +17,7 @@ from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendPar
 from isthmus.runtime.assignment import Assignment, Neighbour
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.lanes import Credits, Departure, SendLane
-from isthmus.runtime.messages import AnyMessage, Credit, ParcelMessage, PartsMessage
+from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, ParcelMessage, PartsMessage
 from isthmus.runtime.mirroring import MirrorReceiver
 from isthmus.runtime.recovery_messages import MirrorMessage, MirrorPart
 from isthmus.trace import Span
@@ -66,6 +66,8 @@ class Links:
         self._channels = dict(channels)
         self._credits = {n.stage: Credits(n.window_bytes) for n in assignment.neighbours}
         self._lanes = {n.stage: self._lane(n) for n in assignment.neighbours}
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="heartbeat of links", daemon=True).start()
         for stage in self._channels:
             threading.Thread(target=self._receive, args=(stage,), name=f"receive {stage}", daemon=True).start()
 
@@ -84,6 +86,12 @@ class Links:
             self._channels[neighbour.stage], shape=neighbour.shape, credits=self._credits[neighbour.stage],
             patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._failed,
         )  # fmt: skip
+
+    def _beat(self) -> None:
+        """Over a link that has nothing to carry too: one that is cut, or open at one end only, is silent."""
+        while not self._over.wait(self._assignment.patience_s / 4):
+            for lane in self._lanes.values():
+                lane.put(Heartbeat(run=self._run))
 
     def _failed(self, error: Exception) -> None:
         """Whoever takes from the inbox decides: a lane has no one to raise to. Nothing is said of closed links."""
@@ -149,8 +157,10 @@ class Links:
     def _receive(self, stage: int) -> None:
         """The receive lane of one link. This is where a micro-batch enters a device."""
         channel = self._channels[stage]
+        idle_s = None  # who has not begun may still be waiting for its weights: the coordinator knows
         try:
-            while (received := channel.receive(self._guard)) is not None:
+            while (received := channel.receive(self._guard, idle_s)) is not None:
+                idle_s = self._assignment.patience_s
                 self._accept(stage, channel, *received)
             raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:
@@ -159,6 +169,8 @@ class Links:
     def _accept(self, stage: int, channel: SocketChannel, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, Credit):
             self._credits[stage].give(message.size_bytes)
+            return
+        if isinstance(message, Heartbeat):
             return
         known = isinstance(message, ParcelMessage | PartsMessage | MirrorMessage | MirrorPart)
         if not known or message.source != stage:
@@ -235,6 +247,7 @@ class Links:
     def _end(self, flush_s: float) -> None:
         with self._ending:
             self._closed = True
+        self._over.set()
         for lane in self._lanes.values():
             lane.close(flush_s)
         for channel in self._channels.values():
