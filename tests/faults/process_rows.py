@@ -25,6 +25,8 @@ STOP_S = float(os.environ.get("ISTHMUS_FAULT_STOP_S", "60"))
 """For how long a device is stopped or a link is cut."""
 AGAIN_S = float(os.environ.get("ISTHMUS_FAULT_AGAIN_S", "600"))
 """For how long devices are killed again and again."""
+SLOW_FLOPS_PER_S = 4e6
+"""A step takes about 0.3 s: there is something to gain from one more device."""
 
 
 class Found(NamedTuple):
@@ -129,10 +131,10 @@ def again_and_again(seed: int, folder: Path) -> Found:
             except AssertionError:
                 pass  # it is dead already
 
-    steps = max(60, int(2 * AGAIN_S))
+    steps = int(AGAIN_S / 0.4)
     found = run(
         folder / str(seed), job(steps, patience="10 s"), devices=4, spares=0, act=(4, act),
-        crew=LocalCrew(revives_after_s=1.0),
+        crew=LocalCrew(revives_after_s=1.0), flops_per_s=SLOW_FLOPS_PER_S,
     )  # fmt: skip
     over.set()
     told = judged(found, None, steps)
@@ -143,9 +145,10 @@ def again_and_again(seed: int, folder: Path) -> Found:
 
 def comes_back(seed: int, folder: Path) -> Found:
     """One of two is killed, the other goes on alone; a new one comes and is used."""
-    steps, draw = 300, random.Random(seed)
+    steps, draw = 120, random.Random(seed)
     act = (draw.randint(2, 20), lambda: kill(draw.choice(("d0", "d1"))))
-    found = run(folder / str(seed), job(steps), spares=0, act=act, crew=LocalCrew(revives_after_s=3.0))
+    crew = LocalCrew(revives_after_s=3.0)
+    found = run(folder / str(seed), job(steps), spares=0, act=act, crew=crew, flops_per_s=SLOW_FLOPS_PER_S)
     told = judged(found, None, steps)
     if not told.wrong and len(told.seconds) < 2:
         return told._replace(wrong="the new device was not used")

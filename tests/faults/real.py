@@ -58,12 +58,12 @@ def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], P
 
 def run(
     folder: Path, made: Job, *, devices: int = 2, spares: int = 1, crew: LocalCrew | None = None,
-    act: tuple[int, Callable[[], None]] | None = None, link: Link | None = None,
+    act: tuple[int, Callable[[], None]] | None = None, link: Link | None = None, flops_per_s: float = FLOPS_PER_S,
 ) -> Run:  # fmt: skip
     """Train over one process per device. `act` is done once, after so many steps. `link` joins them all."""
     # The model is captured once: jobs here differ in how they are run.
     prepared = msgspec.structs.replace(_captured(made.training.steps), job=made)
-    fleet = fleet_of(devices + spares, FLOPS_PER_S)
+    fleet = fleet_of(devices + spares, flops_per_s)
     if link is not None:
         fleet = msgspec.structs.replace(fleet, links=Links(default=link))
     replan = keeps_cuts(prepared, random_cut(prepared, devices, 0, once=True))

@@ -89,9 +89,8 @@ class Deployment:
 
     def _chosen_mirrors(self) -> dict[str, str]:
         """Per device who keeps a copy of its snapshots: the neighbour with the best link to it. None where other
-        replicas hold the same."""
-        alike = len(self.plan.replicas) > 1 and self.plan.sync.averages == "gradients"
-        if alike or not self.job.runtime.snapshots:
+        replicas hold the same: all steps long, or at the end of each period, but for what optimizers remember."""
+        if len(self.plan.replicas) > 1 or not self.job.runtime.snapshots:
             return {}
         devices, found = self.plan.devices, dict[str, str]()
         for device, pair in self.by_device.items():

@@ -159,8 +159,11 @@ class Executor:
         """How many steps are done and the state after them, if that is what the engine has at this moment.
 
         Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
+        Within a period a replica's state is nobody else's: who went on from it would lose what the others learned.
         """
         view = self.assignment.view
+        if view.averages != "gradients" and self._steps % view.period:
+            return None
         changing = view.averages != "gradients" or any(op.mutates for op in self.assignment.train.ops)
         return (self._steps, self._whole_state()) if self._machine.settled or not changing else None
 
