@@ -24,7 +24,7 @@ PUBLIC = {
     "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity InProcess Local LocalConfig Pass Server "
     "StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
-    "fleet": "Device Fleet Link LinkTrace Links RANDOM Route Site describe dump_fleet load_fleet parse_fleet "
+    "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet load_fleet parse_fleet "
     "resolve_fleet topology topology_names",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
@@ -32,7 +32,8 @@ PUBLIC = {
     "plan": "Averages Certificate Collective Compression Edge Objective Packing Plan Prediction Replica SCHEDULES "
     "Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
     "classic_in_flight load_plan save_plan",
-    "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled",
+    "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled "
+    "whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
     "Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss draw_plan "

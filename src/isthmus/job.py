@@ -198,6 +198,8 @@ def load_job(path: Path) -> Job:
         patience_s = job.patience_s
     except UserError as e:
         raise UserError(f"{path}: {e}") from None
+    if job.runtime.changes and not job.runtime.emulate:
+        raise UserError(f"{path}: runtime.changes: only an emulated fleet can be changed, and runtime.emulate is false")
     if not 1 <= patience_s < math.inf:
         raise UserError(f"{path}: runtime.patience: got {job.runtime.patience!r}, expected at least 1 s")
     return job

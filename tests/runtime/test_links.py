@@ -86,12 +86,14 @@ def test_a_neighbour_that_does_not_come_is_named(listener: Listener) -> None:
 class Ends:
     """Stage 1's links, and the raw channel of what plays stage 0."""
 
-    def __init__(self, window_bytes: int = 1 << 20, expected: Expected = EXPECTED) -> None:
+    def __init__(
+        self, window_bytes: int = 1 << 20, expected: Expected = EXPECTED, patience_s: float = 60.0
+    ) -> None:  # fmt: skip
         a, b = socket.socketpair()
         self.other = SocketChannel(a, "device 'd1'", 5.0)
         self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self.spans: list[Span] = []
-        told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),))
+        told = assignment("d1", stage=1, neighbours=(_neighbour(0, 1, window_bytes),), patience_s=patience_s)
         channels = {0: SocketChannel(b, "device 'd0'", 5.0)}
         self.links = Links(told, channels, expected, {}, self.inbox, self.spans.append)
 
@@ -99,6 +101,18 @@ class Ends:
         headers = tuple(header_of(name, t) for name, t in tensors.items())
         fields: dict[str, object] = {"run": RUN, "parcel": "forward", "source": 0, "item": 0, "micro_batch": 0}
         self.other.send(ParcelMessage(**{**fields, **changes}, tensors=headers), [pack(t) for t in tensors.values()])  # type: ignore[arg-type]
+
+
+def test_a_link_that_was_alive_and_is_silent_is_lost() -> None:
+    """As one that is cut is, or open at one end only."""
+    ends = Ends(patience_s=0.3)
+    with pytest.raises(queue.Empty):
+        ends.inbox.get(timeout=0.8)  # who has not begun may still wait for its weights
+    received = ends.other.receive(idle_s=5)
+    assert received is not None and isinstance(received[0], Heartbeat), "our own end is heard of"
+    ends.other.send(Heartbeat(run=RUN))
+    found = ends.inbox.get(timeout=5)
+    assert isinstance(found, PeerError) and str(found) == "device 'd0': silent for 0.3 s"
 
 
 def test_a_parcel_arrives_with_its_bits_and_strides() -> None:
