@@ -14,7 +14,7 @@ from isthmus.job import Prepared, prepare
 from isthmus.plan import Plan
 from isthmus.planners import plan as make_plan
 from isthmus.protocol import Item, drift
-from isthmus.runtime import run as run_module
+from isthmus.runtime import plans
 from isthmus.runtime.run import RunOptions, Watcher, train
 from isthmus.runtime.script import Outcome
 from isthmus.trace import Span
@@ -66,7 +66,7 @@ def _run(folder: Path, *changes: Change) -> tuple[Outcome, _Told]:
 def at_once(monkeypatch: pytest.MonkeyPatch) -> None:
     """Steps are short here, and so is what is left of the run."""
     monkeypatch.setattr(drift, "LEAST_S", 0.2)
-    monkeypatch.setattr(run_module, "CHANGE_S", 0.05)
+    monkeypatch.setattr(plans, "CHANGE_S", 0.05)
 
 
 def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
@@ -84,7 +84,7 @@ def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
 def test_a_plan_stays_where_a_change_costs_more_than_is_left_to_gain(
     tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(run_module, "CHANGE_S", 1e6)
+    monkeypatch.setattr(plans, "CHANGE_S", 1e6)
     outcome, told = _run(tmp_path, Change(step=AT, factor=0.2, device="d0"))
     assert any(note.startswith("d0 computes at") for note in told.notes)
     assert len(told.plans) > 1 and not outcome.recoveries, told.notes

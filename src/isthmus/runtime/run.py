@@ -3,8 +3,6 @@
 from __future__ import annotations
 
 import secrets
-import threading
-import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
@@ -18,12 +16,11 @@ from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
-from isthmus.protocol.drift import Drift
-from isthmus.protocol.renewal import Gain, Renewal
 from isthmus.runtime.assignment import Assignment
 from isthmus.runtime.conductor import Conductor
 from isthmus.runtime.crew import Call, Crew, LocalCrew
 from isthmus.runtime.deployment import Deployment
+from isthmus.runtime.plans import Plans
 from isthmus.runtime.record import Record, remove_record, write_record
 from isthmus.runtime.script import Address, Outcome
 from isthmus.trace import Span
@@ -34,8 +31,6 @@ from isthmus.training.weights import initial_weights, rest, resume
 
 START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
-CHANGE_S = 5.0
-"""What it costs to change the plan besides moving weights: to stop, to connect, to start."""
 
 
 class Watcher(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,20 +88,10 @@ class TrainingScript:
         self._options = options
         self._watcher = watcher
         self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
-        self._planning = threading.Lock()
-        self._drift = Drift(fleet)
-        self._renewal = Renewal()
-        self._believed = fleet
-        """What plans are made for."""
-        self._change_s = 0.0
-        """What it costs to change to the plan that was found better."""
-        self._deployments = {0: self._deployment(self._record.plan if self._record is not None else plan, 0)}
-        self._deployment_now = self._deployments[0]
+        first = self._record.plan if self._record is not None else plan
+        self._plans = Plans(prepared, first, fleet, options.replan, emulate=options.emulate)
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self._begun: Begin | None = None
-        self._reached = 0
-        """Steps that are done."""
-        self._adapts = options.replan is not None and self.job.runtime.adapt
         self._initial = partial(initial_weights, prepared.build, prepared.captured, self.job.training.seed)
         self._weights = self._initial()
         self._others: dict[int, dict[str, Tensor]] = {}
@@ -120,7 +105,7 @@ class TrainingScript:
     @property
     def now(self) -> Deployment:
         """Of the plan that is in force."""
-        return self._deployment_now
+        return self._plans.now
 
     def machine(self) -> Coordinator:
         """The coordinator of this run, new or started again."""
@@ -131,10 +116,6 @@ class TrainingScript:
             return Coordinator(self.now.plan.devices, spec, layout=layout)
         newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
         return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
-
-    def _deployment(self, plan: Plan, number: int) -> Deployment:
-        emulated = self._fleet if self._options.emulate else None
-        return Deployment(self._prepared, plan, self._believed, emulated=emulated, number=number)
 
     def _load(self, checkpoint: Path | None) -> int:
         """The checkpoint's weights, or at the very beginning the model's own; returns the steps behind them."""
@@ -154,35 +135,11 @@ class TrainingScript:
         self._weights, self._others = resume(self._weights, expected, job.optimizer, checkpoint)
         return manifest.step
 
-    # Plans
-
     def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
-        assert self._options.replan is not None, "a run that cannot plan again does not ask"
-        with self._planning:
-            fleet = self._believed.subset(wanted.devices)
-            plan = self.now.of_whole_replicas(fleet) if wanted.waits else None
-            plan = plan or self._options.replan(fleet)
-            number = max(self._deployments) + 1
-            found = self._deployment(plan, number)
-            self._deployments[number] = found
-            self._renewal.answered()
-        return found.layout, wanted.must or self._pays(found)
-
-    def _pays(self, found: Deployment) -> bool:
-        """Whether what is left of the run is so much quicker with it that moving weights is worth it."""
-        now = self.now
-        gain = Gain(
-            now.repriced(self._believed), found.plan.predicted.step_s, self.job.training.steps - self._reached,
-            found.moving_s(now.layout.parts) + CHANGE_S,
-        )  # fmt: skip
-        self._change_s = gain.cost_s
-        return gain.pays
+        return self._plans.make(wanted)
 
     def begin(self, begin: Begin, layout: Layout) -> None:
-        replaced, self._deployment_now = self._deployment_now, self._deployments[layout.number]
-        self._drift.begin(self.now.plan, begin.step)
-        self._renewal.began(time.monotonic(), self._change_s if self.now is not replaced else 0.0)
-        self._reached = begin.step
+        self._plans.begin(layout, begin.step)
         first, self._begun = self._begun is None and self._record is None, begin
         self._lineage.begin(begin.epoch, begin.step)
         if self._options.crew.outlives:
@@ -219,12 +176,9 @@ class TrainingScript:
         self._watcher.advanced(item, loss, spans)
         if item.kind != "train":
             return False
-        self._reached = item.step + 1
-        for figure in self._drift.note(item.step, spans) if self._adapts else ():
+        for figure in self._plans.measured(item.step, spans):
             self.note(figure.told)
-            self._renewal.changed()
-            self._believed = self._drift.fleet()
-        return self._renewal.ask(time.monotonic())
+        return self._plans.is_worth_asking()
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)
