@@ -151,6 +151,14 @@ def test_who_was_never_measured_is_as_far_from_what_was_stated_as_the_others_wer
     assert speeds == pytest.approx({"a": SPEED / 2, "b": SPEED / 10, "spare": SPEED / 2})
 
 
+def test_a_device_that_is_slow_from_the_beginning_says_nothing_of_the_others() -> None:
+    drift = Drift(_fleet())
+    drift.begin(_plan(), 0)
+    _noted(drift, range(20), {"b": 0.25})
+    speeds = {d.name: d.flops_per_s for d in drift.fleet().devices}
+    assert speeds == pytest.approx({"a": SPEED, "b": SPEED / 4, "spare": SPEED})
+
+
 def test_a_plans_first_step_and_what_was_before_do_not_count() -> None:
     drift = Drift(_fleet())
     drift.begin(_plan(), 0)
