@@ -9,7 +9,7 @@ import time
 from collections.abc import Callable, Generator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import TypeVar
+from typing import Protocol, TypeVar
 
 from isthmus.runtime.fleet_state import FleetState
 from isthmus.runtime.identity import Authority, Identity, Party, Role, Ticket, decode_ticket
@@ -56,6 +56,10 @@ def secured_pair(coordinator: Identity, device: Identity) -> tuple[TlsConnection
     )
     assert isinstance(dialled, TlsConnection) and isinstance(accepted, TlsConnection), (dialled, accepted)
     return dialled, accepted
+
+
+class Inviting(Protocol):
+    def ticket(self) -> Ticket: ...
 
 
 class Fleet:

@@ -21,13 +21,13 @@ from isthmus.runtime.script import Outcome
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
 
-from .parties import Fleet, outcomes, soon
+from .parties import Fleet, Inviting, outcomes, soon
 
 
 class Devices:
     """Agents in threads of this process; their work is done by processes of their own."""
 
-    def __init__(self, fleet: Fleet, folder: Path, names: tuple[str, ...]) -> None:
+    def __init__(self, fleet: Inviting, folder: Path, names: tuple[str, ...]) -> None:
         self.said: list[str] = []
         self.agents: list[Agent] = []
         for name in names:

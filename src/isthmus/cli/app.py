@@ -5,35 +5,43 @@ from __future__ import annotations
 import os
 import sys
 from pathlib import Path
-from typing import Annotated, Literal, cast
+from typing import Annotated, cast
 
 import msgspec
 import typer
-from rich.console import Console
 
 from isthmus.cli import (
     comparing,
     explaining,
     federated,
     federated_simulating,
-    joining,
+    fleet_commands,
     planning,
     runs,
-    serving,
     training,
     verifying,
+)
+from isthmus.cli.options import (
+    DevicesOption,
+    FleetOption,
+    JobFile,
+    JsonOption,
+    ObjectiveOption,
+    PlannerOption,
+    StepsOption,
+    chosen_job,
+    notes,
+    out,
 )
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.federated.job import is_federated
 from isthmus.fleet import RANDOM, topology_names
 from isthmus.fleet import describe as describe_topology
-from isthmus.job import Job, load_job, prepare
-from isthmus.plan import Objective
+from isthmus.job import prepare
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
 from isthmus.report.plain import plain
-from isthmus.runtime.launcher import Place
 from isthmus.runtime.run import run_spec
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
@@ -45,35 +53,6 @@ app = typer.Typer(
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """Click's, or that of the copy of click that later typers bring along: typer exports no common name for it."""
-
-JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
-FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
-PlannerOption = Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")]
-ObjectiveOption = Annotated[
-    Literal["time", "cost"] | None, typer.Option("--objective", help="What to minimise: a step's time, or its price.")
-]
-DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
-PatienceOption = Annotated[str, typer.Option("--patience", help="Silence after which another party is lost.")]
-StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
-JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
-
-def _job(
-    path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None,
-    objective: Objective | None = None,
-) -> Job:  # fmt: skip
-    """The job with what the command line overrides."""
-    job = load_job(path)
-    if objective is not None:
-        job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, objective=objective))
-    if steps is not None:
-        job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
-    given = {"fleet": fleet, "planner": planner, "devices": devices}
-    return msgspec.structs.replace(job, **{name: value for name, value in given.items() if value is not None})
-
-
-def _out() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140)
 
 
 @app.command()
@@ -90,16 +69,16 @@ def plan(
     json: JsonOption = False,
 ) -> None:
     """Plan where each part of the model runs; or compare planners, or check a plan. With --json: the plan document."""
-    job = _job(job_file, fleet, planner, devices, objective=objective)
+    job = chosen_job(job_file, fleet, planner, devices, objective=objective)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
     if compare is not None:
-        raise typer.Exit(comparing.compare(job, compare, _out(), json=json))
+        raise typer.Exit(comparing.compare(job, compare, out(), json=json))
     if verify is not None:
-        raise typer.Exit(verifying.verify_document(job, verify, _out(), json=json))
-    explaining.show_plan(job, _out(), words=explain, picture=picture, json=json)
+        raise typer.Exit(verifying.verify_document(job, verify, out(), json=json))
+    explaining.show_plan(job, out(), words=explain, picture=picture, json=json)
 
 
 @app.command(name="simulate")
@@ -121,8 +100,8 @@ def simulate_command(
     if is_federated(job_file):
         federated.refuse_options({"--fleet": fleet, "--planner": planner, "--plan": plan_file, "--trace": trace_file})
         fed_job = federated.read_job(job_file, federated.FederatedChoices())
-        raise typer.Exit(federated_simulating.simulate(fed_job, _out(), json=json))
-    job = _job(job_file, fleet, planner, devices, steps, objective)
+        raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
+    job = chosen_job(job_file, fleet, planner, devices, steps, objective)
     chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
         found, graph = planning.read_plan(job, chosen, plan_file), None
@@ -152,8 +131,8 @@ def simulate_command(
             ).decode()
         )
     else:
-        _out().print(plan_table(found, chosen, graph))
-        planning.print_simulation(_out(), trace, found)
+        out().print(plan_table(found, chosen, graph))
+        planning.print_simulation(out(), trace, found)
 
 
 @app.command()
@@ -181,12 +160,12 @@ def train(
         choices = federated.FederatedChoices(
             resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds, json=json
         )
-        raise typer.Exit(federated.train(federated.read_job(job_file, choices), choices, _out()))
+        raise typer.Exit(federated.train(federated.read_job(job_file, choices), choices, out(), notes()))
     for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
         if given is not None:
             raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
-    job = _job(job_file, fleet, planner, devices, steps)
-    code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), _out())
+    job = chosen_job(job_file, fleet, planner, devices, steps)
+    code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), out(), notes())
     raise typer.Exit(code)
 
 
@@ -197,7 +176,7 @@ def topologies(json: JsonOption = False) -> None:
     if json:
         typer.echo(msgspec.json.encode(dict(pairs)).decode())
     else:
-        _out().print(topologies_table(pairs))
+        out().print(topologies_table(pairs))
 
 
 @app.command()
@@ -207,7 +186,7 @@ def planners(json: JsonOption = False) -> None:
     if json:
         typer.echo(msgspec.json.encode(dict(pairs)).decode())
     else:
-        _out().print(planners_table(pairs))
+        out().print(planners_table(pairs))
 
 
 def _described(planner: str) -> str:
@@ -223,7 +202,7 @@ def trace(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json: JsonOption = False
 ) -> None:
     """Write a run's Perfetto trace (predicted and measured) and print how well it was predicted."""
-    runs.trace(run, _out(), json=json)
+    runs.trace(run, out(), json=json)
 
 
 @app.command()
@@ -236,128 +215,7 @@ def export(
     runs.export(run, directory, json=json)
 
 
-@app.command()
-def serve(
-    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Run this, then end.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = serving.PORT,
-    address: Annotated[
-        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
-    ] = None,
-    tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 1,
-    patience: PatienceOption = "60 s",
-    state: serving.StateOption = None,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    steps: StepsOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
-    run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Coordinate devices that join over TLS; with a job, train it on them once all that the plan names are here.
-
-    A job with a table [federated] trains at the sites that it names, which keep their data.
-    """
-    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
-    if job_file is not None and is_federated(job_file):
-        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        chosen = federated.FederatedChoices(resume=resume, run=run, json=json)
-        raise typer.Exit(federated.serve(federated.read_job(job_file, chosen), chosen, state, where, _out()))
-    job = _job(job_file, fleet, planner, None, steps) if job_file is not None else None
-    choices = training.Choices(resume=resume, run=run, json=json)
-    raise typer.Exit(serving.serve(state, where, job, choices, _out()))
-
-
-@app.command()
-def probe(
-    names: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Names of devices that joined or will.")],
-    target: Annotated[Path | None, typer.Option("--out", help="Write the fleet here; default: stdout.")] = None,
-    host: Annotated[str, typer.Option("--host", help="Address to listen on.")] = "127.0.0.1",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")] = serving.PORT,
-    address: Annotated[
-        list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
-    ] = None,
-    tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 0,
-    patience: PatienceOption = "60 s",
-    state: serving.StateOption = None,
-) -> None:
-    """Measure devices and the links between them; print the matrix and write a fleet TOML."""
-    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
-    serving.probe(state, where, names, target, _out())
-
-
-@app.command()
-def ticket(
-    state: serving.StateOption = None,
-    count: Annotated[int, typer.Option("--count", min=1, help="So many.")] = 1,
-) -> None:
-    """Print a ticket for one more device. It is good once and for 24 hours."""
-    serving.ticket(state, count)
-
-
-@app.command()
-def devices(
-    revoke: Annotated[str | None, typer.Option("--revoke", help="Shut this device out: its name or id.")] = None,
-    state: serving.StateOption = None,
-    json: JsonOption = False,
-) -> None:
-    """List the devices that joined; or shut one out, at once."""
-    serving.devices(state, revoke, _out(), json=json)
-
-
-@app.command()
-def drain(
-    device: Annotated[str, typer.Argument(metavar="DEVICE", help="Its name.")],
-    state: serving.StateOption = None,
-) -> None:
-    """Have a device leave the run that it works for, without loss: others take over its part first."""
-    serving.drain(state, device)
-
-
-@app.command()
-def join(
-    name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None,
-    ticket_file: Annotated[
-        Path | None, typer.Option("--ticket-file", help="A 0600 file; else it is asked for, or read from stdin.")
-    ] = None,
-    host: Annotated[
-        str, typer.Option("--host", help="Address to listen on for other devices; default: towards the coordinator.")
-    ] = "",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for it; 0: any that is free.")] = 0,
-    address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
-    data: Annotated[
-        Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
-    ] = None,
-    site: Annotated[
-        Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
-    ] = None,
-    patience: PatienceOption = "60 s",
-    state: Annotated[
-        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
-    ] = None,
-) -> None:
-    """Join a fleet and stay, ready to work. The first time it needs a ticket."""
-    if data is not None and not data.is_dir():
-        raise UserError(f"--data {data}: not a folder")
-    place = Place(host=host, port=port, address=address, data=data)
-    asked = joining.Joining(
-        state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
-    )  # fmt: skip
-    raise typer.Exit(joining.join(asked))
-
-
-@app.command()
-def doctor(
-    state: Annotated[
-        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
-    ] = None,
-    ticket_file: Annotated[
-        Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Say why a device does not get to its coordinator: the hop that is broken, and what to do."""
-    raise typer.Exit(joining.doctor(state, ticket_file, _out(), json=json))
+app.add_typer(fleet_commands.app)
 
 
 def main() -> None:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
@@ -12,7 +13,6 @@ from rich.console import Console
 from rich.text import Text
 
 from isthmus.cli.folder import RunFolder
-from isthmus.cli.serving import Serving, serving_fleet
 from isthmus.errors import UserError
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import FederatedJob, check, check_deployment, load_federated_job
@@ -20,9 +20,12 @@ from isthmus.protocol.federated_events import Finish
 from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 from isthmus.runtime.federated_run import FederatedRun
+from isthmus.runtime.service import Service
 from isthmus.runtime.site_run import SiteRun
 
 Act = Callable[[], Finish]
+ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[Service]]
+"""Opens a service, or one that is open already, that tells people what it does in this way."""
 LEAVING_S = 5.0
 """Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
 
@@ -63,7 +66,7 @@ class Run(Protocol):
     def history(self) -> History: ...
 
 
-def train(job: FederatedJob, choices: FederatedChoices, out: Console) -> int:
+def train(job: FederatedJob, choices: FederatedChoices, out: Console, notes: Console) -> int:
     """Simulate: the whole command; returns the exit code."""
 
     def begin(folder: Path, progress: FederatedProgress) -> tuple[Run, Act]:
@@ -72,13 +75,11 @@ def train(job: FederatedJob, choices: FederatedChoices, out: Console) -> int:
         progress.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.told}")
         return run, lambda: run.run(progress.note)
 
-    return _in_folder(job, choices, begin, out)
+    return _in_folder(job, choices, begin, out, notes)
 
 
-def serve(
-    job: FederatedJob, choices: FederatedChoices, state: Path | None, serving: Serving, out: Console
-) -> int:  # fmt: skip
-    """Deploy: the whole command; returns the exit code."""
+def deploy(job: FederatedJob, choices: FederatedChoices, serving: ServeAs, out: Console, notes: Console) -> int:
+    """The whole command, at the sites of the service that `serving` opens; returns the exit code."""
     check_deployment(job)
 
     def begin(folder: Path, progress: FederatedProgress) -> tuple[Run, Act]:
@@ -87,30 +88,31 @@ def serve(
         progress.note(f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.told}")
 
         def act() -> Finish:
-            with serving_fleet(state, serving, progress.note) as service:
+            with serving(progress.note) as service:
                 return run.run(service, progress.note)
 
         return run, act
 
-    return _in_folder(job, choices, begin, out)
+    return _in_folder(job, choices, begin, out, notes)
 
 
-def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, out: Console) -> int:
-    parent, notes = Path(job.run_dir), Console(stderr=True)
+def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, out: Console, notes: Console) -> int:
+    parent = Path(job.run_dir)
     if choices.resume:
         folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
     else:
         folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
-            return _watched(job, choices, folder.path, begin, out)
+            return _watched(job, choices, folder.path, begin, out, notes)
         except KeyboardInterrupt:
             _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
             return 130
 
 
-def _watched(job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, out: Console) -> int:
-    notes = Console(stderr=True)
+def _watched(
+    job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, out: Console, notes: Console
+) -> int:  # fmt: skip
     with FederatedProgress(notes, job.federated.rounds) as progress:
         run, act = begin(folder, progress)
         if run.first_round >= job.federated.rounds:

@@ -1,11 +1,10 @@
-"""`isthmus serve`, `isthmus probe`, `isthmus ticket` and `isthmus devices`: the coordinator's side of a fleet."""
+"""A coordinator's fleet: it listens, is probed, gives out tickets, and says who is in it."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import os
-import threading
 import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
@@ -16,10 +15,8 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli import training
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Link, dump_fleet
-from isthmus.job import Job
 from isthmus.runtime.fleet_probe import probe_fleet
 from isthmus.runtime.fleet_state import Addresses, FleetState
 from isthmus.runtime.identity import Member
@@ -48,29 +45,12 @@ def state_folder(kind: str) -> Path:
     return Path(base) / "isthmus" / kind
 
 
-def serve(state: Path | None, serving: Serving, job: Job | None, choices: training.Choices, out: Console) -> int:
-    """With a job: until it has run; without: until Ctrl-C. Returns the exit code."""
-    notes = Console(stderr=True)
-
-    def say(text: str) -> None:
-        notes.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    with serving_fleet(state, serving, say) as service:
-        if job is not None:
-            return training.train(job, msgspec.structs.replace(choices, crew=service), out)
-        threading.Event().wait()
-    return 0
-
-
 def probe(
     state: Path | None, serving: Serving, devices: Sequence[str], target: Path | None, out: Console
 ) -> None:  # fmt: skip
     """Wait for the devices, measure them and their links, print the matrix, write the fleet."""
     notes = Console(stderr=True)
-
-    def say(text: str) -> None:
-        notes.print(text, highlight=False, markup=False, soft_wrap=True)
-
+    say = teller(notes)
     with serving_fleet(state, serving, say) as service:
         service.wait_for(devices)
         fleet = probe_fleet(service, devices, say)
@@ -85,6 +65,15 @@ def probe(
     target.write_text(dump_fleet(fleet), encoding="utf-8")
     out.print(drawn)
     say(f"wrote {target}: --fleet {target} plans with it")
+
+
+def teller(notes: Console) -> Callable[[str], None]:
+    """Tells people one line."""
+
+    def say(text: str) -> None:
+        notes.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    return say
 
 
 def _link_text(link: Link) -> str:

@@ -47,22 +47,21 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
 
 
-def train(job: Job, choices: Choices, out: Console) -> int:
-    """The whole command; returns the exit code."""
+def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
+    """The whole command: results go to `out`, progress to `notes`. Returns the exit code."""
     folder = _folder(job, choices)
     with folder.claimed():
         try:
-            return _train(job, choices, folder, out)
+            return _train(job, choices, folder, out, notes)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
             how = f"go on with --resume, run folder {folder.path}" if folder.begun else "nothing was written"
-            _say(Console(stderr=True), f"interrupted at once: {how}")
+            _say(notes, f"interrupted at once: {how}")
             if choices.json and folder.begun:
                 _tell(folder, None)
             return 130
 
 
-def _train(job: Job, choices: Choices, folder: RunFolder, out: Console) -> int:
-    notes = Console(stderr=True)
+def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: Console) -> int:
     hooks = LoadedHooks(job.hooks)
     checkpoint = newest_checkpoint(folder.checkpoints) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0

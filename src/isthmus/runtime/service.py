@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from isthmus.errors import PeerError
 from isthmus.runtime.allowance import Allowance
+from isthmus.runtime.bulletin import Bulletin, DeviceNews, post, withdraw
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.crew import Call, Work
 from isthmus.runtime.fleet_messages import (
@@ -78,16 +79,20 @@ class Service:
         self._names: dict[str, str] = {}
         """By id, of all that were here."""
         self._over = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._listener = Listener(host, port, identity=state.identity, patience_s=patience_s, stranger=self._stranger)
         self.port = self._listener.port
 
     def start(self) -> None:
         self._listener.start(self._greet)
-        threading.Thread(target=self._watch, name="watch", daemon=True).start()
+        self._watching.start()
 
     def close(self) -> None:
         self._over.set()
         self._listener.close()
+        if self._watching.ident is not None:
+            self._watching.join(WATCH_S)
+            withdraw(self._state.folder)
         for lane in list(self._present.values()):
             lane.close(1.0)
         for channel in [c for channels in self._channels.values() for c in channels]:
@@ -299,6 +304,16 @@ class Service:
             with self._changed:
                 del self._names[id]  # another device may have the name one day
         self._state.renew()
+        post(self._state.folder, self._news())
+
+    def _news(self) -> Bulletin:
+        with self._changed:
+            ids = {name: id for id, name in self._names.items()}
+            devices = tuple(
+                DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
+                for name in sorted(self._present)
+            )
+        return Bulletin(at_s=time.time(), port=self.port, devices=devices)
 
 
 def _engage(call: Call) -> Engage:

@@ -22,15 +22,17 @@ def private_folder(path: Path) -> Path:
     return path
 
 
-def write_private(path: Path, data: bytes) -> None:
-    """Write a file of mode 0600 whole: whoever is killed meanwhile leaves the one before. UserError when it cannot."""
+def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
+    """Write a file of mode 0600 whole: whoever is killed meanwhile leaves the one before, and if it is `durable` so
+    does a machine that loses power. UserError when it cannot."""
     new = path.with_name(f".{path.name}.{os.getpid()}")
     try:
         new.unlink(missing_ok=True)
         with open(os.open(new, os.O_WRONLY | os.O_CREAT | os.O_EXCL, 0o600), "wb") as file:
             file.write(data)
             file.flush()
-            os.fsync(file.fileno())
+            if durable:
+                os.fsync(file.fileno())
         new.replace(path)
     except OSError as e:
         raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None

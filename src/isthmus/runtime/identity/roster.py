@@ -6,18 +6,14 @@ at any point find it whole. Of a ticket only the hash of its secret is kept.
 
 from __future__ import annotations
 
-import contextlib
 import hashlib
 import secrets
-import sqlite3
-import threading
-from collections.abc import Generator
 from pathlib import Path
 
 import msgspec
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.identity.files import private_folder
+from isthmus.runtime.identity.database import Database
 from isthmus.runtime.identity.tickets import SECRET_BYTES, TICKET_LIFE_S
 
 _SCHEMA = """
@@ -27,7 +23,6 @@ CREATE TABLE IF NOT EXISTS devices (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS holder ON devices (name) WHERE revoked_s IS NULL;
 """
-_BUSY_S = 10.0
 _COLUMNS = "id, name, joined_s, seen_s, revoked_s"
 
 
@@ -47,43 +42,22 @@ class Roster:
 
     def __init__(self, folder: Path) -> None:
         """UserError when the folder cannot hold it."""
-        path = private_folder(folder) / "roster.sqlite"
-        self._lock = threading.Lock()
-        try:
-            path.touch(mode=0o600)
-            self._database = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
-            self._database.execute("PRAGMA journal_mode=WAL")
-            self._database.executescript(_SCHEMA)
-        except (OSError, sqlite3.Error) as e:
-            raise UserError(f"roster {path}: cannot be opened: {e}") from None
+        self._database = Database(folder / "roster.sqlite", _SCHEMA)
 
     def close(self) -> None:
-        with self._lock:  # a thread that is inside would take the process down
-            self._database.close()
-
-    @contextlib.contextmanager
-    def _changing(self) -> Generator[sqlite3.Connection, None, None]:
-        """All or nothing, and one at a time over all processes."""
-        with self._lock:
-            self._database.execute("BEGIN IMMEDIATE")
-            try:
-                yield self._database
-            except BaseException:
-                self._database.execute("ROLLBACK")
-                raise
-            self._database.execute("COMMIT")
+        self._database.close()
 
     def invite(self, now_s: float, life_s: float = TICKET_LIFE_S) -> tuple[bytes, float]:
         """The secret of a new ticket, and when it expires."""
         secret, expires_s = secrets.token_bytes(SECRET_BYTES), now_s + life_s
-        with self._changing() as database:
+        with self._database.changing() as database:
             database.execute("INSERT INTO tickets VALUES (?, ?, NULL)", (_hash(secret), expires_s))
         return secret, expires_s
 
     def check(self, secret: bytes, now_s: float) -> str | None:
         """Of a ticket that is in date, the id of the device that has used it. PeerError for any other."""
-        with self._lock:
-            found = self._database.execute("SELECT expires_s, used_by FROM tickets WHERE hash = ?", (_hash(secret),))
+        with self._database.reading() as database:
+            found = database.execute("SELECT expires_s, used_by FROM tickets WHERE hash = ?", (_hash(secret),))
             expires_s, used_by = found.fetchone() or (None, None)
         if expires_s is None:
             raise PeerError("the ticket is not of this fleet: ask for one that this coordinator printed")
@@ -97,7 +71,7 @@ class Roster:
         The same device may do so again with the same ticket: the answer may have been lost on its way.
         """
         self.check(secret, now_s)
-        with self._changing() as database:
+        with self._database.changing() as database:
             (used_by,) = database.execute("SELECT used_by FROM tickets WHERE hash = ?", (_hash(secret),)).fetchone()
             if used_by not in (None, device):
                 raise PeerError("the ticket was used already: each is good for one device, ask for another")
@@ -114,19 +88,19 @@ class Roster:
 
     def name_of(self, device: str) -> str | None:
         """Under which name a device may take part; None for one that never joined or was revoked."""
-        with self._lock:
-            found = self._database.execute(
+        with self._database.reading() as database:
+            found = database.execute(
                 "SELECT name FROM devices WHERE id = ? AND revoked_s IS NULL", (device,)
             ).fetchone()
         return None if found is None else str(found[0])
 
     def seen(self, device: str, now_s: float) -> None:
-        with self._changing() as database:
+        with self._database.changing() as database:
             database.execute("UPDATE devices SET seen_s = ? WHERE id = ?", (now_s, device))
 
     def revoke(self, device: str, now_s: float) -> Member:
         """Shut out a device, named by id, by the beginning of its id, or by name. UserError when it is not one."""
-        with self._changing() as database:
+        with self._database.changing() as database:
             found = database.execute(
                 f"SELECT {_COLUMNS} FROM devices WHERE revoked_s IS NULL AND (name = ? OR substr(id, 1, ?) = ?)",
                 (device, max(8, len(device)), device),
@@ -140,8 +114,8 @@ class Roster:
 
     def members(self) -> list[Member]:
         """Everybody who ever joined, the longest here first."""
-        with self._lock:
-            rows = self._database.execute(f"SELECT {_COLUMNS} FROM devices ORDER BY joined_s, id").fetchall()
+        with self._database.reading() as database:
+            rows = database.execute(f"SELECT {_COLUMNS} FROM devices ORDER BY joined_s, id").fetchall()
         return [Member(*row) for row in rows]
 
 

@@ -1,0 +1,42 @@
+"""`isthmus serve`: one job on the devices of a fleet, a federated one at its sites, or all that are submitted."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from isthmus.cli import federated, training
+from isthmus.cli.queueing import run_queue
+from isthmus.cli.serving import Serving, serving_fleet, state_folder, teller
+from isthmus.federated.job import FederatedJob
+from isthmus.job import Job
+from isthmus.runtime.job_queue import JobQueue
+
+
+def serve_job(
+    job: Job, choices: training.Choices, state: Path | None, serving: Serving, out: Console, notes: Console
+) -> int:  # fmt: skip
+    """Until it has run; returns the exit code."""
+    with serving_fleet(state, serving, teller(notes)) as service:
+        return training.train(job, msgspec.structs.replace(choices, crew=service), out, notes)
+
+
+def serve_federated(
+    job: FederatedJob, choices: federated.FederatedChoices, state: Path | None, serving: Serving, out: Console,
+    notes: Console,
+) -> int:  # fmt: skip
+    """Until its rounds are done; returns the exit code."""
+    return federated.deploy(job, choices, lambda say: serving_fleet(state, serving, say), out, notes)
+
+
+def serve_submitted(state: Path | None, serving: Serving, notes: Console) -> int:
+    """Until Ctrl-C; returns the exit code."""
+    folder, say = (state or state_folder("fleet")).absolute(), teller(notes)
+    with serving_fleet(folder, serving, say) as service:
+        queue = JobQueue(folder)
+        try:
+            return run_queue(service, queue, folder, say)
+        finally:
+            queue.close()

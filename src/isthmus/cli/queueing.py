@@ -1,0 +1,123 @@
+"""`isthmus serve` without a job: runs what is submitted, one job after another, until Ctrl-C."""
+
+from __future__ import annotations
+
+import contextlib
+import signal
+import threading
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from isthmus.cli import federated, training
+from isthmus.cli.folder import RunFolder
+from isthmus.errors import IsthmusError
+from isthmus.federated.job import FederatedJob
+from isthmus.job import Job
+from isthmus.report.plain import plain
+from isthmus.runtime.job_queue import JobQueue, State, Submitted
+from isthmus.runtime.service import Service
+
+LOOK_S = 0.5
+"""How often to look into the queue."""
+LOG_WIDTH = 140
+INTERRUPTED = 130
+
+
+def job_log(state_folder: Path, number: int) -> Path:
+    """What a job of the queue says, of all its sessions."""
+    return state_folder / "jobs" / f"{number}.log"
+
+
+def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callable[[str], None]) -> int:
+    """Returns the exit code, after Ctrl-C."""
+    with queue.served():
+        while True:
+            job = queue.begin()
+            if job is None:
+                threading.Event().wait(LOOK_S)
+                continue
+            say(f"job {job.number} ({job.name}) begins")
+            state, detail = _carried_out(job, service, queue, state_folder)
+            queue.end(job.number, state, detail)
+            say(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
+            if state == "queued":
+                return INTERRUPTED
+
+
+def _carried_out(job: Submitted, service: Service, queue: JobQueue, state_folder: Path) -> tuple[State, str]:
+    """What becomes of it, and why."""
+    log = job_log(state_folder, job.number)
+    log.parent.mkdir(mode=0o700, exist_ok=True)
+    with log.open("a", encoding="utf-8", buffering=1) as file, contextlib.chdir(job.directory):
+        console = Console(file=file, width=LOG_WIDTH)
+        stopped = threading.Event()
+        try:
+            with _stopping(stopped, lambda: queue.is_unwanted(job.number)):
+                code = _run(job, service, queue, console)
+        except IsthmusError as e:
+            code, reason = e.exit_code, plain(str(e))
+        except KeyboardInterrupt:  # before or after what would have taken it to a good end
+            code, reason = INTERRUPTED, ""
+        except Exception as e:  # one job's fault, or ours: the others shall run all the same
+            code, reason = 1, plain(f"internal: {type(e).__name__}: {e}")
+        else:
+            reason = f"ended with code {code}"
+        if code == 0:
+            return "done", ""
+        if code == INTERRUPTED:
+            return ("stopped" if stopped.is_set() else "queued"), ""
+        console.print(f"error: {reason}", highlight=False, markup=False, soft_wrap=True)
+        return "failed", reason
+
+
+def _run(job: Submitted, service: Service, queue: JobQueue, console: Console) -> int:
+    if job.kind == "federated":
+        made = msgspec.json.decode(job.document, type=FederatedJob)
+        folder = _folder(job, made.run_dir, queue)
+        choices = federated.FederatedChoices(resume=folder.begun, run=folder.path)
+        return federated.deploy(made, choices, lambda _: contextlib.nullcontext(service), console, console)
+    made = msgspec.json.decode(job.document, type=Job)
+    folder = _folder(job, made.run_dir, queue)
+    choices = training.Choices(resume=folder.begun, run=folder.path, crew=service)
+    return training.train(made, choices, console, console)
+
+
+def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:
+    """The one of its earlier sessions, or a new one."""
+    if job.folder and Path(job.folder).is_dir():
+        return RunFolder(Path(job.folder))
+    folder = RunFolder.fresh(Path(parent).absolute(), job.name)
+    queue.runs_in(job.number, folder.path)
+    return folder
+
+
+@contextlib.contextmanager
+def _stopping(stopped: threading.Event, unwanted: Callable[[], bool]) -> Generator[None]:
+    """A wish to stop is a Ctrl-C: what is under way comes to a good end. `stopped` tells the one from the other."""
+    over, lock = threading.Event(), threading.Lock()
+    main = threading.main_thread().ident
+    assert main is not None, "it runs"
+    previous = signal.getsignal(signal.SIGINT)
+    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a Ctrl-C may be ignored
+
+    def watch() -> None:
+        while not over.wait(LOOK_S):
+            if unwanted():
+                with lock:
+                    if not over.is_set():
+                        stopped.set()
+                        signal.pthread_kill(main, signal.SIGINT)
+                return
+
+    watcher = threading.Thread(target=watch, name="stop", daemon=True)
+    watcher.start()
+    try:
+        yield
+    finally:
+        with lock:
+            over.set()
+        watcher.join()
+        signal.signal(signal.SIGINT, previous)

@@ -1,0 +1,108 @@
+"""`isthmus status`: who is here, what runs, and how far it is."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+import typer
+from rich.console import Console, Group
+from rich.live import Live
+from rich.table import Table
+from rich.text import Text
+
+from isthmus.cli.folder import RunFolder
+from isthmus.cli.jobs import jobs_table, opened
+from isthmus.federated.history import History
+from isthmus.runtime.bulletin import Bulletin, posted
+from isthmus.runtime.job_queue import JobQueue, Submitted
+from isthmus.units import format_duration
+
+REFRESH_S = 1.0
+
+
+class Progressed(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a job is, in optimizer steps or federated rounds."""
+
+    job: int
+    name: str
+    unit: str
+    done: int
+    of: int
+    loss: float | None
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    coordinator: Bulletin | None
+    """None when none serves the folder."""
+    running: Progressed | None
+    waiting: tuple[int, ...]
+    """Numbers of jobs."""
+
+
+def status(state: Path | None, out: Console, *, json: bool, once: bool) -> None:
+    """On a terminal it is drawn anew every second, until Ctrl-C."""
+    with opened(state) as (queue, folder):
+        if json:
+            found = msgspec.json.encode(_status(queue, folder))
+            typer.echo(msgspec.json.format(found, indent=1).decode())
+        elif once or not out.is_terminal:
+            out.print(_drawn(_status(queue, folder), queue))
+        else:
+            _live(queue, folder, out)
+
+
+def _live(queue: JobQueue, folder: Path, out: Console) -> None:
+    with Live(console=out, auto_refresh=False) as live:
+        while True:
+            live.update(_drawn(_status(queue, folder), queue), refresh=True)
+            time.sleep(REFRESH_S)
+
+
+def _status(queue: JobQueue, folder: Path) -> Status:
+    news = posted(folder)
+    jobs = queue.jobs()
+    running = next((job for job in jobs if job.state == "running"), None)
+    return Status(
+        coordinator=news if news is not None and news.fresh else None,
+        running=_progressed(running) if running is not None else None,
+        waiting=tuple(job.number for job in jobs if job.state == "queued"),
+    )
+
+
+def _progressed(job: Submitted) -> Progressed:
+    document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
+    folder = Path(job.folder)
+    if job.kind == "federated":
+        rounds = History(folder / "rounds.jsonl").lines() if job.folder else []
+        evaluated = [line.evaluation.loss for line in rounds if line.evaluation is not None]
+        return Progressed(
+            job=job.number, name=job.name, unit="rounds", done=len(rounds), of=document["federated"]["rounds"],
+            loss=evaluated[-1] if evaluated else None,
+        )  # fmt: skip
+    points = [p for p in RunFolder(folder).losses() if p.split == "train"] if RunFolder(folder).begun else []
+    return Progressed(
+        job=job.number, name=job.name, unit="steps", done=points[-1].step if points else 0,
+        of=document["training"]["steps"], loss=points[-1].loss if points else None,
+    )  # fmt: skip
+
+
+def _drawn(found: Status, queue: JobQueue) -> Group:
+    parts: list[Table | Text] = []
+    news = found.coordinator
+    if news is None:
+        parts.append(Text("no coordinator serves this fleet now: `isthmus serve`"))
+    else:
+        drawn = Table("device", "id", "", title=f"Devices here (coordinator on port {news.port})")
+        for device in news.devices:
+            drawn.add_row(device.name, device.id, "at work" if device.working else "idle")
+        parts.append(drawn)
+    jobs = queue.jobs()
+    if (at := found.running) is not None:
+        began_s = next((job.began_s for job in jobs if job.number == at.job), None)
+        since = f", for {format_duration(time.time() - began_s)}" if began_s is not None else ""
+        loss = f", loss {at.loss:.4f}" if at.loss is not None else ""
+        parts.append(Text(f"job {at.job} ({at.name}): {at.done} of {at.of} {at.unit}{loss}{since}"))
+    parts.append(jobs_table([job for job in jobs if job.state in ("queued", "running")]))
+    return Group(*parts)

@@ -1,0 +1,167 @@
+"""Jobs that were handed to a coordinator, in its state folder: one is run, the others wait, a restart loses none.
+
+    submit ──► queued ──► running ──► done, failed
+                 ▲           │
+                 │           ├──► stopped          `isthmus stop`
+                 └───────────┴──── resume          `isthmus resume`, or a coordinator that is started again
+
+Commands and the coordinator that serves the folder meet here: whoever may open it may command, and nobody else. (A port
+for commands was rejected: it would be one more door, to be guarded, for what ssh to the coordinator's machine does.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import time
+from collections.abc import Generator
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.runtime.identity.database import Database
+
+State = Literal["queued", "running", "done", "failed", "stopped"]
+Kind = Literal["pipeline", "federated"]
+
+_SCHEMA = """
+CREATE TABLE IF NOT EXISTS jobs (
+    number INTEGER PRIMARY KEY AUTOINCREMENT, name TEXT NOT NULL, kind TEXT NOT NULL, document BLOB NOT NULL,
+    directory TEXT NOT NULL, state TEXT NOT NULL, folder TEXT NOT NULL DEFAULT '', detail TEXT NOT NULL DEFAULT '',
+    submitted_s REAL NOT NULL, began_s REAL, ended_s REAL, wanted_s REAL NOT NULL, stop INTEGER NOT NULL DEFAULT 0
+);
+"""
+_COLUMNS = "number, name, kind, document, directory, state, folder, detail, submitted_s, began_s, ended_s"
+
+
+class Submitted(msgspec.Struct, frozen=True):
+    """A job that was handed in. Times are seconds since 1970."""
+
+    number: int
+    name: str
+    kind: Kind
+    document: bytes
+    """The job, as JSON."""
+    directory: str
+    """From where it was handed in: the job's relative paths count from there."""
+    state: State
+    folder: str
+    """Of the run; empty before there is one."""
+    detail: str
+    """Why it failed."""
+    submitted_s: float
+    began_s: float | None
+    ended_s: float | None
+
+
+class JobQueue:
+    """Safe to use from several threads and processes."""
+
+    def __init__(self, state_folder: Path) -> None:
+        """UserError when the folder cannot hold it."""
+        self._database = Database(state_folder / "jobs.sqlite", _SCHEMA)
+        self._claim = state_folder / "jobs.claim"
+
+    def close(self) -> None:
+        self._database.close()
+
+    def submit(self, name: str, kind: Kind, document: bytes, directory: Path) -> int:
+        """Returns the job's number."""
+        now_s = time.time()
+        with self._database.changing() as database:
+            cursor = database.execute(
+                "INSERT INTO jobs (name, kind, document, directory, state, submitted_s, wanted_s) "
+                "VALUES (?, ?, ?, ?, 'queued', ?, ?)",
+                (name, kind, document, str(directory), now_s, now_s),
+            )
+            return int(cursor.lastrowid or 0)
+
+    def jobs(self) -> list[Submitted]:
+        """All that were ever handed in, the oldest first."""
+        with self._database.reading() as database:
+            return [Submitted(*row) for row in database.execute(f"SELECT {_COLUMNS} FROM jobs ORDER BY number")]
+
+    def find(self, wanted: str | None) -> Submitted:
+        """By number or name, the newest of that name; None: the one that is running, or else the newest. UserError
+        when there is none."""
+        jobs = self.jobs()
+        if wanted is None:
+            found = [job for job in jobs if job.state == "running"] or jobs
+        else:
+            found = [job for job in jobs if wanted in (str(job.number), job.name)]
+        if not found:
+            raise UserError(f"job: got {wanted or 'none'}, expected the number or name of one; see `isthmus jobs`")
+        return found[-1]
+
+    def begin(self) -> Submitted | None:
+        """The one that has waited longest is running from now on."""
+        with self._database.changing() as database:
+            row = database.execute(
+                f"SELECT {_COLUMNS} FROM jobs WHERE state = 'queued' ORDER BY wanted_s, number LIMIT 1"
+            ).fetchone()
+            if row is None:
+                return None
+            number = int(row[0])
+            database.execute(
+                "UPDATE jobs SET state = 'running', began_s = ?, ended_s = NULL, detail = '', stop = 0 "
+                "WHERE number = ?", (time.time(), number),
+            )  # fmt: skip
+        return msgspec.structs.replace(Submitted(*row), state="running")
+
+    def runs_in(self, number: int, folder: Path) -> None:
+        with self._database.changing() as database:
+            database.execute("UPDATE jobs SET folder = ? WHERE number = ?", (str(folder), number))
+
+    def end(self, number: int, state: State, detail: str = "") -> None:
+        with self._database.changing() as database:
+            database.execute(
+                "UPDATE jobs SET state = ?, detail = ?, ended_s = ? WHERE number = ?",
+                (state, detail[:2000], time.time(), number),
+            )
+
+    @contextlib.contextmanager
+    def served(self) -> Generator[None]:
+        """Jobs are run by this process alone meanwhile. What one that was killed ran goes on, before all that wait.
+        UserError while another process serves."""
+        with self._claim.open("ab") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(f"state folder {self._claim.parent}: another coordinator runs its jobs") from None
+            with self._database.changing() as database:
+                database.execute("UPDATE jobs SET state = 'queued', wanted_s = 0 WHERE state = 'running'")
+            yield
+
+    def stop(self, number: int) -> None:
+        """Take it out of the queue; if it is running, have the coordinator save and end it. UserError when it is
+        neither."""
+        with self._database.changing() as database:
+            state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
+            if state == "queued":
+                database.execute("UPDATE jobs SET state = 'stopped', ended_s = ? WHERE number = ?",
+                                 (time.time(), number))  # fmt: skip
+            elif state == "running":
+                database.execute("UPDATE jobs SET stop = 1 WHERE number = ?", (number,))
+            else:
+                raise UserError(f"job {number}: is {state}, expected one that waits or runs")
+
+    def is_unwanted(self, number: int) -> bool:
+        """Whether somebody wants the job to stop that is running."""
+        with self._database.reading() as database:
+            return database.execute("SELECT 1 FROM jobs WHERE number = ? AND stop", (number,)).fetchone() is not None
+
+    def resume(self, number: int) -> None:
+        """Have it wait once more; it goes on from where it was. UserError for one that waits, runs, or is done."""
+        with self._database.changing() as database:
+            state = _state(database.execute("SELECT state FROM jobs WHERE number = ?", (number,)).fetchone())
+            if state not in ("stopped", "failed"):
+                raise UserError(f"job {number}: is {state}, expected one that was stopped or failed")
+            database.execute("UPDATE jobs SET state = 'queued', wanted_s = ? WHERE number = ?", (time.time(), number))
+
+
+def _state(row: tuple[str] | None) -> str:
+    if row is None:
+        raise UserError("job: there is none of that number; see `isthmus jobs`")
+    return row[0]

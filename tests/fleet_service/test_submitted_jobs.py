@@ -1,0 +1,179 @@
+"""Jobs handed to a coordinator: the queue, what is done with it, and the commands."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import signal
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from unittest import mock
+
+import pytest
+from rich.console import Console
+
+from isthmus.cli import training
+from isthmus.cli.queueing import INTERRUPTED, job_log, run_queue
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.runtime.identity import Ticket, decode_ticket
+from isthmus.runtime.job_queue import JobQueue
+from tests.runtime.commands import edited, interrupt, isthmus, refused, start, wait_until, write_job
+
+from .parties import Fleet
+from .test_fleet_faults import FLEET
+from .test_fleet_runs import Devices
+
+
+def _submitted(fleet: Fleet, folder: Path, *names: str) -> JobQueue:
+    """The fleet's queue, with jobs of these names."""
+    for name in names:
+        (folder / name).mkdir()
+        job = edited(write_job(folder / name), ('"small"', f'"{name}"'))
+        done = isthmus("submit", job, "--state", fleet.state.folder)
+        assert done.code == 0, done
+    return JobQueue(fleet.state.folder)
+
+
+def _states(queue: JobQueue) -> list[str]:
+    return [job.state for job in queue.jobs()]
+
+
+class _Tickets:
+    """Of a coordinator in another process."""
+
+    def __init__(self, home: Path) -> None:
+        self._home = home
+
+    def ticket(self) -> Ticket:
+        return decode_ticket(isthmus("ticket", "--state", self._home).out)
+
+
+Carry = Callable[[Job, training.Choices, Console, Console], int]
+
+
+def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> int:
+    """Serve until Ctrl-C, with `carry` in place of training; the exit code."""
+    with mock.patch.object(training, "train", carry):
+        try:
+            return run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append)
+        except KeyboardInterrupt:
+            return INTERRUPTED
+
+
+def _ctrl_c() -> None:
+    signal.pthread_kill(threading.main_thread().ident or 0, signal.SIGINT)
+
+
+def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Path) -> None:
+    queue = _submitted(fleet, tmp_path, "first", "second", "third")
+    began: list[tuple[str, bool, Path]] = []
+
+    def carry(job: Job, choices: training.Choices, out: Console, notes: Console) -> int:
+        began.append((job.name, choices.resume, Path.cwd()))
+        notes.print("words of", job.name)
+        if job.name == "second":
+            raise UserError("no such data")
+        if job.name == "third":
+            _ctrl_c()
+            time.sleep(10)
+        return 0
+
+    assert _served(fleet, queue, carry) == INTERRUPTED
+    assert began == [("first", False, Path.cwd()), ("second", False, Path.cwd()), ("third", False, Path.cwd())]
+    assert _states(queue) == ["done", "failed", "queued"], "what Ctrl-C ended waits for the next coordinator"
+    assert queue.jobs()[1].detail == "no such data"
+    assert "words of second" in job_log(fleet.state.folder, 2).read_text()
+    assert "error: no such data" in isthmus("logs", "2", "--state", fleet.state.folder).out
+    listed = json.loads(isthmus("jobs", "--state", fleet.state.folder, "--json").out)
+    assert [(job["number"], job["state"]) for job in listed] == [(1, "done"), (2, "failed"), (3, "queued")]
+    assert Path(listed[0]["folder"]).parent == tmp_path / "first" / "runs"
+
+
+def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path) -> None:
+    queue = _submitted(fleet, tmp_path, "first", "second")
+    state = ("--state", fleet.state.folder)
+    asked: list[tuple[str, bool, Path | None]] = []
+
+    def carry(job: Job, choices: training.Choices, out: Console, notes: Console) -> int:
+        asked.append((job.name, choices.resume, choices.run))
+        assert choices.run is not None
+        (choices.run / "job.json").write_text("{}")  # a session has begun
+        if len(asked) == 1:
+            assert isthmus("stop", *state).code == 0
+            with contextlib.suppress(KeyboardInterrupt):
+                time.sleep(10)
+            assert isthmus("resume", "second", *state).code != 0, "it waits already"
+            return INTERRUPTED
+        if len(asked) == 2:
+            assert _states(queue) == ["stopped", "running"]
+            assert isthmus("resume", "first", *state).code == 0
+        if len(asked) == 3:
+            _ctrl_c()
+            time.sleep(10)
+        return 0
+
+    assert _served(fleet, queue, carry) == INTERRUPTED
+    runs = [tmp_path / name / "runs" / name for name in ("first", "second")]
+    assert asked == [("first", False, runs[0]), ("second", False, runs[1]), ("first", True, runs[0])]
+    assert _states(queue) == ["queued", "done"]
+    assert isthmus("stop", "first", *state).code == 0 and _states(queue) == ["stopped", "done"]
+    refused(isthmus("stop", "second", *state), 2, "job 2", "is done")
+    refused(isthmus("resume", "second", *state), 2, "job 2", "is done")
+    refused(isthmus("logs", "fourth", *state), 2, "fourth", "isthmus jobs")
+
+
+def test_what_a_killed_coordinator_ran_goes_first(fleet: Fleet, tmp_path: Path) -> None:
+    queue = _submitted(fleet, tmp_path, "first", "second")
+    begun = queue.begin()
+    assert begun is not None and begun.name == "first"
+    other = JobQueue(fleet.state.folder)
+    with other.served():
+        assert _states(other) == ["queued", "queued"]
+        again = other.begin()
+        assert again is not None and again.name == "first"
+        with pytest.raises(UserError, match="another coordinator"), queue.served():
+            pass
+
+
+def test_only_what_could_run_is_taken(fleet: Fleet, tmp_path: Path) -> None:
+    state = ("--state", fleet.state.folder)
+    refused(isthmus("submit", edited(write_job(tmp_path), ('"laptop"', '"laptpo"')), *state), 2, "laptpo")
+    refused(isthmus("submit", write_job(tmp_path), "--state", tmp_path / "none"), 2, "no fleet was served")
+    assert JobQueue(fleet.state.folder).jobs() == []
+
+
+def test_others_cannot_command(fleet: Fleet, tmp_path: Path) -> None:
+    fleet.state.folder.chmod(0o755)
+    refused(isthmus("submit", write_job(tmp_path), "--state", fleet.state.folder), 2, "0700", "other users")
+
+
+def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
+    """Real processes, from the command line alone."""
+    home = tmp_path / "fleet"
+    (tmp_path / "two.toml").write_text(FLEET)
+    job = edited(write_job(tmp_path, steps=100_000, fleet=str(tmp_path / "two.toml")), ("eval_every = 5\n", ""))
+    process = start("serve", "--state", home, "--port", "0", "--tickets", "0")
+    try:
+        wait_until(lambda: (home / "bulletin.json").exists(), process)
+        devices = Devices(_Tickets(home), tmp_path, ("d0", "d1"))
+        assert isthmus("submit", job, "--state", home).out == "1\n"
+
+        run = tmp_path / "runs" / "small" / "losses.jsonl"
+        wait_until(lambda: run.exists() and run.read_bytes().count(b"\n") > 3, process)
+        status = json.loads(isthmus("status", "--state", home, "--json").out)
+        assert status["running"]["done"] > 3 and [d["working"] for d in status["coordinator"]["devices"]] == [True] * 2
+        shown = isthmus("status", "--state", home).out
+        assert "job 1 (small)" in shown and shown.count("at work") == 2
+        assert isthmus("stop", "--state", home).code == 0
+        assert "interrupted: go on" in isthmus("logs", "--state", home, "--follow", "--all").out
+        (stopped,) = JobQueue(home).jobs()
+        assert stopped.state == "stopped" and any((Path(stopped.folder) / "checkpoints").iterdir())
+        devices.stop()
+    finally:
+        interrupt(process)
+        process.communicate(timeout=30)
+    assert process.returncode == INTERRUPTED
+    assert "no coordinator" in isthmus("status", "--state", home).out
