@@ -27,12 +27,13 @@ from .parties import Fleet, Inviting, outcomes, soon
 class Devices:
     """Agents in threads of this process; their work is done by processes of their own."""
 
-    def __init__(self, fleet: Inviting, folder: Path, names: tuple[str, ...]) -> None:
+    def __init__(self, fleet: Inviting, folder: Path, names: tuple[str, ...], *, relayed: bool = False) -> None:
         self.said: list[str] = []
         self.agents: list[Agent] = []
         for name in names:
             membership = join_fleet(fleet.ticket(), folder / name, name, 10.0)
-            self.agents.append(Agent(folder / name, membership, Place(), patience_s=10.0, say=self.said.append))
+            place = Place(relayed=relayed)
+            self.agents.append(Agent(folder / name, membership, place, patience_s=10.0, say=self.said.append))
         self._threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in self.agents]
         for thread in self._threads:
             thread.start()
@@ -60,8 +61,9 @@ def _train(fleet: Fleet, folder: Path, data: DataSpec = DIGITS) -> tuple[Outcome
     return train(prepared, plan, machines, folder, options, Watcher(advanced=advanced)), losses
 
 
-def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path: Path) -> None:
-    devices = Devices(fleet, tmp_path, ("d0", "d1"))
+@pytest.mark.parametrize("relayed", [False, True])
+def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path: Path, relayed: bool) -> None:
+    devices = Devices(fleet, tmp_path, ("d0", "d1"), relayed=relayed)
     outcome, losses = _train(fleet, tmp_path / "run")
     assert outcome.outcome == "done", outcome.reason
     job = job_of("mlp", {}, DIGITS)

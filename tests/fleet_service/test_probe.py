@@ -20,6 +20,7 @@ from isthmus.runtime.fleet_probe import probe_fleet, probe_link
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.probe_messages import Computes, Expect, Measure
+from isthmus.runtime.reaching import Reacher
 from isthmus.runtime.speed import CHANNELS, KERNEL, LAYERS, conv_flops
 
 from .parties import Fleet, in_background
@@ -51,23 +52,27 @@ def test_a_probed_fleet(two: Fleet) -> None:
 
 
 def test_who_cannot_be_reached_is_named(two: Fleet) -> None:
-    refuse = mock.patch.object(probing, "dial", side_effect=PeerError("the other device: cannot connect"))
+    refuse = mock.patch.object(Reacher, "reach", side_effect=PeerError("the other device: cannot connect"))
     with refuse, pytest.raises(PeerError, match=r"^desk -> laptop: the other device: cannot connect$"):
-        probe_link(two.service, "desk", "laptop")
+        probe_link(two.service, "desk", "laptop", lambda _: None)
 
 
 def test_who_does_not_answer_is_named(two: Fleet) -> None:
     silent = mock.patch.object(Agent, "_beside")
     hasty = mock.patch.object(fleet_probe, "ANSWER_S", 0.3)
     with silent, hasty, pytest.raises(PeerError, match=r"device 'desk': did not answer for 0\.3 s"):
-        probe_link(two.service, "desk", "laptop")
+        probe_link(two.service, "desk", "laptop", lambda _: None)
+
+
+def _reacher(fleet: Fleet, identity: Identity) -> Reacher:
+    return Reacher(coordinator=("127.0.0.1", fleet.service.port), identity=identity, patience_s=5.0)
 
 
 def test_only_the_expected_device_is_measured(two: Fleet, tmp_path: Path) -> None:
     desk, laptop = Identity(tmp_path / "desk"), Identity(tmp_path / "laptop")
-    where = probing.expect_probe(Expect(run="p", id="0" * 32), laptop, Place(host="127.0.0.1"), 5.0)
+    where = probing.expect_probe(Expect(run="p", id="0" * 32), _reacher(two, laptop), Place(host="127.0.0.1"))
     asked = Measure(run="p", host=where.host, port=where.port, id=laptop.id)
-    assert "the other device" in probing.measure_link(asked, desk, 5.0).failure
+    assert "the other device" in probing.measure_link(asked, _reacher(two, desk)).failure
 
 
 def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:

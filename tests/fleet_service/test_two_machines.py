@@ -45,7 +45,7 @@ class Machines:
         (folder / "examples").symlink_to(ROOT / "examples")
 
     def start(self, machine: str, command: str, pasted: str = "") -> subprocess.Popen[str]:
-        words = shlex.split(command.replace(DOCUMENTED_ADDRESS, self.lab.addresses["first"]))
+        words = shlex.split(command)
         assert words[0] == "isthmus"
         home = self.folder / machine
         home.mkdir(exist_ok=True)
@@ -84,6 +84,7 @@ def _line(process: subprocess.Popen[str]) -> str:
 
 def test_the_walk(lab: Lab, tmp_path: Path) -> None:
     document = (ROOT / "docs" / "two-machines.md").read_text()
+    document = document.replace(DOCUMENTED_ADDRESS, lab.addresses["first"])
     serve, desk, laptop, *others = re.findall(r"^isthmus .*?(?= *#|$)", document, re.MULTILINE)
     (devices,) = (command for command in others if command == "isthmus devices")
     machines = Machines(lab, tmp_path)

@@ -20,6 +20,7 @@ from isthmus.runtime.links import Links, Signature
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.meeting import Meeting
 from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, ParcelMessage
+from isthmus.runtime.reaching import Reacher
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.layout import bytes_of, header_of, pack
@@ -43,6 +44,10 @@ def listener() -> Iterator[Listener]:
     made.close()
 
 
+def _plain(patience_s: float) -> Reacher:
+    return Reacher(coordinator=("127.0.0.1", 0), identity=None, patience_s=patience_s)
+
+
 def _connecting(listener: Listener, patience_s: float = 5.0) -> queue.SimpleQueue[object]:
     """Stage 1 waits for stage 0; the queue gets what `connect` returned or raised."""
     result: queue.SimpleQueue[object] = queue.SimpleQueue()
@@ -50,7 +55,7 @@ def _connecting(listener: Listener, patience_s: float = 5.0) -> queue.SimpleQueu
 
     def work() -> None:
         try:
-            result.put(Meeting(listener, RUN, None, patience_s).connect(told))
+            result.put(Meeting(listener, RUN, _plain(patience_s)).connect(told))
         except PeerError as e:
             result.put(e)
 
@@ -70,7 +75,7 @@ def test_strangers_do_not_get_in(listener: Listener) -> None:
     garbage = socket.create_connection(("127.0.0.1", port))
     garbage.sendall(b"GET / HTTP/1.1\r\nHost: somewhere\r\n\r\n")
     told = assignment("d0", stage=0, neighbours=(_neighbour(1, port),))
-    mine = Meeting(Listener("127.0.0.1"), RUN, None, 5.0).connect(told)
+    mine = Meeting(Listener("127.0.0.1"), RUN, _plain(5.0)).connect(told)
     found = result.get(timeout=5)
     assert isinstance(found, dict) and list(found) == [0] and list(mine) == [1]
     found[0].send(Heartbeat(run=RUN))

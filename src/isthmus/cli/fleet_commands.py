@@ -179,6 +179,9 @@ def join(
     ] = "",
     port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for it; 0: any that is free.")] = 0,
     address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
+    relayed: Annotated[
+        bool, typer.Option("--relayed", help="Listen for nobody: other devices come by way of the coordinator.")
+    ] = False,
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,
@@ -193,7 +196,7 @@ def join(
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: not a folder")
-    place = Place(host=host, port=port, address=address, data=data)
+    place = Place(host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data)
     asked = joining.Joining(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
     )  # fmt: skip

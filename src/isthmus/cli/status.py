@@ -17,7 +17,8 @@ from isthmus.cli.jobs import jobs_table, opened
 from isthmus.federated.history import History
 from isthmus.runtime.bulletin import Bulletin, posted
 from isthmus.runtime.job_queue import JobQueue, Submitted
-from isthmus.units import format_duration
+from isthmus.runtime.relay import RelayedLink
+from isthmus.units import format_duration, format_size
 
 REFRESH_S = 1.0
 
@@ -88,6 +89,13 @@ def _progressed(job: Submitted) -> Progressed:
     )  # fmt: skip
 
 
+def _told(link: RelayedLink) -> str:
+    first, second = link.devices
+    latency = f", {format_duration(link.latency_s)} each way" if link.latency_s is not None else ""
+    carried = format_size(link.carried_bytes)
+    return f"relayed: {first} - {second}, {carried} carried{latency}; `isthmus probe` says how fast it is"
+
+
 def _drawn(found: Status, queue: JobQueue) -> Group:
     parts: list[Table | Text] = []
     news = found.coordinator
@@ -98,6 +106,7 @@ def _drawn(found: Status, queue: JobQueue) -> Group:
         for device in news.devices:
             drawn.add_row(device.name, device.id, "at work" if device.working else "idle")
         parts.append(drawn)
+        parts += [Text(_told(link)) for link in news.relayed] or [Text("all links between devices are direct")]
     jobs = queue.jobs()
     if (at := found.running) is not None:
         began_s = next((job.began_s for job in jobs if job.number == at.job), None)

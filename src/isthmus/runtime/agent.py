@@ -24,6 +24,7 @@ from isthmus.runtime.launcher import Launcher, Place
 from isthmus.runtime.messages import AnyMessage, Heartbeat
 from isthmus.runtime.probe_messages import Compute, Expect, Measure
 from isthmus.runtime.probing import compute_speed, expect_probe, measure_link
+from isthmus.runtime.reaching import Reacher
 from isthmus.runtime.versions import versions_here
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
@@ -201,13 +202,16 @@ class Agent:
                     self._end_work()
                     self._say("the run is over")
             case Expect():
-                lane.put(expect_probe(message, self._identity, self._placed(coordinator), self._patience_s))
+                lane.put(expect_probe(message, self._reacher(coordinator), self._placed(coordinator)))
             case Measure():
-                self._beside(lambda: lane.put(measure_link(message, self._identity, self._patience_s)))
+                self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
             case Compute(run=probe):
                 self._beside(lambda: lane.put(compute_speed(probe, threads=1)))
             case _:
                 pass
+
+    def _reacher(self, coordinator: tuple[str, int]) -> Reacher:
+        return Reacher(coordinator=coordinator, identity=self._identity, patience_s=self._patience_s)
 
     def _beside(self, act: Callable[[], None]) -> None:
         """Not in the thread that listens to the coordinator."""

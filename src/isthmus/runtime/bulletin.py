@@ -8,6 +8,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.runtime.identity.files import write_private
+from isthmus.runtime.relay import RelayedLink
 
 _FILE = "bulletin.json"
 FRESH_S = 5.0
@@ -29,6 +30,8 @@ class Bulletin(msgspec.Struct, frozen=True, kw_only=True):
     at_s: float
     port: int
     devices: tuple[DeviceNews, ...] = ()
+    relayed: tuple[RelayedLink, ...] = ()
+    """Connections that the coordinator copies; all others between devices are direct."""
 
     @property
     def fresh(self) -> bool:

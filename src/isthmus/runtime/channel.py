@@ -28,7 +28,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages import AnyMessage, ParcelMessage
-from isthmus.runtime.secure import Connection, secure_dialled
+from isthmus.runtime.secure import Connection, TlsConnection, secure_dialled
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"
@@ -252,6 +252,12 @@ class SocketChannel:
             self._socket.shutdown(socket.SHUT_RDWR)
         self._socket.close()
         self._incoming.close()
+
+    def bare(self) -> socket.socket:
+        """The stream under TLS, for other bytes than frames; the other side does the same. OSError when it does not."""
+        assert isinstance(self._socket, TlsConnection), "only TLS can be ended"
+        self._closed.set()
+        return self._socket.bare()
 
     def statistics(self) -> ChannelStatistics:
         return ChannelStatistics(self._sent, self._received)

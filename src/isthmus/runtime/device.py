@@ -46,6 +46,7 @@ from isthmus.runtime.messages import (
     Weights,
 )
 from isthmus.runtime.mirroring import MirrorReceiver
+from isthmus.runtime.reaching import Reacher
 from isthmus.runtime.recovery_messages import (
     FetchMessage,
     GivenMessage,
@@ -73,6 +74,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """With one all connections are TLS; without, plain TCP."""
     trusted_network: bool = False
     """Plain TCP beyond loopback."""
+    relayed: bool = False
+    """Others come by way of the coordinator only."""
 
 
 class Device:
@@ -92,8 +95,11 @@ class Device:
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, patience_s=patience_s
         )
-        self._meeting = Meeting(listener, run, site.identity, patience_s)
-        join = Join(run=run, device=site.device, host=site.address or site.host, port=listener.port)
+        self._meeting = Meeting(
+            listener, run, Reacher(coordinator=coordinator, identity=site.identity, patience_s=patience_s)
+        )
+        port = 0 if site.relayed else listener.port
+        join = Join(run=run, device=site.device, host=site.address or site.host, port=port)
         self._control = Control(coordinator, site.identity, join, self._inbox, self._memory.holdings, patience_s)
 
     def work(self) -> None:
@@ -107,6 +113,7 @@ class Device:
         finally:
             if self._executor is not None:
                 self._executor.links.close()
+            self._meeting.close()
             self._control.close()
 
     def _next(self) -> Order:
@@ -268,6 +275,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--address", default="", help="how others reach it, where that is not the host")
     parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
     parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
+    parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--leash", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
@@ -278,7 +286,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     site = Site(
         device=options.device, host=options.host, port=options.port, address=options.address,
         identity=Identity(options.identity) if options.identity is not None else None,
-        trusted_network=options.trusted_network,
+        trusted_network=options.trusted_network, relayed=options.relayed,
     )  # fmt: skip
     try:
         Device((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience).work()

@@ -32,7 +32,7 @@ def probe_fleet(service: Service, devices: Sequence[str], say: Callable[[str], N
         for target in devices:
             if source != target:
                 say(f"measuring {source} -> {target} ...")
-                routes.append(Route(source, target, probe_link(service, source, target)))
+                routes.append(Route(source, target, probe_link(service, source, target, say)))
     slowest = Link(
         max((r.link.latency_s for r in routes), default=1e-3),
         min((r.link.bandwidth_bytes_per_s for r in routes), default=1e8),
@@ -40,7 +40,7 @@ def probe_fleet(service: Service, devices: Sequence[str], say: Callable[[str], N
     return Fleet(name="probed", devices=tuple(measured), links=Links(default=slowest, devices=tuple(routes)))
 
 
-def probe_link(service: Service, source: str, target: str) -> Link:
+def probe_link(service: Service, source: str, target: str, say: Callable[[str], None]) -> Link:
     probe = secrets.token_hex(8)
     there = service.ask(target, Expect(run=probe, id=service.id_of(source)), Expecting, ANSWER_S)
     if there.failure:
@@ -49,4 +49,6 @@ def probe_link(service: Service, source: str, target: str) -> Link:
     found = service.ask(source, asked, Measured, ANSWER_S)
     if found.failure:
         raise PeerError(f"{source} -> {target}: {found.failure}")
+    if found.relayed:
+        say(f"{source} -> {target}: they cannot reach each other, the coordinator relays")
     return fit_link(found.times)

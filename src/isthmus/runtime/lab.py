@@ -24,6 +24,7 @@ import shutil
 import subprocess
 import sys
 import threading
+from collections.abc import Collection
 from contextlib import suppress
 from functools import cache
 from itertools import permutations
@@ -77,11 +78,14 @@ class Lab:
     """Network namespaces for a fleet's devices and its coordinator, joined by shaped links, while in the context.
 
     Links with the coordinator carry only control traffic: they have no delay and no limit unless `coordinator_link`
-    gives one for both directions. Programs that still run in a place when the lab closes lose their network.
+    gives one for both directions. Nothing gets from one to the other of two places that are `apart`.
+    Programs that still run in a place when the lab closes lose their network.
     Raises `UserError` if the fleet does not fit, and on entry if this machine cannot have a lab.
     """
 
-    def __init__(self, fleet: Fleet, *, coordinator_link: Link | None = None) -> None:
+    def __init__(
+        self, fleet: Fleet, *, coordinator_link: Link | None = None, apart: Collection[tuple[str, str]] = ()
+    ) -> None:
         if COORDINATOR in fleet.names:
             raise UserError(f"fleet {fleet.name!r}: got a device named {COORDINATOR!r}, expected another name in a lab")
         self._places = (*fleet.names, COORDINATOR)
@@ -95,6 +99,7 @@ class Lab:
             (source, target): coordinator_link if COORDINATOR in (source, target) else fleet.link(source, target)
             for source, target in permutations(self._places, 2)
         }
+        self._apart = {frozenset(pair) for pair in apart}
         self._hub: _HubProcess | None = None
 
     def __enter__(self) -> Lab:
@@ -145,7 +150,11 @@ class Lab:
         return HubSpec(
             parent_pid=os.getpid(),
             addresses=list(self.addresses.values()),
-            paths=[self._path(i, j, source, target) for (i, source), (j, target) in pairs],
+            paths=[
+                self._path(i, j, source, target)
+                for (i, source), (j, target) in pairs
+                if frozenset((source, target)) not in self._apart
+            ],
         )
 
     def _path(self, i: int, j: int, source: str, target: str) -> PathSpec:

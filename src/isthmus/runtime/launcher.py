@@ -31,6 +31,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """A folder with key and certificate: all connections are TLS. None: plain TCP."""
     trusted_network: bool = False
     """Plain TCP beyond loopback."""
+    relayed: bool = False
+    """It can be reached by way of the coordinator only."""
     data: Path | None = None
     """The folder from which relative paths of data count; None: where this process runs."""
 
@@ -39,7 +41,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
         if self.identity is not None:
             found += ["--identity", str(self.identity)]
-        return [*found, "--trusted-network"] if self.trusted_network else found
+        flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed}
+        return [*found, *(flag for flag, given in flags.items() if given)]
 
     def safety(self) -> list[str]:
         """Of a fleet's device, no code is imported from the folder with its data."""

@@ -54,6 +54,13 @@ class Listener:
     def start(self, greet: Greet) -> None:
         threading.Thread(target=self._accept, args=(greet,), name=f"accept on {self.port}", daemon=True).start()
 
+    def adopt(self, connection: socket.socket, other: str, greet: Greet) -> None:
+        """As if it had been accepted here: for what was dialled from here on somebody else's behalf."""
+        with self._counting:
+            self._unknown[other] += 1
+        arguments = (connection, other, other, greet)
+        threading.Thread(target=self._welcome, args=arguments, name=f"receive {other}", daemon=True).start()
+
     def close(self) -> None:
         """Accept nobody more; connections that were handed on stay."""
         with contextlib.suppress(OSError):

@@ -12,10 +12,11 @@ from collections.abc import Callable
 
 from isthmus.errors import PeerError
 from isthmus.runtime.assignment import Assignment, Neighbour
-from isthmus.runtime.channel import SocketChannel, dial
-from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.identity import Party
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import Hello
+from isthmus.runtime.reaching import Parking, Reacher, Route
 from isthmus.runtime.reception import first_message
 
 MOST_WAITING = 256
@@ -27,15 +28,24 @@ LOOK_S = 0.1
 class Meeting:
     """The listening side of one device."""
 
-    def __init__(self, listener: Listener, run: str, identity: Identity | None, patience_s: float) -> None:
+    def __init__(self, listener: Listener, run: str, reacher: Reacher) -> None:
+        """With an identity this device can also be reached by way of the coordinator."""
         self._run = run
-        self._identity = identity
-        self._patience_s = patience_s
+        self._reacher = reacher
+        self._patience_s = reacher.patience_s
         self._arrived = threading.Condition()
         self._epoch = 0
         self._waiting: list[tuple[int, int, SocketChannel]] = []
         """Epoch and stage that each says it is for."""
         listener.start(self._greet)
+        self._parking: Parking | None = None
+        if reacher.identity is not None:
+            self._parking = Parking(reacher, run, lambda found: listener.adopt(found, "relayed", self._greet))
+
+    def close(self) -> None:
+        """Nobody comes by way of the coordinator any more."""
+        if self._parking is not None:
+            self._parking.close()
 
     def _greet(self, channel: SocketChannel) -> None:
         hello = first_message(channel, (Hello,), self._patience_s)
@@ -80,10 +90,10 @@ class Meeting:
         return found
 
     def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
-        channel = dial(
-            neighbour.host, neighbour.port, f"device {neighbour.device!r}", assignment.patience_s,
-            identity=self._identity, expected=Party("device", neighbour.id),
-        )  # fmt: skip
+        channel, _ = self._reacher.reach(Route(
+            run=self._run, other=f"device {neighbour.device!r}", host=neighbour.host, port=neighbour.port,
+            id=neighbour.id,
+        ))  # fmt: skip
         channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.view.stage))
         return channel
 

@@ -15,6 +15,7 @@ from isthmus.runtime.fleet_messages import FleetMessage
 from isthmus.runtime.message import Message
 from isthmus.runtime.probe_messages import ProbeMessage
 from isthmus.runtime.recovery_messages import RecoveryMessage
+from isthmus.runtime.relay_messages import RelayMessage
 from isthmus.runtime.site_messages import SiteMessage
 from isthmus.trace import Span
 
@@ -118,5 +119,5 @@ class HaltMessage(Message, frozen=True, kw_only=True):
 AnyMessage = (
     Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
     | AssignMessage | Weights | OpenMessage | HaltMessage | FederatedMessage | FleetMessage
-    | ProbeMessage | RecoveryMessage | SiteMessage
+    | ProbeMessage | RecoveryMessage | SiteMessage | RelayMessage
 )  # fmt: skip

@@ -31,6 +31,8 @@ class Measured(Message, frozen=True, kw_only=True):
     """Device to coordinator: sizes in bytes and seconds of round trips, or what went wrong."""
 
     times: tuple[tuple[int, float], ...] = ()
+    relayed: bool = False
+    """Whether the way was by the coordinator."""
     failure: str = ""
 
 

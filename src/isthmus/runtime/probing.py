@@ -12,12 +12,13 @@ import time
 import torch
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.channel import SocketChannel, dial
-from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.identity import Party
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import AnyMessage
 from isthmus.runtime.probe_messages import Computes, Expect, Expecting, Load, Measure, Measured
+from isthmus.runtime.reaching import Parking, Reacher, Route
 from isthmus.training.layout import header_of, pack
 
 SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
@@ -29,10 +30,11 @@ ENOUGH_S = 3.0
 COMPUTE_LIMIT_S = 120.0
 
 
-def expect_probe(asked: Expect, identity: Identity, place: Place, patience_s: float) -> Expecting:
+def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> Expecting:
     """Listen for the one device that will measure the link to us; returns where."""
+    patience_s = reacher.patience_s
     try:
-        listener = Listener(place.host, place.port, identity=identity, patience_s=patience_s)
+        listener = Listener(place.host, place.port, identity=reacher.identity, patience_s=patience_s)
     except UserError as e:
         return Expecting(run=asked.run, failure=str(e)[:500])
 
@@ -40,7 +42,7 @@ def expect_probe(asked: Expect, identity: Identity, place: Place, patience_s: fl
         if channel.party != Party("device", asked.id):
             channel.close()
             return
-        listener.close()
+        close()
         try:
             while channel.receive(_only_load, idle_s=patience_s) is not None:
                 channel.send(Load(run=asked.run))
@@ -49,11 +51,17 @@ def expect_probe(asked: Expect, identity: Identity, place: Place, patience_s: fl
         finally:
             channel.close()
 
+    def close() -> None:
+        listener.close()
+        parking.close()
+
+    parking = Parking(reacher, asked.run, lambda found: listener.adopt(found, "relayed", answer))
     listener.start(answer)
-    timer = threading.Timer(patience_s, listener.close)
+    timer = threading.Timer(patience_s, close)
     timer.daemon = True
     timer.start()
-    return Expecting(run=asked.run, host=place.address or place.host, port=listener.port)
+    port = 0 if place.relayed else listener.port
+    return Expecting(run=asked.run, host=place.address or place.host, port=port)
 
 
 def _only_load(message: AnyMessage) -> None:
@@ -61,14 +69,14 @@ def _only_load(message: AnyMessage) -> None:
         raise PeerError(f"sent {type(message).__name__}, which is no load of a probe")
 
 
-def measure_link(asked: Measure, identity: Identity, patience_s: float) -> Measured:
+def measure_link(asked: Measure, reacher: Reacher) -> Measured:
     """Time messages of several sizes to another device and back, on a connection like those of a run."""
     times: list[tuple[int, float]] = []
+    patience_s = reacher.patience_s
     try:
-        channel = dial(
-            asked.host, asked.port, "the other device", patience_s, identity=identity,
-            expected=Party("device", asked.id),
-        )  # fmt: skip
+        channel, relayed = reacher.reach(
+            Route(run=asked.run, other="the other device", host=asked.host, port=asked.port, id=asked.id)
+        )
         try:
             _round_trip(channel, asked.run, WARM_BYTES, patience_s)
             for size_bytes in SIZES_BYTES:
@@ -80,7 +88,7 @@ def measure_link(asked: Measure, identity: Identity, patience_s: float) -> Measu
             channel.close()
     except PeerError as e:
         return Measured(run=asked.run, failure=str(e)[:500])
-    return Measured(run=asked.run, times=tuple(times))
+    return Measured(run=asked.run, times=tuple(times), relayed=relayed)
 
 
 def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s: float) -> float:

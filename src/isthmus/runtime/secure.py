@@ -119,6 +119,18 @@ class TlsConnection:
         if (left_s is not None and left_s <= 0) or not poll.poll(None if left_s is None else left_s * 1000):
             raise TimeoutError
 
+    def bare(self) -> socket.socket:
+        """The stream without TLS from here on; the other side does the same at the same time. Nobody else may use the
+        connection meanwhile, nor later. OSError."""
+        shared = self._shared
+        with shared.lock:
+            if shared.closed:
+                raise OSError(errno.EBADF, "closed here")
+            shared.session.settimeout(self._timeout_s)
+            shared.session.unwrap()  # reads no byte beyond the other side's end of TLS
+            shared.closed = True
+            return socket.socket(fileno=shared.session.detach())
+
     def shutdown(self, how: int, /) -> None:
         # SSLSocket.shutdown forgets the session, and what another thread sends after that goes out unencrypted.
         self._shared.closed = True

@@ -41,6 +41,8 @@ from isthmus.runtime.message import Message
 from isthmus.runtime.messages import AnyMessage, Heartbeat, Join
 from isthmus.runtime.probe_messages import Computes, Expecting, Measured
 from isthmus.runtime.reception import Reception, first_message
+from isthmus.runtime.relay import Relay
+from isthmus.runtime.relay_messages import Park, Reach
 from isthmus.runtime.secure import Connection
 from isthmus.runtime.versions import mismatch, versions_here
 
@@ -78,6 +80,7 @@ class Service:
         """By probe: who is to answer, and to whom."""
         self._names: dict[str, str] = {}
         """By id, of all that were here."""
+        self._relay = Relay(patience_s)
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._listener = Listener(host, port, identity=state.identity, patience_s=patience_s, stranger=self._stranger)
@@ -95,6 +98,7 @@ class Service:
             withdraw(self._state.folder)
         for lane in list(self._present.values()):
             lane.close(1.0)
+        self._relay.close()
         for channel in [c for channels in self._channels.values() for c in channels]:
             channel.close()
 
@@ -216,9 +220,11 @@ class Service:
                 return
             channel.other = f"device {name!r}"
             self._names[party.id] = name
-            first = first_message(channel, (Present, Join), self._patience_s)
+            first = first_message(channel, (Present, Join, Park, Reach), self._patience_s)
             if isinstance(first, Present):
                 self._stay(channel, first, name, party)
+            elif isinstance(first, Park | Reach):
+                self._relay.serve(channel, first, self._names)
             elif first is not None and first.device == name and (run := self._runs.get(first.run)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, sqlite3.Error) as e:
@@ -301,6 +307,7 @@ class Service:
                 ended.setdefault(name, "it was revoked")
             for channel in connected.get(id, []):
                 channel.close()
+            self._relay.cut(id)
             with self._changed:
                 del self._names[id]  # another device may have the name one day
         self._state.renew()
@@ -313,7 +320,7 @@ class Service:
                 DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
                 for name in sorted(self._present)
             )
-        return Bulletin(at_s=time.time(), port=self.port, devices=devices)
+        return Bulletin(at_s=time.time(), port=self.port, devices=devices, relayed=tuple(self._relay.links()))
 
 
 def _engage(call: Call) -> Engage:

@@ -1,0 +1,75 @@
+"""Sites with networks of their own, over real TCP: one pair cannot reach each other."""
+
+from __future__ import annotations
+
+import subprocess
+import time
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.folder import RunFolder
+from isthmus.fleet import Device, Fleet, Link, Links, load_fleet
+from isthmus.job import load_job, prepare
+from isthmus.runtime.lab import COORDINATOR, Lab, lab_unavailable
+from tests.runtime.commands import edited, write_job
+from tests.runtime.jobs import plain_run
+
+from .test_two_machines import Machines
+
+SITES = ("oslo", "porto", "lima")
+LINK = Link(0.01, 2.5e6)
+LIMIT_S = 150.0
+STEPS = 4
+
+
+@pytest.fixture
+def lab() -> Iterator[Lab]:
+    if reason := lab_unavailable():
+        pytest.skip(reason)
+    devices = tuple(Device(name=n, region=f"at-{n}", flops_per_s=1e9, memory_bytes=1 << 30) for n in SITES)
+    fleet = Fleet(name="far", devices=devices, links=Links(default=LINK))
+    with Lab(fleet, coordinator_link=LINK, apart=[("oslo", "porto")]) as lab:
+        yield lab
+
+
+def _awaited(process: subprocess.Popen[str], machines: Machines) -> None:
+    deadline_s = time.monotonic() + LIMIT_S
+    while process.poll() is None and time.monotonic() < deadline_s:
+        time.sleep(0.2)
+    assert process.returncode == 0, machines.told()
+
+
+def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: Lab, tmp_path: Path) -> None:
+    machines = Machines(lab, tmp_path)
+    serve = f"--host {lab.addresses[COORDINATOR]} --port 7433 --state {tmp_path}/fleet"
+    names = " ".join(SITES)
+    try:
+        probe = machines.start(COORDINATOR, f"isthmus probe {names} {serve} --tickets 3 --out {tmp_path}/found.toml")
+        for site in SITES:
+            assert probe.stdout is not None
+            machines.start(site, f"isthmus join --name {site}", probe.stdout.readline())
+        _awaited(probe, machines)
+        assert machines.told().count("they cannot reach each other, the coordinator relays") == 2  # one each way
+        found = load_fleet(tmp_path / "found.toml")
+        _like_the_link(found.link("oslo", "lima"), 1)
+        _like_the_link(found.link("oslo", "porto"), 2)
+        job = edited(
+            write_job(tmp_path, steps=STEPS, fleet=str(tmp_path / "found.toml")), ("layers = 2", "layers = 4"),
+            ("eval_every = 5\n", ""), ("save_every = 3\n", ""),
+        )  # fmt: skip
+        _awaited(machines.start(COORDINATOR, f"isthmus serve {job} {serve} --tickets 0"), machines)
+        folder = RunFolder(tmp_path / "runs" / "small")
+        assert sorted(folder.plan().devices) == sorted(SITES)
+        measured = folder.traces()[1]
+        assert {"oslo", "porto"} in [{span.device, span.other} for span in measured.spans if span.track == "send"]
+    finally:
+        machines.end()
+    _, expected = plain_run(load_job(job), prepare(load_job(job)))
+    assert [point.loss for point in folder.losses()] == pytest.approx(expected, rel=1e-6)
+
+
+def _like_the_link(link: Link, hops: int) -> None:
+    assert link.latency_s == pytest.approx(hops * LINK.latency_s, rel=0.3)
+    assert link.bandwidth_bytes_per_s == pytest.approx(LINK.bandwidth_bytes_per_s, rel=0.3)

@@ -1,0 +1,170 @@
+"""Two devices that cannot reach each other: the coordinator copies bytes that it can neither read nor alter."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import time
+from collections.abc import Generator
+from pathlib import Path
+from unittest import mock
+
+import pytest
+import torch
+
+from isthmus.errors import PeerError
+from isthmus.runtime import relay
+from isthmus.runtime.agent import join_fleet
+from isthmus.runtime.bulletin import posted
+from isthmus.runtime.channel import SocketChannel
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.listener import Listener
+from isthmus.runtime.messages import ParcelMessage
+from isthmus.runtime.reaching import Parking, Reacher, Route
+from isthmus.training.layout import pack
+from tests.runtime.channel_cases import parcel
+
+from .parties import Fleet, soon
+
+RUN = "secret"
+WORDS = "in the open this could be read"
+
+
+class Parked:
+    """A device that listens, and is parked at the coordinator."""
+
+    def __init__(self, fleet: Fleet, folder: Path, name: str) -> None:
+        join_fleet(fleet.ticket(), folder / name, name, 5.0)
+        self.identity = Identity(folder / name)
+        self.reacher = Reacher(coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, patience_s=5.0)
+        self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()
+        self.listener = Listener("127.0.0.1", identity=self.identity, patience_s=5.0)
+        self.listener.start(self.came.put)
+        self.parking = Parking(
+            self.reacher, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
+        )  # fmt: skip
+
+    def route(self, *, direct: bool = False) -> Route:
+        port = self.listener.port if direct else 0
+        return Route(run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id)
+
+    def close(self) -> None:
+        self.parking.close()
+        self.listener.close()
+
+
+@contextlib.contextmanager
+def _devices(fleet: Fleet, folder: Path) -> Generator[tuple[Parked, Parked]]:
+    near, far = (Parked(fleet, folder, name) for name in ("near", "far"))
+    try:
+        yield near, far
+    finally:
+        near.close()
+        far.close()
+
+
+class Tapped(socket.socket):
+    """What the coordinator copies, seen; and altered once somebody wants it."""
+
+    seen = b""
+    flips = False
+
+    def recv_into(self, buffer: memoryview, nbytes: int = 0, flags: int = 0) -> int:  # pyright: ignore
+        got = super().recv_into(buffer)
+        Tapped.seen += bytes(buffer[:got])
+        if Tapped.flips and got:
+            buffer[got // 2] ^= 1
+        return got
+
+
+@contextlib.contextmanager
+def _tapped() -> Generator[type[Tapped]]:
+    """On the coordinator's side of both connections."""
+    honest = SocketChannel.bare
+    Tapped.seen, Tapped.flips = b"", False
+
+    def bare(channel: SocketChannel) -> socket.socket:
+        found = honest(channel)
+        coordinators = channel.party is not None and channel.party.role == "device"
+        return Tapped(fileno=found.detach()) if coordinators else found
+
+    with mock.patch.object(SocketChannel, "bare", bare):
+        yield Tapped
+
+
+def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_path: Path) -> None:
+    tensor = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
+    with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
+        ours, relayed = near.reacher.reach(far.route())
+        theirs = far.came.get(timeout=5)
+        assert relayed and theirs.party is not None and theirs.party.id == near.identity.id
+        for sender, receiver in ((ours, theirs), (theirs, ours)):
+            sender.send(parcel(7, tensor), [pack(tensor)])
+            found = receiver.receive(idle_s=5)
+            assert found is not None and isinstance(found[0], ParcelMessage) and torch.equal(found[1][0], tensor)
+        assert len(tap.seen) > 6_000_000 and RUN.encode() not in tap.seen and bytes(tensor[:64]) not in tap.seen
+        soon(lambda: (news := posted(fleet.state.folder)) is not None and news.relayed)
+        news = posted(fleet.state.folder)
+        assert news is not None
+        (link,) = news.relayed
+        assert link.devices == ("near", "far") and link.carried_bytes > 6_000_000
+        assert link.latency_s is None or 0 < link.latency_s < 1
+        ours.close()
+        assert theirs.receive(idle_s=5) is None, "the end is relayed too"
+        again, _ = near.reacher.reach(far.route())  # it has parked anew
+        again.close()
+
+
+def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
+    with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
+        ours, _ = near.reacher.reach(far.route())
+        theirs = far.came.get(timeout=5)
+        tap.flips = True
+        ours.send(parcel(7, torch.zeros(100)), [pack(torch.zeros(100))])
+        with pytest.raises(PeerError, match=r"(?i)mac"):
+            theirs.receive(idle_s=5)
+        theirs.close()
+        ours.close()
+
+
+def test_a_relay_that_leads_to_somebody_else_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
+    honest = relay.Relay._fetched  # pyright: ignore[reportPrivateUsage]
+
+    def false(self: relay.Relay, asked: relay.Reach, id: str) -> socket.socket | None:
+        return honest(self, relay.Reach(run=asked.run, id=id), id)  # back to the one who asked
+
+    with (
+        mock.patch.object(relay.Relay, "_fetched", false),
+        _devices(fleet, tmp_path) as (near, far),
+        pytest.raises(PeerError, match=f"identifies itself as device {near.identity.id}"),
+    ):
+        near.reacher.reach(far.route())
+
+
+def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path) -> None:
+    with _devices(fleet, tmp_path) as (near, far):
+        channel, relayed = near.reacher.reach(far.route(direct=True))
+        assert not relayed
+        channel.close()
+        far.came.get(timeout=5).close()
+
+
+def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:
+    with mock.patch.object(relay, "WAIT_S", 0.2), _devices(fleet, tmp_path) as (near, far):
+        far.close()
+        with pytest.raises(PeerError, match=r"device 'far': does not listen; by way of the coordinator: device .* no"):
+            near.reacher.reach(far.route())
+
+
+def test_a_revoked_device_loses_what_was_relayed(fleet: Fleet, tmp_path: Path) -> None:
+    with _devices(fleet, tmp_path) as (near, far):
+        ours, _ = near.reacher.reach(far.route())
+        theirs = far.came.get(timeout=5)
+        fleet.state.roster.revoke("near", time.time())
+        with contextlib.suppress(PeerError):
+            assert theirs.receive(idle_s=10) is None
+        ours.close()
+        theirs.close()
+        with pytest.raises(PeerError):
+            near.reacher.reach(far.route())
