@@ -148,9 +148,12 @@ class Relay:
         wish: _Wish | None = None
         try:
             wish = self._awaited(channel, parked)
+            if wish is None:
+                return
             channel.send(Through(run=run))
-            while not isinstance(_said(channel, self._patience_s), Through):
-                pass
+            while not isinstance(said := _said(channel, self._patience_s), Through):
+                if said is None:
+                    raise PeerError(f"{channel.other}: closed a connection that was wanted")
             wish.answers.put(channel.bare())
         except (OSError, PeerError):
             if wish is not None:
@@ -159,14 +162,15 @@ class Relay:
         finally:
             self._leave(run, id, parked)
 
-    def _awaited(self, channel: SocketChannel, parked: _Parked) -> _Wish:
-        """Until somebody wants it; meanwhile both sides see that the other is there."""
+    def _awaited(self, channel: SocketChannel, parked: _Parked) -> _Wish | None:
+        """Until somebody wants it; meanwhile both sides see that the other is there. None when it leaves."""
         while True:
             try:
                 return parked.wishes.get(timeout=self._patience_s / 4)
             except queue.Empty:
                 channel.send(Heartbeat(run=""))
-                _said(channel, self._patience_s)
+                if _said(channel, self._patience_s) is None:
+                    return None
 
     def _leave(self, run: str, id: str, parked: _Parked) -> None:
         with self._changed:
@@ -224,17 +228,15 @@ class Relay:
         return None
 
 
-def _said(channel: SocketChannel, patience_s: float) -> AnyMessage:
-    """The next message of a parked device."""
+def _said(channel: SocketChannel, patience_s: float) -> AnyMessage | None:
+    """The next message of a parked device; None when it has closed the connection."""
 
     def check(message: AnyMessage) -> None:
         if not isinstance(message, Heartbeat | Through) or message.tensors:
             raise PeerError(f"sent {type(message).__name__}, which is nothing for a connection that is parked")
 
     received = channel.receive(check, idle_s=patience_s)
-    if received is None:
-        raise PeerError(f"{channel.other}: closed a connection that was parked")
-    return received[0]
+    return None if received is None else received[0]
 
 
 def _round_trip_s(end: socket.socket) -> float | None:
