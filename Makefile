@@ -14,7 +14,7 @@ test: $(READY)
 
 # What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)
-	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py
+	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_islands.py
 	$(BIN)/python -m tests.faults.table
 
 check: $(READY)

@@ -40,7 +40,7 @@ def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
 
 def test_a_probed_fleet(two: Fleet) -> None:
     with (
-        mock.patch.object(agents, "compute_speed", lambda p, threads: Computes(run=p, flops_per_s=2e9, memory_bytes=9)),
+        mock.patch.object(agents, "compute_speed", lambda p, *_: Computes(run=p, flops_per_s=2e9, memory_bytes=9)),
         mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 16, 1 << 20)),
     ):
         found = probe_fleet(two.service, ["desk", "laptop"], lambda _: None)

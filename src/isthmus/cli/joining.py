@@ -18,6 +18,7 @@ from isthmus.federated.offer import SiteConfig, load_site
 from isthmus.runtime.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.doctor import examine_device, examine_ticket
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
+from isthmus.runtime.island_ranks import attend, island_here
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.site import RETRIES_S, SiteWorkshop
 from isthmus.units import parse_duration
@@ -43,9 +44,19 @@ def join(joining: Joining) -> int:
 
     folder = joining.state or state_folder("device")
     patience_s = parse_duration(joining.patience, "--patience")
+    island = island_here(folder)
+    if island is not None and joining.site is not None:
+        raise UserError("--site: got one under torchrun, expected a site that trains in one process")
+    if island is not None and island.rank:
+        attend(island, say)
+    place = joining.place
+    if island is not None:
+        place = msgspec.structs.replace(
+            place, island=island.folder.absolute(), ranks=island.count, local_ranks=island.local
+        )
     if joining.site is not None:
         return _attend(load_site(joining.site), joining, folder, patience_s, say)
-    Agent(folder, _membership(joining, folder, patience_s), joining.place, patience_s=patience_s, say=say).run()
+    Agent(folder, _membership(joining, folder, patience_s), place, patience_s=patience_s, say=say).run()
     return 0
 
 

@@ -206,7 +206,7 @@ class Agent:
             case Measure():
                 self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
             case Compute(run=probe):
-                self._beside(lambda: lane.put(compute_speed(probe, threads=1)))
+                self._beside(lambda: lane.put(compute_speed(probe, 1, self._place)))
             case _:
                 pass
 

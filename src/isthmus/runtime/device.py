@@ -32,6 +32,7 @@ from isthmus.runtime.device_data import stage_data
 from isthmus.runtime.executor import Done, Executor, Order
 from isthmus.runtime.expected import expected_parcels, expected_parts
 from isthmus.runtime.identity import Identity
+from isthmus.runtime.island_ranks import begin_session, end_session
 from isthmus.runtime.links import Links
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.meeting import Meeting
@@ -55,7 +56,8 @@ from isthmus.runtime.recovery_messages import (
     MirroredMessage,
     RetireMessage,
 )
-from isthmus.training.engine import TorchEngine
+from isthmus.training.engine import Engine, TorchEngine
+from isthmus.training.island import IslandEngine, Ranks, StageSetUp
 from isthmus.training.layout import header_of
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 
@@ -76,6 +78,9 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Plain TCP beyond loopback."""
     relayed: bool = False
     """Others come by way of the coordinator only."""
+    island: Path | None = None
+    """Where this process meets the other ranks of the device, if there are any."""
+    ranks: int = 1
 
 
 class Device:
@@ -85,6 +90,8 @@ class Device:
         self._run = run
         self._patience_s = patience_s
         self._foreign = site.identity is not None
+        self._site = site
+        self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._memory: Memory[Part] = Memory()
         self._data: dict[str, Dataset] = {}
@@ -113,6 +120,8 @@ class Device:
         finally:
             if self._executor is not None:
                 self._executor.links.close()
+            if self._ranks is not None:
+                end_session(self._ranks)
             self._meeting.close()
             self._control.close()
 
@@ -177,10 +186,9 @@ class Device:
     def _start(self, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None
         (assignment, channels), self._pending = self._pending, None
-        engine = TorchEngine(
-            assignment.train, assignment.evaluation, assignment.engine, values, recompute=assignment.recompute
+        executor = Executor(
+            assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values
         )
-        executor = Executor(assignment, engine, self._data, self._inbox, self._report, values)
         executor.keeps(self._keep)
         executor.links = Links(
             assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
@@ -188,6 +196,17 @@ class Device:
         )  # fmt: skip
         self._executor = executor
         self._say(ReadyMessage(run=self._run, epoch=assignment.epoch))
+
+    def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
+        train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
+        if self._site.island is None:
+            return TorchEngine(train, evaluation, config, values, recompute=assignment.recompute)
+        self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks)
+        made = StageSetUp(
+            train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
+            threads=assignment.threads,
+        )  # fmt: skip
+        return IslandEngine(made, values, self._ranks)
 
     def _give_up(self) -> None:
         """Let go of the stage; its state stays in memory, if it is that of a whole step."""
@@ -276,6 +295,8 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
     parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
     parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
+    parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
+    parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--leash", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
@@ -286,7 +307,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     site = Site(
         device=options.device, host=options.host, port=options.port, address=options.address,
         identity=Identity(options.identity) if options.identity is not None else None,
-        trusted_network=options.trusted_network, relayed=options.relayed,
+        trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
     )  # fmt: skip
     try:
         Device((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience).work()

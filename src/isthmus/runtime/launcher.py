@@ -33,6 +33,11 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Plain TCP beyond loopback."""
     relayed: bool = False
     """It can be reached by way of the coordinator only."""
+    island: Path | None = None
+    """Where its ranks meet, if the device has several; None for one."""
+    ranks: int = 1
+    local_ranks: int = 1
+    """Of them, on this machine."""
     data: Path | None = None
     """The folder from which relative paths of data count; None: where this process runs."""
 
@@ -41,6 +46,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
         found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
         if self.identity is not None:
             found += ["--identity", str(self.identity)]
+        if self.island is not None:
+            found += ["--island", str(self.island), "--ranks", str(self.ranks)]
         flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed}
         return [*found, *(flag for flag, given in flags.items() if given)]
 

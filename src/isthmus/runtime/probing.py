@@ -8,6 +8,7 @@ import subprocess
 import sys
 import threading
 import time
+from concurrent.futures import ThreadPoolExecutor
 
 import torch
 
@@ -100,14 +101,26 @@ def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s:
     return time.monotonic() - began_s
 
 
-def compute_speed(probe: str, threads: int) -> Computes:
-    """In a process of its own, so that the agent stays small."""
+def compute_speed(probe: str, threads: int, place: Place) -> Computes:
+    """Of all ranks together: those of this machine at the same time, other machines as this one. Each of them holds
+    the stage's weights, so a machine's memory counts as shared by its ranks."""
     try:
-        done = subprocess.run(
-            [sys.executable, "-P", "-m", "isthmus.runtime.speed", str(threads)], capture_output=True, text=True,
-            timeout=COMPUTE_LIMIT_S, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
-        )  # fmt: skip
-        found = json.loads(done.stdout)
-        return Computes(run=probe, flops_per_s=found["flops_per_s"], memory_bytes=found["memory_bytes"])
+        with ThreadPoolExecutor(place.local_ranks) as pool:
+            found = list(pool.map(_speed, [threads] * place.local_ranks))
     except (subprocess.SubprocessError, OSError, ValueError, KeyError) as e:
         return Computes(run=probe, failure=f"{type(e).__name__}: {e}"[:500])
+    machines = place.ranks / place.local_ranks
+    return Computes(
+        run=probe, flops_per_s=machines * sum(speed for speed, _ in found),
+        memory_bytes=min(memory for _, memory in found) // place.local_ranks,
+    )  # fmt: skip
+
+
+def _speed(threads: int) -> tuple[float, int]:
+    """FLOP/s and memory, in a process of its own, so that the agent stays small."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "isthmus.runtime.speed", str(threads)], capture_output=True, text=True,
+        timeout=COMPUTE_LIMIT_S, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    return float(found["flops_per_s"]), int(found["memory_bytes"])

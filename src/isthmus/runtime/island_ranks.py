@@ -1,0 +1,115 @@
+"""How the ranks of an island find each other: under torchrun every rank runs `isthmus join`, and rank 0 is the device.
+
+Rank 0's process for a run begins a session by writing its name into a private folder; the others look for a new name,
+meet there through torch's FileStore, and compute until the session ends. (Rejected: a TCPStore, which listens on all
+addresses.) Ranks on several machines need the folder on a file system that all of them see.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import datetime
+import math
+import os
+import secrets
+import time
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import msgspec
+import torch.distributed as dist
+
+from isthmus.errors import UserError
+from isthmus.runtime.identity.files import private_folder, write_private
+from isthmus.training.island import Ranks, serve
+
+MEETING_S = 60.0
+"""How long ranks wait for each other at the beginning of a session."""
+IDLE_S = 30 * 86400.0
+"""Between two commands. Gloo notices a process that ends at once; a wait has no other end."""
+LOOK_S = 0.2
+_CURRENT = "current"
+
+
+class Island(msgspec.Struct, frozen=True, kw_only=True):
+    """One rank's place in it."""
+
+    folder: Path
+    """Where ranks meet."""
+    rank: int
+    count: int
+    local: int
+    """Ranks on this machine."""
+
+
+def island_here(state: Path) -> Island | None:
+    """The one that torchrun has put this process into; None without it. UserError for a broken environment."""
+    if "WORLD_SIZE" not in os.environ:
+        return None
+    try:
+        rank, count, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+    except (KeyError, ValueError) as e:
+        raise UserError(f"WORLD_SIZE is set without {e}: start `isthmus join` by torchrun, or unset it") from None
+    run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
+    name = str(os.getppid()) if run == "none" else "".join(c for c in run if c.isalnum())
+    return Island(folder=private_folder(state) / f"island-{name}", rank=rank, count=count, local=local)
+
+
+def begin_session(folder: Path, count: int) -> Ranks:
+    """On rank 0, once per process. RuntimeError when the others do not come."""
+    private_folder(folder)
+    name = secrets.token_hex(8)
+    write_private(folder / _CURRENT, name.encode())
+    return _met(folder, name, 0, count)
+
+
+def end_session(ranks: Ranks) -> None:
+    """On rank 0. Ranks that are gone are not missed."""
+    with contextlib.suppress(RuntimeError):
+        ranks.end()
+    dist.destroy_process_group()
+
+
+def attend(island: Island, say: Callable[[str], None], *, sessions: float = math.inf) -> None:
+    """On the other ranks: one session after another, for as long as the process lives, or so many."""
+    private_folder(island.folder)
+    last, done = "", 0
+    while done < sessions:
+        name = _current(island.folder)
+        if name == last:
+            time.sleep(LOOK_S)
+            continue
+        last, done = name, done + 1
+        say(f"rank {island.rank} of {island.count} is at work")
+        try:
+            with _session(island, name) as ranks:
+                serve(ranks)
+        except RuntimeError as e:  # torch's, for whatever happens to rank 0
+            say(f"rank {island.rank}: {' '.join(str(e).split())[:200]}")
+
+
+@contextlib.contextmanager
+def _session(island: Island, name: str) -> Generator[Ranks]:
+    ranks = _met(island.folder, name, island.rank, island.count)
+    try:
+        yield ranks
+    finally:
+        dist.destroy_process_group()
+
+
+def _current(folder: Path) -> str:
+    try:
+        return (folder / _CURRENT).read_text()
+    except FileNotFoundError:
+        return ""
+
+
+def _met(folder: Path, name: str, rank: int, count: int) -> Ranks:
+    if os.environ.get("LOCAL_WORLD_SIZE", str(count)) == str(count):
+        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine: nothing listens beyond it
+    store = dist.FileStore(str(folder / name), count)
+    store.set_timeout(datetime.timedelta(seconds=MEETING_S))
+    dist.init_process_group(
+        "gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=IDLE_S)
+    )
+    return Ranks()

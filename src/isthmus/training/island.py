@@ -1,0 +1,349 @@
+"""One stage on several ranks of a process group: a machine or a cluster that is one device to all others.
+
+Data-parallel: every rank computes its share of the samples of each micro-batch. Rank 0 is the engine that the rest of
+the program sees. It hands out the shares of what arrives, puts together what leaves, and owns the parameters:
+
+    rank 0    forward, backward ── shares ──►  others    the same on their samples
+              collect           ◄── sum ────             gradients of the whole micro-batches
+              update            ── values ─►             parameters as computing takes them
+
+Reduce and broadcast move the bytes of an all-reduce; so the optimizer, clipping and averaging between replicas are
+rank 0's alone, and the others hold no state. (Rejected: an update on each rank, which all that changes parameters
+would have to be told.) Sharding within an island would be another engine behind the same interface.
+
+What travels are raw tensors behind msgpack headers: torch's own object collectives pickle.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal
+
+import msgspec
+import torch
+import torch.distributed as dist
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.graph.opgraph import Ref, TensorSpec
+from isthmus.graph.partition import StageGraph
+from isthmus.training.engine import EngineConfig, TorchEngine
+
+
+class StageSetUp(msgspec.Struct, frozen=True, kw_only=True):
+    """What a rank needs to know to build its engine."""
+
+    train: StageGraph
+    evaluation: StageGraph
+    config: EngineConfig
+    """Of the device as a whole."""
+    recompute: bool = False
+    threads: int = 1
+    """Torch threads of each rank."""
+
+
+class _Piece(msgspec.Struct, frozen=True):
+    """One tensor that follows a command."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+
+
+Kind = Literal["stage", "forward", "backward", "evaluate", "sum", "values", "answer", "end"]
+
+
+class _Command(msgspec.Struct, frozen=True, kw_only=True):
+    kind: Kind
+    step: int = 0
+    micro_batch: int = 0
+    groups: tuple[tuple[_Piece, ...], ...] = ()
+    """Of a backward, a group for each consumer stage; else one."""
+    names: tuple[str, ...] = ()
+    """Of a sum: parameters (op names)."""
+    stage: StageSetUp | None = None
+    told: tuple[float, float] | None = None
+    """Of an answer: loss and count of the share."""
+
+
+Result = tuple[dict[str, Tensor], "tuple[float, float] | None"]
+"""Values by label; loss and count, where the stage has the loss."""
+Tensors = Sequence[Mapping[str, Tensor]]
+
+
+class Ranks:
+    """The process group, for commands and tensors between rank 0 and another one. Errors of the group are raised as
+    they come: a rank that is gone ends the device."""
+
+    def __init__(self) -> None:
+        self.rank, self.count = dist.get_rank(), dist.get_world_size()
+
+    def say(self, to: int, command: _Command, tensors: Tensors = ()) -> None:
+        pieces = tuple(
+            tuple(_Piece(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in group.items())
+            for group in tensors
+        )
+        header = msgspec.msgpack.encode(msgspec.structs.replace(command, groups=pieces))
+        dist.send(torch.tensor([len(header)]), to)
+        dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to)
+        for group in tensors:
+            for tensor in group.values():
+                if tensor.numel():
+                    dist.send(tensor.contiguous(), to)
+
+    def hear(self, source: int) -> tuple[_Command, list[dict[str, Tensor]]]:
+        length = torch.zeros(1, dtype=torch.int64)
+        dist.recv(length, source)
+        header = torch.empty(int(length), dtype=torch.uint8)
+        dist.recv(header, source)
+        command = msgspec.msgpack.decode(header.numpy().tobytes(), type=_Command)
+        groups: list[dict[str, Tensor]] = []
+        for pieces in command.groups:
+            found: dict[str, Tensor] = {}
+            for piece in pieces:
+                found[piece.name] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
+                if found[piece.name].numel():
+                    dist.recv(found[piece.name], source)
+            groups.append(found)
+        return command, groups
+
+    def end(self) -> None:
+        """From rank 0: the others are done."""
+        for rank in range(1, self.count):
+            self.say(rank, _Command(kind="end"))
+
+
+def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
+    """UserError for a stage whose samples cannot be shared out."""
+    if config.micro_batch_size % ranks:
+        raise UserError(
+            f"island of {ranks} ranks: got micro-batches of {config.micro_batch_size} samples, expected a multiple "
+            f"of {ranks}"
+        )
+    if any(op.mutates for op in train.ops):
+        raise UserError(f"island of {ranks} ranks: stage {train.index} keeps statistics of its batches (batch norm)")
+
+
+def batch_axis(spec: TensorSpec, size: int, ranks: int) -> int | None:
+    """The axis along which a value of `size` samples is shared out; None for one that is of no sample. UserError where
+    there is no telling."""
+    whole, share = spec.shape_at(size), spec.shape_at(size // ranks)
+    axes = [axis for axis, (a, b) in enumerate(zip(whole, share, strict=True)) if a != b]
+    if not axes:
+        return None
+    if len(axes) > 1 or whole[axes[0]] != ranks * share[axes[0]]:
+        raise UserError(f"island of {ranks} ranks: a value of shape {list(whole)} cannot be shared out by samples")
+    return axes[0]
+
+
+def _specs(train: StageGraph, evaluation: StageGraph) -> dict[str, TensorSpec]:
+    """Of what comes from other stages or goes there, by label."""
+    crossing = (c for graph in (train, evaluation) for c in (*graph.receives, *graph.sends))
+    return {_label(c.value): c.spec for c in crossing}
+
+
+def _label(ref: Ref) -> str:
+    return f"{ref.op}:{ref.index}"
+
+
+def _labelled(values: Mapping[Ref, Tensor]) -> dict[str, Tensor]:
+    return {_label(ref): tensor for ref, tensor in values.items()}
+
+
+def _by_ref(values: Mapping[str, Tensor]) -> dict[Ref, Tensor]:
+    parted = {name: name.rpartition(":") for name in values}
+    return {Ref(op, int(index)): values[name] for name, (op, _, index) in parted.items()}
+
+
+class _Share:
+    """A rank's engine, on its share of the samples."""
+
+    def __init__(self, made: StageSetUp, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
+        config = msgspec.structs.replace(
+            made.config, micro_batch_size=made.config.micro_batch_size // ranks.count,
+            micro_batches=made.config.micro_batches * ranks.count,  # a mean over its samples counts as so much less
+        )  # fmt: skip
+        self.engine = TorchEngine(made.train, made.evaluation, config, weights, recompute=made.recompute)
+        self._ranks = ranks
+
+    def run(self, command: _Command, given: Tensors) -> Result:
+        """A forward, a backward or an evaluation."""
+        number = command.micro_batch * self._ranks.count + self._ranks.rank  # no two draw the same random numbers
+        inputs = [_by_ref(group) for group in given]
+        match command.kind:
+            case "forward":
+                return _labelled(self.engine.forward(command.step, number, inputs[0])), self.engine.take_loss()
+            case "evaluate":
+                return _labelled(self.engine.evaluate(number, inputs[0])), self.engine.take_evaluation_loss()
+            case _:
+                return _labelled(self.engine.backward(number, inputs)), None
+
+    def sum(self, names: Sequence[str]) -> None:
+        """Add the gradients of these parameters to those of rank 0, which keeps the sum."""
+        found = self.engine.take_gradients(names)
+        flat = torch.cat([g.reshape(-1) for g in found.values() if g is not None])
+        dist.reduce(flat, 0)
+        if self._ranks.rank == 0:
+            sizes = [g.numel() for g in found.values() if g is not None]
+            parts = zip(found.items(), flat.split(sizes), strict=True)
+            self.engine.add_gradients({name: part.view_as(g) for (name, g), part in parts if g is not None})
+
+
+def serve(ranks: Ranks) -> None:
+    """The part of a rank other than 0: until that one ends it, or is gone (RuntimeError by torch)."""
+    share: _Share | None = None
+    while (heard := ranks.hear(0))[0].kind != "end":
+        command, groups = heard
+        if command.stage is not None:
+            torch.set_num_threads(command.stage.threads)
+            share = _Share(command.stage, groups[0], ranks)
+            continue
+        assert share is not None, "a stage comes first"
+        match command.kind:
+            case "sum":
+                share.sum(command.names)
+            case "values":
+                share.engine.set_shared(groups[0])
+            case _:
+                values, told = share.run(command, groups)
+                ranks.say(0, _Command(kind="answer", told=told), [values])
+
+
+class IslandEngine:
+    """As `Engine`, on rank 0."""
+
+    def __init__(self, made: StageSetUp, weights: Mapping[str, Tensor], ranks: Ranks) -> None:
+        """UserError where the stage cannot be shared out. `weights` as those of `TorchEngine`."""
+        check_shares(made.config, made.train, ranks.count)
+        size = made.config.micro_batch_size
+        specs = _specs(made.train, made.evaluation)
+        self._axes = {name: batch_axis(spec, size, ranks.count) for name, spec in specs.items()}
+        self._ranks = ranks
+        self._tell(_Command(kind="stage", stage=made), [weights])
+        self._own = _Share(made, weights, ranks)
+        self._engine = self._own.engine
+        self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
+        self._told: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
+        self._summed = True
+        """Whether what the ranks have added up is at rank 0."""
+
+    def _tell(self, command: _Command, tensors: Tensors = ()) -> None:
+        for rank in range(1, self._ranks.count):
+            self._ranks.say(rank, command, tensors)
+
+    def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        return self._on_all(_Command(kind="forward", step=step, micro_batch=micro_batch), [inputs])
+
+    def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
+        self._summed = False
+        return self._on_all(_Command(kind="backward", micro_batch=micro_batch), gradients)
+
+    def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
+        return self._on_all(_Command(kind="evaluate", micro_batch=micro_batch), [inputs])
+
+    def _on_all(self, command: _Command, given: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
+        backward = command.kind == "backward"
+        groups = [self._shares(_labelled(group), once=backward) for group in given]
+        for rank in range(1, self._ranks.count):
+            self._ranks.say(rank, command, [group[rank] for group in groups])
+        results = [self._own.run(command, [group[0] for group in groups])]
+        for rank in range(1, self._ranks.count):
+            answer, (values,) = self._ranks.hear(rank)
+            results.append((values, answer.told))
+        told = [one for _, one in results if one is not None]
+        if told:
+            loss, count = (sum(column) for column in zip(*told, strict=True))
+            counts = self._counts[command.kind]
+            self._told[command.kind].append((loss, count) if counts else (loss / len(told), count / len(told)))
+        return _by_ref(self._together([values for values, _ in results], adds=backward))
+
+    def _shares(self, values: Mapping[str, Tensor], *, once: bool) -> list[dict[str, Tensor]]:
+        """One for each rank. What is of no sample goes to all; if it counts `once` the others get zeros."""
+        found: list[dict[str, Tensor]] = [{} for _ in range(self._ranks.count)]
+        for name, value in values.items():
+            axis = self._axes.get(name, 0)  # else a column of the batch: samples come first
+            for rank, share in enumerate(found):
+                if axis is not None:
+                    share[name] = value.chunk(self._ranks.count, axis)[rank]
+                else:
+                    share[name] = torch.zeros_like(value) if once and rank else value
+        return found
+
+    def _together(self, found: Sequence[Mapping[str, Tensor]], *, adds: bool) -> dict[str, Tensor]:
+        """What is of no sample is the same on all ranks, or adds up."""
+        whole: dict[str, Tensor] = {}
+        for name in found[0]:
+            axis, parts = self._axes[name], [each[name] for each in found]
+            if axis is not None:
+                whole[name] = torch.cat(parts, axis)
+            else:
+                whole[name] = torch.stack(parts).sum(0) if adds else parts[0]
+        return whole
+
+    def _sum(self) -> None:
+        """Once between the last backward of a step and whatever takes gradients."""
+        if self._summed:
+            return
+        self._summed = True
+        names = tuple(self._engine.trainable)
+        found = self._engine.take_gradients(names)
+        there = {name: g for name, g in found.items() if g is not None}
+        self._engine.add_gradients(there)
+        if there:
+            self._tell(_Command(kind="sum", names=tuple(there)))
+            self._own.sum(tuple(there))
+
+    def _spread(self, names: Sequence[str]) -> None:
+        """The others compute with these parameters from now on."""
+        self._tell(_Command(kind="values"), [self._engine.shared_values(names)])
+
+    @property
+    def count(self) -> float:
+        return sum(count for _, count in self._told["forward"])
+
+    def take_loss(self) -> tuple[float, float] | None:
+        return self._take("forward") if self._engine.train.loss is not None else None
+
+    def take_evaluation_loss(self) -> tuple[float, float] | None:
+        return self._take("evaluate") if self._engine.evaluation.loss is not None else None
+
+    def _take(self, kind: Literal["forward", "evaluate"]) -> tuple[float, float]:
+        told, self._told[kind] = self._told[kind], []
+        return sum(loss for loss, _ in told), sum(count for _, count in told)
+
+    def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return self._engine.shared_values(names)
+
+    def set_shared(self, values: Mapping[str, Tensor]) -> None:
+        self._engine.set_shared(values)
+        self._spread(tuple(values))
+
+    def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
+        self._sum()
+        return self._engine.take_shared_gradients(names)
+
+    def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
+        self._sum()
+        self._engine.add_gradients(gradients)
+
+    def take_gradients(self, names: Sequence[str]) -> dict[str, Tensor | None]:
+        self._sum()
+        return self._engine.take_gradients(names)
+
+    def parameters(self, names: Sequence[str]) -> dict[str, Tensor]:
+        return self._engine.parameters(names)
+
+    def set_parameters(self, values: Mapping[str, Tensor]) -> None:
+        self._engine.set_parameters(values)
+        self._spread(tuple(values))
+
+    def collect(self, count: float | None) -> Tensor:
+        self._sum()
+        return self._engine.collect(count)
+
+    def update(self, step: int, norms: Tensor | None) -> None:
+        self._engine.update(step, norms)
+        self._spread([name for name in self._engine.trainable if name not in self._engine.train.borrows])
+
+    def state(self) -> dict[str, Tensor]:
+        return self._engine.state()

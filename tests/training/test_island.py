@@ -1,0 +1,107 @@
+"""A stage on two ranks computes what it computes on one."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from collections.abc import Iterator
+from typing import cast
+
+import pytest
+from in_process import Pipeline, batches, capture_of, copies, weights_of
+from torch import Tensor
+from zoo import model
+
+from isthmus.errors import UserError
+from isthmus.graph import Flow, cuts
+from isthmus.runtime.island_ranks import begin_session, end_session
+from isthmus.training.checkpoint import OPTIMIZER
+from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.island import IslandEngine, Ranks, StageSetUp
+from isthmus.training.optim import OptimizerConfig
+
+CONFIG = EngineConfig(
+    optimizers=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),),  # Adam makes steps of gradients that are but noise
+    micro_batches=2, micro_batch_size=4, clip_norm=1.0, steps=3,
+)  # fmt: skip
+STEPS = 3
+OTHER_RANK = """
+import sys
+from pathlib import Path
+from isthmus.runtime.island_ranks import Island, attend
+attend(Island(folder=Path(sys.argv[1]), rank=1, count=2, local=2), print, sessions=1)
+"""
+
+
+class Watched(IslandEngine):
+    """With what a pipeline in one process asks of its engines besides."""
+
+    @property
+    def train(self) -> object:
+        return self._engine.train
+
+    @property
+    def owned(self) -> tuple[str, ...]:
+        return self._engine.owned
+
+    def gradients(self) -> dict[str, Tensor]:
+        return self._engine.gradients()
+
+
+@pytest.fixture(scope="module")
+def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+    folder = tmp_path_factory.mktemp("island")
+    folder.chmod(0o700)
+    other = subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(folder)])
+    try:
+        ranks = begin_session(folder, 2)
+        yield ranks
+        end_session(ranks)
+        assert other.wait(20) == 0
+    finally:
+        other.kill()
+        other.wait()
+
+
+def _trained(pipeline: Pipeline, data: list[list[dict[str, Tensor]]]) -> tuple[list[float], dict[str, Tensor]]:
+    losses: list[float] = []
+    for number, micro_batches in enumerate(data):
+        loss, _ = pipeline.step(number, copies(micro_batches))
+        pipeline.update(number)
+        losses += [loss, pipeline.evaluate(copies(micro_batches))]
+    return losses, pipeline.state()
+
+
+@pytest.mark.parametrize("name", ["gpt-tied", "unet", "Counted"])
+def test_two_ranks_train_as_one(ranks: Ranks, name: str) -> None:
+    """Skips, tied parameters and a counted loss; the island has the stage with the data, one in the middle, or the one
+    with the loss."""
+    build, columns = model(name)
+    captured = capture_of(build, columns)
+    legal = [c.position for c in cuts(Flow(captured.train))]
+    boundaries = [legal[len(legal) // 3], legal[2 * len(legal) // 3]]
+    data = [batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(STEPS)]
+    alone = Pipeline(captured, boundaries, weights_of(build, captured), CONFIG)
+    expected_losses, expected = _trained(alone, data)
+    for stage in range(len(alone.stages)):
+        shared = Pipeline(captured, boundaries, weights_of(build, captured), CONFIG)
+        made = StageSetUp(train=shared.stages[stage], evaluation=shared.eval_stages[stage], config=CONFIG)
+        engine = Watched(made, weights_of(build, captured), ranks)
+        shared.engines[stage] = cast(TorchEngine, engine)
+        losses, state = _trained(shared, data)
+        assert losses == pytest.approx(expected_losses, rel=1e-6)
+        for key, value in expected.items():
+            if key.startswith(OPTIMIZER):
+                continue  # sums of gradients that nearly cancel
+            assert (state[key] - value).norm() <= 1e-6 * value.norm() + 1e-12, key
+
+
+@pytest.mark.parametrize(("name", "size", "words"), [("gpt", 3, "multiple of 2"), ("cnn", 4, "batch norm")])
+def test_what_cannot_be_shared_out_is_refused(ranks: Ranks, name: str, size: int, words: str) -> None:
+    build, columns = model(name)
+    captured = capture_of(build, columns)
+    pipeline = Pipeline(captured, [], weights_of(build, captured), CONFIG)
+    config = EngineConfig(micro_batch_size=size)
+    made = StageSetUp(train=pipeline.stages[0], evaluation=pipeline.eval_stages[0], config=config)
+    with pytest.raises(UserError, match=words):
+        IslandEngine(made, weights_of(build, captured), ranks)
