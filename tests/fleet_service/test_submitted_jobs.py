@@ -4,6 +4,8 @@ from __future__ import annotations
 
 import contextlib
 import json
+import os
+import re
 import signal
 import threading
 import time
@@ -11,17 +13,21 @@ from collections.abc import Callable
 from pathlib import Path
 from unittest import mock
 
+import msgspec
 import pytest
 from rich.console import Console
 
+import isthmus as isthmus_package
 from isthmus.cli import training
 from isthmus.cli.queueing import INTERRUPTED, job_log, run_queue
 from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.runtime.identity import Ticket, decode_ticket
 from isthmus.runtime.job_queue import JobQueue
+from isthmus.runtime.record import Record
 from tests.runtime.commands import edited, interrupt, isthmus, refused, start, wait_until, write_job
 
+from .doors import family_of, listening, readable_by_others, refuses_strangers
 from .parties import Fleet
 from .test_fleet_faults import FLEET
 from .test_fleet_runs import Devices
@@ -45,10 +51,12 @@ class _Tickets:
     """Of a coordinator in another process."""
 
     def __init__(self, home: Path) -> None:
-        self._home = home
+        self.home = home
+        self.given: list[str] = []
 
     def ticket(self) -> Ticket:
-        return decode_ticket(isthmus("ticket", "--state", self._home).out)
+        self.given.append(isthmus("ticket", "--state", self.home).out.strip())
+        return decode_ticket(self.given[-1])
 
 
 Carry = Callable[[Job, training.Choices, Console, Console], int]
@@ -150,6 +158,37 @@ def test_others_cannot_command(fleet: Fleet, tmp_path: Path) -> None:
     refused(isthmus("submit", write_job(tmp_path), "--state", fleet.state.folder), 2, "0700", "other users")
 
 
+def _doors_are_shut(coordinator: int) -> None:
+    """Of every listener of every process of the fleet: this one's agents listen for nobody, their devices do."""
+    doors = {pid: listening(pid) for pid in (*family_of(coordinator), *family_of(os.getpid()))}
+    open_doors = [address for found in doors.values() for address in found]
+    assert len(doors[coordinator]) == 1 and len(open_doors) == 3, doors
+    for address in open_doors:
+        assert address[0] == "127.0.0.1", "nobody asked for more"
+        refuses_strangers(address)
+
+
+def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) -> None:
+    """Neither in command lines, nor in the run's folder as far as others may read it, nor in what was told."""
+    record = msgspec.json.decode((run / "record.json").read_bytes(), type=Record)
+    secrets = [record.run, *tickets.given, *(decode_ticket(ticket).secret.hex() for ticket in tickets.given)]
+    pids = (*family_of(coordinator), *family_of(os.getpid()))
+    told = [Path(f"/proc/{pid}/cmdline").read_bytes() for pid in pids]
+    told += [path.read_bytes() for path in readable_by_others(run)]
+    told.append(isthmus("logs", "--state", tickets.home, "--all").out.encode())
+    told.append(isthmus("status", "--state", tickets.home, "--json").out.encode())
+    assert len(told) > 6 and any(b"--coordinator" in words for words in told)
+    assert not any(secret.encode() in words for secret in secrets for words in told)
+
+
+def test_nothing_else_listens() -> None:
+    """Every listener is made in one place; the lab's are in namespaces of their own."""
+    source = Path(isthmus_package.__file__).parent
+    words = re.compile(r"create_server\(|\.listen\(|HTTPServer|start_server\(|TCPStore\(")
+    found = {path.name for path in source.rglob("*.py") if words.search(path.read_text())}
+    assert found == {"listener.py", "lab_probe.py"}
+
+
 def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
     """Real processes, from the command line alone."""
     home = tmp_path / "fleet"
@@ -158,7 +197,8 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
     process = start("serve", "--state", home, "--port", "0", "--tickets", "0")
     try:
         wait_until(lambda: (home / "bulletin.json").exists(), process)
-        devices = Devices(_Tickets(home), tmp_path, ("d0", "d1"))
+        tickets = _Tickets(home)
+        devices = Devices(tickets, tmp_path, ("d0", "d1"))
         assert isthmus("submit", job, "--state", home).out == "1\n"
 
         run = tmp_path / "runs" / "small" / "losses.jsonl"
@@ -167,6 +207,8 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
         assert status["running"]["done"] > 3 and [d["working"] for d in status["coordinator"]["devices"]] == [True] * 2
         shown = isthmus("status", "--state", home).out
         assert "job 1 (small)" in shown and shown.count("at work") == 2
+        _doors_are_shut(process.pid)
+        _no_secret_is_in_the_open(tickets, run.parent, process.pid)
         assert isthmus("stop", "--state", home).code == 0
         assert "interrupted: go on" in isthmus("logs", "--state", home, "--follow", "--all").out
         (stopped,) = JobQueue(home).jobs()
