@@ -20,7 +20,7 @@ from isthmus.runtime.fleet_probe import probe_fleet, probe_link
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.launcher import Place
 from isthmus.runtime.probe_messages import Computes, Expect, Measure
-from isthmus.runtime.reaching import Reacher
+from isthmus.runtime.reaching import Reacher, Route
 from isthmus.runtime.speed import CHANNELS, KERNEL, LAYERS, conv_flops
 
 from .parties import Fleet, in_background
@@ -51,6 +51,23 @@ def test_a_probed_fleet(two: Fleet) -> None:
     assert parse_fleet(dump_fleet(found), "probed").names == ("desk", "laptop")
 
 
+def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_are(two: Fleet) -> None:
+    """As if one flow carried 10 MB/s over 200 ms, two 18, and four no more than that."""
+    speeds = {1: 1e7, 2: 1.8e7, 4: 1.8e7}
+    used: list[int] = []
+    timed = probing._timed  # pyright: ignore[reportPrivateUsage]
+
+    def slow(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
+        used.append(route.strands)
+        times, relayed = timed(route, reacher)
+        return [(size, 0.4 + size / speeds[route.strands]) for size, _ in times], relayed
+
+    with mock.patch.object(probing, "_timed", slow), mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 20)):
+        link = probe_link(two.service, "desk", "laptop", lambda _: None)
+    assert used == [1, 2, 4]
+    assert link.bandwidth_bytes_per_s == pytest.approx(1.8e7) and link.latency_s == pytest.approx(0.2)
+
+
 def test_who_cannot_be_reached_is_named(two: Fleet) -> None:
     refuse = mock.patch.object(Reacher, "reach", side_effect=PeerError("the other device: cannot connect"))
     with refuse, pytest.raises(PeerError, match=r"^desk -> laptop: the other device: cannot connect$"):
@@ -70,9 +87,10 @@ def _reacher(fleet: Fleet, identity: Identity) -> Reacher:
 
 def test_only_the_expected_device_is_measured(two: Fleet, tmp_path: Path) -> None:
     desk, laptop = Identity(tmp_path / "desk"), Identity(tmp_path / "laptop")
-    where = probing.expect_probe(Expect(run="p", id="0" * 32), _reacher(two, laptop), Place(host="127.0.0.1"))
+    where, close = probing.expect_probe(Expect(run="p", id="0" * 32), _reacher(two, laptop), Place(host="127.0.0.1"))
     asked = Measure(run="p", host=where.host, port=where.port, id=laptop.id)
     assert "the other device" in probing.measure_link(asked, _reacher(two, desk)).failure
+    close()
 
 
 def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:

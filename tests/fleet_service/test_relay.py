@@ -16,12 +16,15 @@ import torch
 from isthmus.errors import PeerError
 from isthmus.runtime import relay
 from isthmus.runtime.agent import join_fleet
+from isthmus.runtime.braid import Braider
 from isthmus.runtime.bulletin import posted
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import ParcelMessage
 from isthmus.runtime.reaching import Parking, Reacher, Route
+from isthmus.runtime.reception import first_message
+from isthmus.runtime.relay_messages import Strand
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
@@ -45,9 +48,11 @@ class Parked:
             self.reacher, RUN, lambda found: self.listener.adopt(found, "relayed", self.came.put)
         )  # fmt: skip
 
-    def route(self, *, direct: bool = False) -> Route:
+    def route(self, *, direct: bool = False, strands: int = 1) -> Route:
         port = self.listener.port if direct else 0
-        return Route(run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id)
+        return Route(
+            run=RUN, other="device 'far'", host="127.0.0.1", port=port, id=self.identity.id, strands=strands
+        )  # fmt: skip
 
     def close(self) -> None:
         self.parking.close()
@@ -148,6 +153,26 @@ def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path
         assert not relayed
         channel.close()
         far.came.get(timeout=5).close()
+
+
+@pytest.mark.parametrize("direct", [False, True])
+def test_several_streams(fleet: Fleet, tmp_path: Path, direct: bool) -> None:
+    with _devices(fleet, tmp_path) as (near, far):
+        ours, relayed = near.reacher.reach(far.route(direct=direct, strands=3))
+        assert relayed is not direct
+        braider, theirs = Braider(5.0), None
+        while theirs is None:
+            strand = far.came.get(timeout=5)
+            said = first_message(strand, (Strand,), 5.0)
+            assert said is not None
+            theirs = braider.add(strand, said)
+        tensor = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
+        ours.send(parcel(7, tensor), [pack(tensor)])
+        found = theirs.receive(idle_s=5)
+        assert found is not None and torch.equal(found[1][0], tensor)
+        assert theirs.party is not None and theirs.party.id == near.identity.id
+        ours.close()
+        theirs.close()
 
 
 def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:

@@ -92,6 +92,8 @@ class Agent:
         self._workshop = workshop
         self._retries_s = retries_s
         self._work: tuple[str, Launcher] | None = None
+        self._close_door: Callable[[], None] = lambda: None
+        """Ends the wait for whoever was to measure the link to us last."""
         self._failed = 0
         """Attempts in a row to be in the fleet."""
         self._lock = threading.Lock()
@@ -196,13 +198,16 @@ class Agent:
                 if self._working == run:
                     return  # for a coordinator that was started again, or has not seen it come back
                 self._end_work()
+                self._close_door()
                 self._begin_work(message, coordinator)
             case Disengage(run=run):
                 if self._work is not None and self._work[0] == run:
                     self._end_work()
                     self._say("the run is over")
             case Expect():
-                lane.put(expect_probe(message, self._reacher(coordinator), self._placed(coordinator)))
+                self._close_door()  # its port may be the same
+                there, self._close_door = expect_probe(message, self._reacher(coordinator), self._placed(coordinator))
+                lane.put(there)
             case Measure():
                 self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
             case Compute(run=probe):

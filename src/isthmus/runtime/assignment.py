@@ -22,6 +22,8 @@ class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     id: str = ""
     """Of its key: who must answer there. Empty where links are plain TCP."""
+    strands: int = 1
+    """Streams of the connection to it, where that is TLS."""
     shape: Link | None = None
     """Emulated link for what we send to it; None sends as fast as the socket takes it."""
     later: tuple[tuple[int, Link], ...] = ()

@@ -253,6 +253,11 @@ class SocketChannel:
         self._socket.close()
         self._incoming.close()
 
+    @property
+    def connection(self) -> Connection:
+        """What it runs over."""
+        return self._socket
+
     def bare(self) -> socket.socket:
         """The stream under TLS, for other bytes than frames; the other side does the same. OSError when it does not."""
         assert isinstance(self._socket, TlsConnection), "only TLS can be ended"

@@ -18,6 +18,7 @@ from isthmus.planners.compression import repeat_compression
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.assignment import Assignment, Emulation, GroupShare, Mirror, Neighbour
+from isthmus.runtime.braid import strands_for
 from isthmus.runtime.feedback import check_feedback
 from isthmus.runtime.script import Address
 from isthmus.runtime.stages import StagePair, refuse_shared_devices, stage_pairs
@@ -259,6 +260,7 @@ class Deployment:
                 shape=shapes[0][1] if shapes else None, later=shapes[1:],
                 sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
                 window_bytes=self._window(view.stage, stage),
+                strands=strands_for(self._fleet.link(devices[view.stage], device)),
             ))  # fmt: skip
         return tuple(found)
 

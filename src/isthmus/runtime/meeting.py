@@ -12,12 +12,14 @@ from collections.abc import Callable
 
 from isthmus.errors import PeerError
 from isthmus.runtime.assignment import Assignment, Neighbour
+from isthmus.runtime.braid import Braider
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Party
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import Hello
 from isthmus.runtime.reaching import Parking, Reacher, Route
 from isthmus.runtime.reception import first_message
+from isthmus.runtime.relay_messages import Strand
 
 MOST_WAITING = 256
 """Connections that nobody has asked for yet."""
@@ -33,6 +35,7 @@ class Meeting:
         self._run = run
         self._reacher = reacher
         self._patience_s = reacher.patience_s
+        self._braider = Braider(reacher.patience_s)
         self._arrived = threading.Condition()
         self._epoch = 0
         self._waiting: list[tuple[int, int, SocketChannel]] = []
@@ -48,7 +51,16 @@ class Meeting:
             self._parking.close()
 
     def _greet(self, channel: SocketChannel) -> None:
-        hello = first_message(channel, (Hello,), self._patience_s)
+        hello = first_message(channel, (Hello, Strand), self._patience_s)
+        if isinstance(hello, Strand):
+            try:
+                braid = self._braider.add(channel, hello)
+            except PeerError:
+                channel.close()
+                return
+            if braid is None:
+                return
+            channel, hello = braid, first_message(braid, (Hello,), self._patience_s)
         if hello is None:
             return
         with self._arrived:
@@ -92,7 +104,7 @@ class Meeting:
     def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
         channel, _ = self._reacher.reach(Route(
             run=self._run, other=f"device {neighbour.device!r}", host=neighbour.host, port=neighbour.port,
-            id=neighbour.id,
+            id=neighbour.id, strands=neighbour.strands,
         ))  # fmt: skip
         channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.view.stage))
         return channel

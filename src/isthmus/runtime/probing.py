@@ -8,11 +8,15 @@ import subprocess
 import sys
 import threading
 import time
+from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
+import msgspec
 import torch
 
 from isthmus.errors import PeerError, UserError
+from isthmus.fleet.fitting import fit_link
+from isthmus.runtime.braid import MOST_STRANDS, Braider, may_gain
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Party
 from isthmus.runtime.launcher import Place
@@ -20,37 +24,38 @@ from isthmus.runtime.listener import Listener
 from isthmus.runtime.messages import AnyMessage
 from isthmus.runtime.probe_messages import Computes, Expect, Expecting, Load, Measure, Measured
 from isthmus.runtime.reaching import Parking, Reacher, Route
+from isthmus.runtime.relay_messages import Strand
 from isthmus.training.layout import header_of, pack
 
 SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
 REPEATS = 5
 WARM_BYTES = 1 << 20
 """Sent first: a connection's first megabyte takes two to three times as long."""
+GAIN = 1.1
+"""Twice the streams must be so much faster, or they are not used."""
 ENOUGH_S = 3.0
 """Of one link. A size that takes longer than a third of it is the last."""
 COMPUTE_LIMIT_S = 120.0
 
 
-def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> Expecting:
-    """Listen for the one device that will measure the link to us; returns where."""
+def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> tuple[Expecting, Callable[[], None]]:
+    """Listen for the one device that will measure the link to us; returns where, and what ends that. It ends by itself
+    after the patience."""
     patience_s = reacher.patience_s
     try:
         listener = Listener(place.host, place.port, identity=reacher.identity, patience_s=patience_s)
     except UserError as e:
-        return Expecting(run=asked.run, failure=str(e)[:500])
+        return Expecting(run=asked.run, failure=str(e)[:500]), lambda: None
+    braider = Braider(patience_s)
 
     def answer(channel: SocketChannel) -> None:
         if channel.party != Party("device", asked.id):
             channel.close()
             return
-        close()
         try:
-            while channel.receive(_only_load, idle_s=patience_s) is not None:
-                channel.send(Load(run=asked.run))
+            _answer(channel, asked.run, braider, patience_s)
         except PeerError:
-            pass  # the other one tells how it went
-        finally:
-            channel.close()
+            channel.close()  # the other one tells how it went
 
     def close() -> None:
         listener.close()
@@ -62,34 +67,59 @@ def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> Expecting:
     timer.daemon = True
     timer.start()
     port = 0 if place.relayed else listener.port
-    return Expecting(run=asked.run, host=place.address or place.host, port=port)
+    return Expecting(run=asked.run, host=place.address or place.host, port=port), close
+
+
+def _answer(channel: SocketChannel, probe: str, braider: Braider, patience_s: float) -> None:
+    """Nothing to every load, until the other side closes."""
+    while (received := channel.receive(_only_load, idle_s=patience_s)) is not None:
+        if not isinstance(received[0], Strand):
+            channel.send(Load(run=probe))
+        elif (braid := braider.add(channel, received[0])) is None:
+            return  # the thread of the last strand goes on with all of them
+        else:
+            channel = braid
+    channel.close()
 
 
 def _only_load(message: AnyMessage) -> None:
-    if not isinstance(message, Load) or sum(t.nbytes for t in message.tensors) > SIZES_BYTES[-1]:
+    if not isinstance(message, Load | Strand) or sum(t.nbytes for t in message.tensors) > SIZES_BYTES[-1]:
         raise PeerError(f"sent {type(message).__name__}, which is no load of a probe")
 
 
 def measure_link(asked: Measure, reacher: Reacher) -> Measured:
-    """Time messages of several sizes to another device and back, on a connection like those of a run."""
-    times: list[tuple[int, float]] = []
-    patience_s = reacher.patience_s
+    """Time messages of several sizes to another device and back, on a connection like those of a run: of as many
+    streams as make it faster."""
+    route = Route(run=asked.run, other="the other device", host=asked.host, port=asked.port, id=asked.id)
     try:
-        channel, relayed = reacher.reach(
-            Route(run=asked.run, other="the other device", host=asked.host, port=asked.port, id=asked.id)
-        )
-        try:
-            _round_trip(channel, asked.run, WARM_BYTES, patience_s)
-            for size_bytes in SIZES_BYTES:
-                taken = [_round_trip(channel, asked.run, size_bytes, patience_s) for _ in range(REPEATS)]
-                times += [(size_bytes, seconds) for seconds in taken]
-                if sum(taken) > ENOUGH_S / 3:
-                    break
-        finally:
-            channel.close()
-    except PeerError as e:
+        times, relayed = _timed(route, reacher)
+        link = fit_link(times)
+        while may_gain(link) and route.strands < MOST_STRANDS:
+            route = msgspec.structs.replace(route, strands=2 * route.strands)
+            more, relayed = _timed(route, reacher)
+            found = fit_link(more)
+            if found.bandwidth_bytes_per_s < GAIN * link.bandwidth_bytes_per_s:
+                break
+            times, link = more, found
+    except (PeerError, UserError) as e:
         return Measured(run=asked.run, failure=str(e)[:500])
     return Measured(run=asked.run, times=tuple(times), relayed=relayed)
+
+
+def _timed(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
+    """Sizes and round trips, and whether the way was by the coordinator. PeerError."""
+    times: list[tuple[int, float]] = []
+    channel, relayed = reacher.reach(route)
+    try:
+        _round_trip(channel, route.run, WARM_BYTES, reacher.patience_s)
+        for size_bytes in SIZES_BYTES:
+            taken = [_round_trip(channel, route.run, size_bytes, reacher.patience_s) for _ in range(REPEATS)]
+            times += [(size_bytes, seconds) for seconds in taken]
+            if sum(taken) > ENOUGH_S / 3:
+                break
+    finally:
+        channel.close()
+    return times, relayed
 
 
 def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s: float) -> float:

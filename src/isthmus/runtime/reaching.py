@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import secrets
 import socket
 import threading
 from collections.abc import Callable
@@ -9,10 +10,11 @@ from collections.abc import Callable
 import msgspec
 
 from isthmus.errors import PeerError
+from isthmus.runtime.braid import braided
 from isthmus.runtime.channel import SocketChannel, connected, dial
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages import AnyMessage, Heartbeat
-from isthmus.runtime.relay_messages import Park, Reach, Through
+from isthmus.runtime.relay_messages import Park, Reach, Strand, Through
 from isthmus.runtime.secure import secure_dialled
 
 DIRECT_S = 5.0
@@ -34,6 +36,8 @@ class Route(msgspec.Struct, frozen=True, kw_only=True):
     port: int
     id: str
     """Of its key; empty where connections are plain TCP, and nothing is relayed."""
+    strands: int = 1
+    """Streams that are to be one connection; plain TCP has one."""
 
 
 class Reacher(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,6 +51,22 @@ class Reacher(msgspec.Struct, frozen=True, kw_only=True):
         """A connection to the very device, and whether it is relayed. PeerError when there is no way."""
         if self.identity is None:
             return dial(route.host, route.port, route.other, self.patience_s), False
+        if route.strands == 1:
+            return self._one(route)
+        found: list[SocketChannel] = []
+        relayed, name = False, secrets.token_hex(8)
+        try:
+            for number in range(route.strands):
+                strand, relayed = self._one(route)
+                found.append(strand)
+                strand.send(Strand(run=route.run, braid=name, number=number, of=route.strands))
+        except PeerError:
+            for strand in found:
+                strand.close()
+            raise
+        return braided(found, self.patience_s), relayed
+
+    def _one(self, route: Route) -> tuple[SocketChannel, bool]:
         try:
             near = self._direct(route)
         except PeerError as e:

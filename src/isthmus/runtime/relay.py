@@ -13,7 +13,6 @@ from __future__ import annotations
 import contextlib
 import queue
 import socket
-import struct
 import threading
 import time
 from collections import defaultdict, deque
@@ -23,6 +22,7 @@ import msgspec
 from isthmus.errors import PeerError
 from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.messages import AnyMessage, Heartbeat
+from isthmus.runtime.pacing import round_trip_s
 from isthmus.runtime.relay_messages import Park, Reach, Through
 
 COPY_BYTES = 1 << 18
@@ -32,8 +32,6 @@ WAIT_S = 5.0
 """How long a device is waited for that is wanted: it has parked before anybody was told of it."""
 MOST_STREAMS = 64
 """Relayed connections at once, of one device."""
-_TCP_INFO_RTT = struct.Struct("=68xI")
-"""Where `struct tcp_info` of Linux has the smoothed round trip, in microseconds."""
 
 
 class RelayedLink(msgspec.Struct, frozen=True, kw_only=True):
@@ -93,7 +91,7 @@ class _Stream:
             self.close()
 
     def news(self) -> RelayedLink:
-        trips = [_round_trip_s(end) for end in self._ends]
+        trips = [round_trip_s(end) for end in self._ends]
         known = [trip for trip in trips if trip is not None]
         return RelayedLink(
             devices=self._names, carried_bytes=sum(self._carried),
@@ -237,10 +235,3 @@ def _said(channel: SocketChannel, patience_s: float) -> AnyMessage | None:
 
     received = channel.receive(check, idle_s=patience_s)
     return None if received is None else received[0]
-
-
-def _round_trip_s(end: socket.socket) -> float | None:
-    with contextlib.suppress(OSError, AttributeError, struct.error):
-        info = end.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256)
-        return int(_TCP_INFO_RTT.unpack_from(info)[0]) / 1e6
-    return None

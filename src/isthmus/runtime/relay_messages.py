@@ -1,4 +1,4 @@
-"""Between the coordinator and two devices that cannot reach each other."""
+"""How a connection between two devices comes about: by way of the coordinator, or of several streams."""
 
 from __future__ import annotations
 
@@ -23,4 +23,13 @@ class Through(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
-RelayMessage = Park | Reach | Through
+class Strand(Message, frozen=True, kw_only=True):
+    """Device to device, first on each of several connections that are one link."""
+
+    braid: str
+    """Which link: a random name."""
+    number: int
+    of: int
+
+
+RelayMessage = Park | Reach | Through | Strand

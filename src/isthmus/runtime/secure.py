@@ -13,6 +13,7 @@ from typing import Protocol
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, party_of
+from isthmus.runtime.pacing import pace
 
 RECORD_BYTES = 1 << 14
 """The most that one TLS record holds."""
@@ -241,5 +242,6 @@ def _shake_hands(
     except PeerError:
         session.close()
         raise
+    pace(session)
     session.setblocking(False)
     return TlsConnection(_Shared(session)), party

@@ -210,10 +210,10 @@ class Service:
     def _greet(self, channel: SocketChannel) -> None:
         party = channel.party
         assert party is not None, "strangers do not come here"
-        name = self._state.roster.name_of(party.id) if party.role == "device" else None
         with self._changed:
             self._channels.setdefault(party.id, set()).add(channel)
         try:
+            name = self._state.roster.name_of(party.id) if party.role == "device" else None
             if name is None:
                 reason = f"device {party.id} is not in this fleet, or was revoked"
                 channel.send(Dismissed(run="", about="membership", reason=reason))
