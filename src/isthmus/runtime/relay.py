@@ -28,8 +28,8 @@ from isthmus.runtime.relay_messages import Park, Reach, Through
 COPY_BYTES = 1 << 18
 MOST_PARKED = 8
 """Connections of one device that wait to be wanted: it parks the next one when one is taken."""
-WAIT_S = 5.0
-"""How long a device is waited for that is wanted: it has parked before anybody was told of it."""
+WAIT_S = 3.0
+"""How long a device is waited for that is wanted: it parked before anybody was told of it, unless it is gone."""
 MOST_STREAMS = 64
 """Relayed connections at once, of one device."""
 
