@@ -18,13 +18,15 @@ import pytest
 from rich.console import Console
 
 import isthmus as isthmus_package
-from isthmus.cli import training
+from isthmus.cli import federated, training
 from isthmus.cli.queueing import INTERRUPTED, job_log, run_queue
 from isthmus.errors import UserError
+from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
 from isthmus.runtime.identity import Ticket, decode_ticket
 from isthmus.runtime.job_queue import JobQueue
 from isthmus.runtime.record import Record
+from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, interrupt, isthmus, refused, start, wait_until, write_job
 
 from .doors import family_of, listening, readable_by_others, refuses_strangers
@@ -144,6 +146,25 @@ def test_what_a_killed_coordinator_ran_goes_first(fleet: Fleet, tmp_path: Path) 
         assert again is not None and again.name == "first"
         with pytest.raises(UserError, match="another coordinator"), queue.served():
             pass
+
+
+def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
+    job = write_federated_job(tmp_path, ("a", "b"))
+    assert isthmus("submit", job, "--state", fleet.state.folder).code == 0
+    deployed: list[object] = []
+
+    def deploy(job: FederatedJob, choices: federated.FederatedChoices, serving: federated.ServeAs, *_: Console) -> int:
+        with serving(lambda _: None) as service:
+            deployed.append((job, choices.resume, service))
+        _ctrl_c()
+        time.sleep(10)
+        return 0
+
+    queue = JobQueue(fleet.state.folder)
+    with mock.patch.object(federated, "deploy", deploy):
+        assert run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append) == INTERRUPTED
+    assert deployed == [(load_federated_job(job), False, fleet.service)]
+    assert _states(queue) == ["queued"]
 
 
 def test_only_what_could_run_is_taken(fleet: Fleet, tmp_path: Path) -> None:
