@@ -198,7 +198,7 @@ def _no_secret_is_in_the_open(tickets: _Tickets, run: Path, coordinator: int) ->
     told += [path.read_bytes() for path in readable_by_others(run)]
     told.append(isthmus("logs", "--state", tickets.home, "--all").out.encode())
     told.append(isthmus("status", "--state", tickets.home, "--json").out.encode())
-    assert len(told) > 6 and any(b"--coordinator" in words for words in told)
+    assert len(told) > 6 and any(b"isthmus device" in words for words in told)
     assert not any(secret.encode() in words for secret in secrets for words in told)
 
 
