@@ -54,7 +54,7 @@ def test_a_job(tmp_path: Path) -> None:
         ("[model]", '[runtime]\npatience = "4 bytes"\n[model]', "job.toml: runtime.patience"),
         ("[model]", "[runtime]\nemulate = false\nchanges = [{step = 1, factor = 0.5, device = 'd'}]\n[model]",
          "runtime.changes: only an emulated fleet"),
-        ("[model]", "[runtime]\nchanges = [{step = 1, factor = 0, device = 'd'}]\n[model]", "change: factor: got 0"),
+        ("[model]", "[runtime]\nchanges = [{step = 1, factor = 0, device = 'd'}]\n[model]", "factor: got 0"),
         ("[model]", "[[optimizer]]\nbetas = [0.9, 1.0]\n[model]", "optimizer[0].betas[1]: expected 'float' < 1.0"),
         ("[model]", "[learning_rate]\nwarmup_steps = -1\n[model]", "learning_rate.warmup_steps"),
         ("[model]", "[sync]\nmode = 'outer'\nperiod = 0\n[model]", "sync.period: expected 'int' >= 1"),

@@ -45,7 +45,7 @@ def test_of_several_changes_the_latest_counts() -> None:
     {"step": -1, "factor": 0.5, "device": "a"}, {"step": 1, "factor": -1.0, "device": "a"},
 ])  # fmt: skip
 def test_what_is_no_change_is_refused(fields: dict[str, object]) -> None:
-    with pytest.raises(UserError, match="change"):
+    with pytest.raises(ValueError, match="expected"):
         Change(**fields)  # type: ignore[arg-type]
 
 

@@ -2,12 +2,11 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Mapping
 
 import msgspec
 
-from isthmus.errors import UserError
-from isthmus.fleet.checks import check_number
 from isthmus.fleet.fleet import Fleet
 from isthmus.fleet.links import Link, Route
 
@@ -15,7 +14,8 @@ from isthmus.fleet.links import Link, Route
 class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """From a step on, one device or one directed link of an emulated fleet is `factor` times as fast as stated.
 
-    Raises `UserError` where it names both or neither, for a step below 0 and for a factor that is not above 0.
+    Raises `ValueError`, which a job file's reader turns into a `UserError` with its place, where it names both or
+    neither, for a step below 0 and for a factor that is not above 0.
     """
 
     step: int
@@ -27,9 +27,11 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     def __post_init__(self) -> None:
         if bool(self.device) == (self.link is not None):
-            raise UserError(f"change: got device {self.device!r} and link {self.link}, expected one of the two")
-        check_number("change: step", self.step)
-        check_number("change: factor", self.factor, above_zero=True)
+            raise ValueError(f"got device {self.device!r} and link {self.link}, expected one of the two")
+        if self.step < 0:
+            raise ValueError(f"step: got {self.step}, expected at least 0")
+        if not 0 < self.factor < math.inf:
+            raise ValueError(f"factor: got {self.factor}, expected a finite number above 0")
 
 
 def corrected(
