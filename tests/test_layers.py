@@ -21,7 +21,7 @@ PUBLIC = {
     "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem Room broken_term "
     "build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place preference "
     "step_price SyncPolicy with_edges with_sync",
-    "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity InProcess Local LocalConfig Pass Server "
+    "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity Local LocalConfig Pass Server "
     "StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
@@ -29,8 +29,8 @@ PUBLIC = {
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
-    "plan": "Averages Certificate Collective Compression Edge Objective Packing Plan Prediction Replica SCHEDULES "
-    "Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
+    "plan": "Averages Certificate Collective Compression Edge Objective Outer Packing Plan Prediction Replica "
+    "SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
     "classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled "
     "whole_replicas",

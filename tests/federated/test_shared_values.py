@@ -16,7 +16,7 @@ from isthmus.federated.partial import Partial
 from isthmus.federated.stacked import rows_for
 from isthmus.runtime.federated_conductor import RoundMeasure
 from isthmus.runtime.forked import asked
-from isthmus.runtime.kept_pages import keep_pages
+from isthmus.runtime.kept_pages import ANY_SIZE, keep_pages
 from isthmus.runtime.shared_values import Board, Shared, SumsRoom
 from tests.federated.populations import Run
 from tests.federated.test_federated_conductor import conducted
@@ -117,6 +117,6 @@ def test_few_rows_are_for_nothing(count: int) -> None:
 
 
 def test_pages_can_be_kept_more_than_once() -> None:
-    keep_pages()
-    keep_pages()
+    keep_pages(ANY_SIZE, arenas=1)
+    keep_pages(ANY_SIZE, arenas=1)
     assert torch.ones(1 << 20).sum() == 1 << 20

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import ctypes
 import queue
 import sys
 import time
@@ -49,6 +48,7 @@ from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.assignment import Assignment, GroupShare
 from isthmus.runtime.expected import label, sent_packings
+from isthmus.runtime.kept_pages import keep_pages
 from isthmus.runtime.links import Links
 from isthmus.runtime.messages import AnyMessage
 from isthmus.runtime.mirroring import MirrorSender
@@ -60,23 +60,12 @@ from isthmus.training.sums import Parameters, Summed, summed
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
 longer for the compute lane to let go than it travels on a local network."""
-_M_TRIM_THRESHOLD, _M_MMAP_THRESHOLD = -1, -3  # malloc.h
-KEPT_BYTES = 1 << 30
-LARGEST_KEPT_BYTES = 32 << 20
-"""glibc takes no more."""
 
 
 def tune_process() -> None:
-    """Make this process one that computes and communicates at the same time, over and over the same.
-
-    Every micro-batch needs tensors of the sizes of the one before: what it freed is kept. By default glibc gives
-    memory of this size back to the kernel, and each new page costs a fault. Other C libraries stay as they are.
-    """
+    """Make this process one that computes and communicates at the same time, over and over the same."""
     sys.setswitchinterval(SWITCH_S)
-    tune = getattr(ctypes.CDLL(None), "mallopt", None)
-    if tune is not None:
-        tune(_M_MMAP_THRESHOLD, LARGEST_KEPT_BYTES)
-        tune(_M_TRIM_THRESHOLD, KEPT_BYTES)
+    keep_pages()
 
 
 class Done(msgspec.Struct, frozen=True):

@@ -45,7 +45,7 @@ from isthmus.runtime.federated_conductor import FederatedConductor, Office, Roun
 from isthmus.runtime.federated_executor import serve
 from isthmus.runtime.federated_intake import SumsIntake
 from isthmus.runtime.forked import Forked, asked
-from isthmus.runtime.kept_pages import keep_pages
+from isthmus.runtime.kept_pages import ANY_SIZE, keep_pages
 from isthmus.runtime.listener import Listener
 from isthmus.runtime.shared_values import Board, Shared, SumsRoom
 
@@ -76,7 +76,7 @@ class FederatedRun:
         self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
     ) -> None:
         """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
-        keep_pages()
+        keep_pages(ANY_SIZE, arenas=1)
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)

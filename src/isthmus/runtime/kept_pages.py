@@ -12,15 +12,21 @@ from collections.abc import Callable
 from typing import cast
 
 _TRIM_THRESHOLD, _MMAP_THRESHOLD, _ARENA_MAX = -1, -3, -8
-_MOST = 2**31 - 1
+ANY_SIZE = 2**31 - 1
 """mallopt takes a C int."""
 
 
-def keep_pages() -> None:
-    """From now on, in this process and in copies made of it. Where the C library is not glibc, nothing changes."""
+def keep_pages(largest_bytes: int = 32 << 20, arenas: int = 0) -> None:
+    """From now on, in this process and in copies made of it. Where the C library is not glibc, nothing changes.
+
+    Blocks beyond `largest_bytes` go back to the system when they are freed: where sizes change, gaps that large ones
+    leave may never fit again. `arenas` limits the separate heaps of threads: a thread's own keeps pages that no other
+    thread can use. 0: as many as there are by default.
+    """
     if (mallopt := getattr(ctypes.CDLL(None), "mallopt", None)) is None:
         return
     adjust = cast(Callable[[int, int], int], mallopt)
-    adjust(_MMAP_THRESHOLD, _MOST)
-    adjust(_TRIM_THRESHOLD, _MOST)
-    adjust(_ARENA_MAX, 1)  # a thread's own arena would keep pages that no other thread can use
+    adjust(_MMAP_THRESHOLD, largest_bytes)
+    adjust(_TRIM_THRESHOLD, ANY_SIZE)
+    if arenas:
+        adjust(_ARENA_MAX, arenas)
