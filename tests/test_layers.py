@@ -30,8 +30,8 @@ PUBLIC = {
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
     "plan": "Averages Certificate Collective Compression Edge Objective Outer Packing Plan Prediction Replica "
-    "SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms "
-    "classic_in_flight load_plan save_plan",
+    "SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet "
+    "Terms classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled "
     "whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
