@@ -155,12 +155,12 @@ def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_com
     _reached(conductor, 2)
     b.channel.close()
     a.hears(HoldMessage)
+    a.stops_at = 99
     a.channel.send(ReportMessage(run=RUN, epoch=0, item=2))
     a.channel.send(ReportMessage(run=RUN, epoch=0, item=77))
     a.channel.send(Heartbeat(run=RUN))
     again = Device(port, "b", holdings=(Holding(epoch=0, step=99, parts=ALL),))
     a.hears(Weights)
-    a.stops_at = 99
     outcome = _ended(found)
     assert outcome.outcome == "done", outcome.reason
     assert outcome.recoveries[0].step == 0 and outcome.recoveries[0].from_checkpoint
