@@ -30,7 +30,7 @@ from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol.drift import LAG_STEPS, STEPS, Drift
-from isthmus.runtime.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, steady_step_s, step_times
 

@@ -31,7 +31,7 @@ from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plan import Plan
 from isthmus.planners.compression import plan_compression, with_feedback
-from isthmus.runtime.run import run_spec
+from isthmus.runtime.conducting.run import run_spec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
 from models import CASES, Case

@@ -10,7 +10,7 @@ import msgspec
 from task import Rounds, Task
 
 from isthmus.federated.job import FederatedJob
-from isthmus.runtime.federated_run import FederatedRun
+from isthmus.runtime.federated.run import FederatedRun
 
 
 def job_of(folder: Path, executors: int, together: int) -> FederatedJob:

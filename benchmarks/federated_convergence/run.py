@@ -26,7 +26,7 @@ from rich.table import Table
 
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.runtime.federated_run import FederatedRun
+from isthmus.runtime.federated.run import FederatedRun
 
 matplotlib.use("agg")
 from matplotlib import pyplot as plt

@@ -30,7 +30,7 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.federated.history import History
-from isthmus.runtime.fleet_state import FleetState
+from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.units import format_size
 
 LATEST = Path(__file__).parent / "results" / "latest.json"

@@ -16,7 +16,7 @@ from torch import Tensor
 from isthmus.federated.algorithms import Local, Update, Values
 from isthmus.federated.algorithms.scaffold import Scaffold
 from isthmus.federated.job import FederatedJob, build, client_data
-from isthmus.runtime.federated_run import FederatedRun
+from isthmus.runtime.federated.run import FederatedRun
 
 sys.path.insert(0, str(Path(__file__).parents[1] / "federated"))  # its networks
 

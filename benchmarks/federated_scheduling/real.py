@@ -35,7 +35,7 @@ from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Line, Timed
 from isthmus.protocol.federated_pace import Pace
 from isthmus.protocol.federated_rules import RoundRules
-from isthmus.runtime.federated_run import FederatedRun
+from isthmus.runtime.federated.run import FederatedRun
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 LATEST = Path(__file__).parent / "results" / "real.json"

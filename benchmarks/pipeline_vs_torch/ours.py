@@ -15,9 +15,9 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.plan import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.crew import LocalCrew
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.processes.launcher import Place
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.optim import OptimizerConfig
 

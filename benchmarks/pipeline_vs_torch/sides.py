@@ -18,7 +18,7 @@ from types import TracebackType
 import msgspec
 from workload import Figures, OursPlace, PeerPlace, Workload
 
-from isthmus.runtime.lab import COORDINATOR, Lab
+from isthmus.runtime.lab.lab import COORDINATOR, Lab
 
 HERE = Path(__file__).parent
 ENVIRONMENT = {**os.environ, "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1"}
@@ -140,9 +140,7 @@ class Slice(msgspec.Struct, frozen=True):
     end_s: float
 
 
-def run_by_turns(
-    starts: Sequence[Start], workload: Workload, turn_s: float
-) -> tuple[list[Figures], list[Slice]]:
+def run_by_turns(starts: Sequence[Start], workload: Workload, turn_s: float) -> tuple[list[Figures], list[Slice]]:
     """All sides at once, of which one runs at a time, for `turn_s`, while the others are stopped.
 
     So a busy machine is as busy for one as for the other. Steps that were interrupted are for the caller to leave

@@ -26,7 +26,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Prepared, prepare
 from isthmus.planners import plan as plan_by
 from isthmus.protocol import Item
-from isthmus.runtime.run import RunOptions, Watcher, check_outcome, run_spec, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Span, Trace, steady_step_s
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors

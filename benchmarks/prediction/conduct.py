@@ -12,9 +12,9 @@ import msgspec
 from isthmus.fleet import Fleet
 from isthmus.job import Job, prepare
 from isthmus.plan import Plan
-from isthmus.runtime.crew import LocalCrew
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.processes.launcher import Place
 from isthmus.trace import Span
 
 

@@ -20,9 +20,9 @@ from isthmus.fleet import Fleet, Link, Route
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Plan
-from isthmus.runtime.lab import COORDINATOR, Lab, measure
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.run import run_spec
+from isthmus.runtime.conducting.run import run_spec
+from isthmus.runtime.lab.lab import COORDINATOR, Lab, measure
+from isthmus.runtime.processes.launcher import Place
 from isthmus.simulator import Overheads, SimulationOptions, simulate
 from isthmus.trace import Trace, steady_step_s, step_times
 

@@ -30,8 +30,8 @@ from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
 from isthmus.plan import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.deployment import Deployment
-from isthmus.runtime.run import RunOptions, Watcher, check_outcome, train
+from isthmus.runtime.conducting.deployment import Deployment
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
 from isthmus.trace import Span, Trace, step_times
 
 LATEST = Path(__file__).parent / "results" / "latest.json"

@@ -30,11 +30,11 @@ from rich.console import Console
 from rich.table import Table
 
 from isthmus.fleet import Link
-from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Authority, Identity, Party, Role
-from isthmus.runtime.lanes import SendLane
-from isthmus.runtime.messages import ParcelMessage
-from isthmus.runtime.secure import secure_accepted, secure_dialled
+from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.secure import secure_accepted, secure_dialled
 from isthmus.training.layout import header_of, pack
 from isthmus.units import format_bandwidth, format_size, parse_bandwidth, parse_duration
 

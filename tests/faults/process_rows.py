@@ -15,8 +15,8 @@ from typing import NamedTuple
 import torch
 
 from isthmus.fleet import Link
-from isthmus.runtime.crew import LocalCrew
-from isthmus.runtime.launcher import Place
+from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.processes.launcher import Place
 from tests.faults.forwarder import ADDRESS, Forwarder, free_port
 from tests.faults.real import Run, job, pid_of, run
 

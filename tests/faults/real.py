@@ -16,9 +16,9 @@ from isthmus.fleet import Fleet, Link, Links
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Plan
 from isthmus.protocol import Item
-from isthmus.runtime.crew import LocalCrew
-from isthmus.runtime.run import RunOptions, Watcher, train
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.script import Outcome
 from isthmus.trace import Span
 from tests.runtime.commands import devices_of
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, random_cut

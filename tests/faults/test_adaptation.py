@@ -14,9 +14,9 @@ from isthmus.job import Prepared, prepare
 from isthmus.plan import Plan
 from isthmus.planners import plan as make_plan
 from isthmus.protocol import Item, drift
-from isthmus.runtime import plans
-from isthmus.runtime.run import RunOptions, Watcher, train
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.conducting import plans
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.script import Outcome
 from isthmus.trace import Span
 from tests.runtime.jobs import DIGITS, fleet_of, job_of
 

@@ -11,7 +11,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.runtime.crew import LocalCrew
+from isthmus.runtime.conducting.crew import LocalCrew
 
 from .real import Run, job, pid_of, run
 

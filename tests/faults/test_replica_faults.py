@@ -16,7 +16,7 @@ from isthmus.job import prepare
 from isthmus.plan import Plan
 from isthmus.planners import scheduled
 from isthmus.protocol import Item
-from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.runtime.jobs import fleet_of, random_cut
 

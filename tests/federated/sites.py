@@ -11,7 +11,7 @@ import numpy as np
 from safetensors.torch import load_file
 from torch import Tensor
 
-from isthmus.runtime.fleet_state import FleetState
+from isthmus.runtime.service.fleet_state import FleetState
 from tests.runtime.commands import isthmus
 
 JOB = """

@@ -25,11 +25,11 @@ from isthmus.federated.server import Server
 from isthmus.federated.site import OwnData, Site
 from isthmus.federated.worksite import Work
 from isthmus.protocol.federated_events import Opening, Task, Turn
-from isthmus.runtime.agent import Agent, membership_in
-from isthmus.runtime.forked import Forked
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.site import RETRIES_S, SiteWorkshop
-from isthmus.runtime.site_run import SiteRun
+from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
+from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.processes.forked import Forked
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.agent import Agent, membership_in
 from tests.federated.sites import attend, free_port, model, samples, write_job, write_tickets
 from tests.fleet_service.parties import Fleet, in_background, serving, soon
 from tests.runtime.commands import Done, edited, isthmus, refused

@@ -15,11 +15,11 @@ from isthmus.errors import PeerError
 from isthmus.federated.partial import Partial, Weights
 from isthmus.federated.worksite import Worksite
 from isthmus.protocol.federated_events import Finish, Record
-from isthmus.runtime.federated_conductor import FederatedConductor, Office, RoundMeasure
-from isthmus.runtime.federated_executor import serve
-from isthmus.runtime.federated_intake import SumsIntake
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.shared_values import Shared
+from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure
+from isthmus.runtime.federated.executor import serve
+from isthmus.runtime.federated.intake import SumsIntake
+from isthmus.runtime.federated.shared_values import Shared
+from isthmus.runtime.transport.listener import Listener
 from tests.federated.populations import Run
 
 RUN = "r" * 32

@@ -14,10 +14,10 @@ from isthmus.federated import Update
 from isthmus.federated.admission import Form
 from isthmus.federated.partial import Partial
 from isthmus.federated.stacked import rows_for
-from isthmus.runtime.federated_conductor import RoundMeasure
-from isthmus.runtime.forked import asked
-from isthmus.runtime.kept_pages import ANY_SIZE, keep_pages
-from isthmus.runtime.shared_values import Board, Shared, SumsRoom
+from isthmus.runtime.federated.conductor import RoundMeasure
+from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
+from isthmus.runtime.processes.forked import asked
+from isthmus.runtime.processes.kept_pages import ANY_SIZE, keep_pages
 from tests.federated.populations import Run
 from tests.federated.test_federated_conductor import conducted
 

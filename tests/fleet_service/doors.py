@@ -9,8 +9,8 @@ import ssl
 import stat
 from pathlib import Path
 
-from isthmus.runtime.channel import frame
-from isthmus.runtime.messages import Heartbeat
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.transport.channel import frame
 
 LISTENS = "0A"
 """State of a socket in /proc/net/tcp."""

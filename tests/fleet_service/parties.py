@@ -11,10 +11,10 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Protocol, TypeVar
 
-from isthmus.runtime.fleet_state import FleetState
 from isthmus.runtime.identity import Authority, Identity, Party, Role, Ticket, decode_ticket
-from isthmus.runtime.secure import TlsConnection, secure_accepted, secure_dialled
-from isthmus.runtime.service import Service
+from isthmus.runtime.service.fleet_state import FleetState
+from isthmus.runtime.service.service import Service
+from isthmus.runtime.transport.secure import TlsConnection, secure_accepted, secure_dialled
 
 Result = TypeVar("Result")
 

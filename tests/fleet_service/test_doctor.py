@@ -13,12 +13,12 @@ from unittest import mock
 import msgspec
 import pytest
 
-from isthmus.runtime import doctor
-from isthmus.runtime.agent import Membership, join_fleet
-from isthmus.runtime.doctor import Finding, examine_device, examine_ticket
 from isthmus.runtime.identity import Authority, Identity
 from isthmus.runtime.identity.files import write_private
-from isthmus.runtime.versions import versions_here
+from isthmus.runtime.messages.versions import versions_here
+from isthmus.runtime.service import doctor
+from isthmus.runtime.service.agent import Membership, join_fleet
+from isthmus.runtime.service.doctor import Finding, examine_device, examine_ticket
 
 from .parties import Fleet, certified
 

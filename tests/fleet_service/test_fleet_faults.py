@@ -15,7 +15,7 @@ import pytest
 from isthmus.cli.folder import RunFolder
 from isthmus.job import prepare
 from isthmus.protocol import Item
-from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.trace import Span
 from tests.faults.real import job, keeps_cuts
 from tests.runtime.commands import COMMAND, edited, wait_until, write_job

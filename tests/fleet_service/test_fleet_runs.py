@@ -13,11 +13,11 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
 from isthmus.job import prepare
-from isthmus.runtime.agent import Agent, join_fleet
-from isthmus.runtime.device_data import refuse_paths, stage_data
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.run import RunOptions, Watcher, train
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.device.data import refuse_paths, stage_data
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.agent import Agent, join_fleet
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
 

@@ -18,14 +18,15 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.runtime.agent import join_fleet
-from isthmus.runtime.allowance import Allowance
-from isthmus.runtime.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
-from isthmus.runtime.fleet_messages import Present, Renew
 from isthmus.runtime.identity import Identity, Party
-from isthmus.runtime.joining import JoinRequest
-from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, Join, ReportMessage
-from isthmus.runtime.versions import versions_here
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.fleet import Present, Renew
+from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, Join, ReportMessage
+from isthmus.runtime.messages.versions import versions_here
+from isthmus.runtime.service.agent import join_fleet
+from isthmus.runtime.service.joining import JoinRequest
+from isthmus.runtime.transport.allowance import Allowance
+from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
 from isthmus.training.layout import TensorHeader, pack
 from tests.runtime.channel_cases import parcel
 

@@ -10,7 +10,7 @@ import torch
 
 from isthmus.errors import UserError
 from isthmus.job import prepare
-from isthmus.runtime.island_ranks import island_here
+from isthmus.runtime.device.island_ranks import island_here
 from tests.runtime.jobs import DIGITS, final_weights, job_of, plain_run
 from tests.sync.torchrun import start_torchrun
 

@@ -13,15 +13,15 @@ from torch.utils.flop_counter import FlopCounterMode
 from isthmus.errors import PeerError
 from isthmus.fleet import parse_fleet
 from isthmus.fleet.toml import dump_fleet
-from isthmus.runtime import agent as agents
-from isthmus.runtime import fleet_probe, probing
-from isthmus.runtime.agent import Agent, join_fleet
-from isthmus.runtime.fleet_probe import probe_fleet, probe_link
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.probe_messages import Computes, Expect, Measure
-from isthmus.runtime.reaching import Reacher, Route
-from isthmus.runtime.speed import CHANNELS, KERNEL, LAYERS, conv_flops
+from isthmus.runtime.messages.probe import Computes, Expect, Measure
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service import agent as agents
+from isthmus.runtime.service.agent import Agent, join_fleet
+from isthmus.runtime.service.fleet_probe import probe_fleet, probe_link
+from isthmus.runtime.service.service import fleet_probe, probing
+from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, conv_flops
+from isthmus.runtime.transport.reaching import Reacher, Route
 
 from .parties import Fleet, in_background
 

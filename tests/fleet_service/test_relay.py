@@ -14,17 +14,17 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError
-from isthmus.runtime import relay
-from isthmus.runtime.agent import join_fleet
-from isthmus.runtime.braid import Braider
-from isthmus.runtime.bulletin import posted
-from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.messages import ParcelMessage
-from isthmus.runtime.reaching import Parking, Reacher, Route
-from isthmus.runtime.reception import first_message
-from isthmus.runtime.relay_messages import Strand
+from isthmus.runtime.messages.relay import Strand
+from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.service.agent import join_fleet
+from isthmus.runtime.service.bulletin import posted
+from isthmus.runtime.transport import relay
+from isthmus.runtime.transport.braid import Braider
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reaching import Parking, Reacher, Route
+from isthmus.runtime.transport.reception import first_message
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 

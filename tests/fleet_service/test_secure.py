@@ -13,11 +13,11 @@ import pytest
 import torch
 
 from isthmus.errors import PeerError, UserError
-from isthmus.runtime.channel import SocketChannel
 from isthmus.runtime.identity import Authority, Identity, Party
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.messages import ParcelMessage
-from isthmus.runtime.secure import (
+from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.secure import (
     RECORD_BYTES,
     TlsConnection,
     records,

@@ -13,15 +13,16 @@ import msgspec
 import pytest
 
 from isthmus.errors import PeerError
-from isthmus.runtime import joining
-from isthmus.runtime.agent import Agent, Dismissal, Membership, join_fleet, membership_in
-from isthmus.runtime.channel import SocketChannel, dial
-from isthmus.runtime.fleet_messages import Dismissed, JoinRequest, Present, Renew, Renewed, Welcome
 from isthmus.runtime.identity import Authority, Identity, Party, Ticket
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.messages import AnyMessage, Heartbeat, Join
-from isthmus.runtime.secure import TlsConnection, secure_unknown
-from isthmus.runtime.versions import mismatch, versions_here
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.fleet import Dismissed, JoinRequest, Present, Renew, Renewed, Welcome
+from isthmus.runtime.messages.run import Heartbeat, Join
+from isthmus.runtime.messages.versions import mismatch, versions_here
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service import joining
+from isthmus.runtime.service.agent import Agent, Dismissal, Membership, join_fleet, membership_in
+from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.secure import TlsConnection, secure_unknown
 
 from .parties import Fleet, certified, in_background, serving, soon
 

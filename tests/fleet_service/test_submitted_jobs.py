@@ -23,9 +23,9 @@ from isthmus.cli.queueing import INTERRUPTED, job_log, run_queue
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
+from isthmus.runtime.conducting.record import Record
 from isthmus.runtime.identity import Ticket, decode_ticket
-from isthmus.runtime.job_queue import JobQueue
-from isthmus.runtime.record import Record
+from isthmus.runtime.service.job_queue import JobQueue
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, interrupt, isthmus, refused, start, wait_until, write_job
 
@@ -206,8 +206,8 @@ def test_nothing_else_listens() -> None:
     """Every listener is made in one place; the lab's are in namespaces of their own."""
     source = Path(isthmus_package.__file__).parent
     words = re.compile(r"create_server\(|\.listen\(|HTTPServer|start_server\(|TCPStore\(")
-    found = {path.name for path in source.rglob("*.py") if words.search(path.read_text())}
-    assert found == {"listener.py", "lab_probe.py"}
+    found = {str(path.relative_to(source)) for path in source.rglob("*.py") if words.search(path.read_text())}
+    assert found == {"runtime/transport/listener.py", "runtime/lab/probe.py"}
 
 
 def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:

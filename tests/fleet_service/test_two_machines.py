@@ -17,7 +17,7 @@ from pathlib import Path
 import pytest
 
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.runtime.lab import Lab, lab_unavailable
+from isthmus.runtime.lab.lab import Lab, lab_unavailable
 
 ROOT = Path(__file__).parents[2]
 LIMIT_S = 120.0

@@ -11,13 +11,14 @@ from dataclasses import dataclass
 import pytest
 from torch import Tensor
 
-from isthmus.runtime.channel import (
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.transport.channel import (
     Channel,
     Received,
     SocketChannel,
     frame,
 )
-from isthmus.runtime.messages import AnyMessage, ParcelMessage
 from isthmus.training.layout import header_of, pack
 
 

@@ -18,10 +18,10 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared
 from isthmus.models import ModelSpec
 from isthmus.plan import Plan
-from isthmus.runtime.crew import LocalCrew
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.run import RunOptions, Watcher, train
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.processes.launcher import Place
 from isthmus.training.checkpoint import latest_checkpoint, read_tensors
 from isthmus.training.optim import Optimizers
 from isthmus.training.plain import plain_step, plain_update

@@ -14,9 +14,9 @@ from hypothesis import strategies as st
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Link
-from isthmus.runtime.braid import BLOCK_BYTES, MOST_STRANDS, Braid, Braider, strands_for
-from isthmus.runtime.channel import SocketChannel
-from isthmus.runtime.relay_messages import Strand
+from isthmus.runtime.messages.relay import Strand
+from isthmus.runtime.transport.braid import BLOCK_BYTES, MOST_STRANDS, Braid, Braider, strands_for
+from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.training.layout import pack
 
 from .channel_cases import parcel

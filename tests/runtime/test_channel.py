@@ -15,14 +15,14 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.runtime.channel import (
+from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage
+from isthmus.runtime.transport.channel import (
     PREFIX,
     Channel,
     Received,
     SocketChannel,
     dial,
 )
-from isthmus.runtime.messages import Credit, Heartbeat, ParcelMessage
 from isthmus.training.layout import pack
 
 from .channel_cases import Implementation, every, parcel, received, wire

@@ -18,8 +18,8 @@ from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Compression, Packing, Plan
 from isthmus.planners.compression import plan_compression, repeat_compression, with_feedback
 from isthmus.planners.compression.messages import compressed, messages_of
-from isthmus.runtime.feedback import check_feedback
-from isthmus.runtime.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.conducting.feedback import check_feedback
+from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from tests.training.in_process import Pipeline, weights_of

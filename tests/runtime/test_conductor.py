@@ -16,13 +16,12 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, Layout, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
-from isthmus.runtime.assignment import Assignment
-from isthmus.runtime.channel import PREFIX, SocketChannel, dial, frame
-from isthmus.runtime.conductor import Conductor
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.losses import GRACE_S, Losses
-from isthmus.runtime.messages import (
-    AnyMessage,
+from isthmus.runtime.conducting.conductor import Conductor
+from isthmus.runtime.conducting.losses import GRACE_S, Losses
+from isthmus.runtime.conducting.script import Address, Outcome
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import (
     Credit,
     Failed,
     HaltMessage,
@@ -33,7 +32,8 @@ from isthmus.runtime.messages import (
     ReadyMessage,
     ReportMessage,
 )
-from isthmus.runtime.script import Address, Outcome
+from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
+from isthmus.runtime.transport.listener import Listener
 from isthmus.trace import Span
 from isthmus.training.layout import TensorHeader, header_of, pack
 
@@ -136,9 +136,7 @@ class Conducted:
 
     def __init__(self, patience_s: float = 5.0, slow_s: float = 0.0) -> None:
         self.script = NotedScript(slow_s)
-        self.conductor = Conductor(
-            Coordinator(("a", "b"), SPEC), RUN, self.script, patience_s=patience_s
-        )
+        self.conductor = Conductor(Coordinator(("a", "b"), SPEC), RUN, self.script, patience_s=patience_s)
         listener = Listener("127.0.0.1", patience_s=patience_s)
         listener.start(self.conductor.reception.greet)
         self.port = listener.port

@@ -10,11 +10,11 @@ import time
 from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, Holding, Layout, RunSpec
 from isthmus.protocol.coordinator_events import MakePlan
-from isthmus.runtime.channel import dial
-from isthmus.runtime.conductor import Conductor
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.messages import (
-    AnyMessage,
+from isthmus.runtime.conducting.conductor import Conductor
+from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.recovery import FetchMessage, GivenMessage, HeldMessage, HoldMessage
+from isthmus.runtime.messages.run import (
     HaltMessage,
     Heartbeat,
     Join,
@@ -23,8 +23,8 @@ from isthmus.runtime.messages import (
     ReportMessage,
     Weights,
 )
-from isthmus.runtime.recovery_messages import FetchMessage, GivenMessage, HeldMessage, HoldMessage
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.transport.channel import dial
+from isthmus.runtime.transport.listener import Listener
 from isthmus.training.layout import header_of, pack
 
 from .test_conductor import RUN, STATE, NotedScript

@@ -10,8 +10,8 @@ import pytest
 from isthmus.data import DataSpec
 from isthmus.errors import PeerError, UserError
 from isthmus.job import prepare
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.run import check_outcome
+from isthmus.runtime.conducting.run import check_outcome
+from isthmus.runtime.processes.launcher import Place
 
 from .jobs import job_of, random_cut, run
 

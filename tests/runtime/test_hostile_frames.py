@@ -15,15 +15,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import PeerError
-from isthmus.runtime import channel as channel_module
-from isthmus.runtime.channel import (
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.transport import channel as channel_module
+from isthmus.runtime.transport.channel import (
     MAGIC,
     MAX_HEADER_BYTES,
     MAX_PAYLOAD_BYTES,
     PREFIX,
     VERSION,
 )
-from isthmus.runtime.messages import AnyMessage, Heartbeat
 from isthmus.training.layout import TensorHeader
 
 from .channel_cases import Implementation, every, parcel, wire

@@ -22,8 +22,8 @@ from hypothesis import strategies as st
 
 from isthmus.errors import InternalError, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.runtime.lab import Lab, lab_unavailable, main, measure
-from isthmus.runtime.lab_hub import PathSpec, ShapedPath, mac_address, wire_size
+from isthmus.runtime.lab.hub import PathSpec, ShapedPath, mac_address, wire_size
+from isthmus.runtime.lab.lab import Lab, lab_unavailable, main, measure
 
 MBIT = 1e6 / 8
 PAYLOAD_SHARE = 1448 / 1514

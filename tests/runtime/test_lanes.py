@@ -17,10 +17,11 @@ from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Link
-from isthmus.runtime import lanes as lanes_module
-from isthmus.runtime.channel import Channel, SocketChannel, frame
-from isthmus.runtime.lanes import Credits, Departure, SendLane
-from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, ParcelMessage
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage
+from isthmus.runtime.transport import lanes as lanes_module
+from isthmus.runtime.transport.channel import Channel, SocketChannel, frame
+from isthmus.runtime.transport.lanes import Credits, Departure, SendLane
 from isthmus.training.layout import header_of, pack
 
 MBIT = 1e6 / 8

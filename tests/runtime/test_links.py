@@ -14,13 +14,14 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.plan import Packing
 from isthmus.protocol.events import Arrived, Parcel, Send
-from isthmus.runtime.assignment import Neighbour
-from isthmus.runtime.channel import SocketChannel, dial, frame
-from isthmus.runtime.links import Links, Signature
-from isthmus.runtime.listener import Listener
-from isthmus.runtime.meeting import Meeting
-from isthmus.runtime.messages import AnyMessage, Credit, Heartbeat, Hello, ParcelMessage
-from isthmus.runtime.reaching import Reacher
+from isthmus.runtime.device.links import Links, Signature
+from isthmus.runtime.device.meeting import Meeting
+from isthmus.runtime.messages.assignment import Neighbour
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, ParcelMessage
+from isthmus.runtime.transport.channel import SocketChannel, dial, frame
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reaching import Reacher
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of
 from isthmus.training.layout import bytes_of, header_of, pack
@@ -156,9 +157,7 @@ def test_what_is_taken_is_granted_again() -> None:
         ({"x:0": X}, {"run": "other"}, "a frame of run 'other'"),
     ],
 )
-def test_what_is_not_in_the_plan_is_refused(
-    tensors: dict[str, Tensor], changes: dict[str, object], words: str
-) -> None:
+def test_what_is_not_in_the_plan_is_refused(tensors: dict[str, Tensor], changes: dict[str, object], words: str) -> None:
     ends = Ends()
     ends.say(tensors, **changes)
     error = ends.inbox.get(timeout=5)

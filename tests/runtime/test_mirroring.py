@@ -10,9 +10,9 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.assignment import Mirror
-from isthmus.runtime.mirroring import MirrorReceiver, MirrorSender
-from isthmus.runtime.recovery_messages import MirrorMessage, MirrorPart
+from isthmus.runtime.device.mirroring import MirrorReceiver, MirrorSender
+from isthmus.runtime.messages.assignment import Mirror
+from isthmus.runtime.messages.recovery import MirrorMessage, MirrorPart
 from isthmus.training.snapshot import Snapshot, snapshot
 
 STATE = {"w": torch.randn(40, 7), "optimizer.w.step": torch.tensor(3.0)}

@@ -16,7 +16,7 @@ from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Plan
 from isthmus.protocol.work import shares
-from isthmus.runtime.run import RunOptions, Watcher, run_spec, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, link_bytes
 from isthmus.training.checkpoint import split_replica

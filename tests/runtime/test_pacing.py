@@ -8,8 +8,8 @@ from unittest import mock
 
 import pytest
 
-from isthmus.runtime import pacing
-from isthmus.runtime.pacing import pace, round_trip_s
+from isthmus.runtime.transport import pacing
+from isthmus.runtime.transport.pacing import pace, round_trip_s
 
 
 def test_long_links_are_paced_where_the_kernel_can() -> None:

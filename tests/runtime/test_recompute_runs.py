@@ -16,7 +16,7 @@ from isthmus.plan import Plan
 from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
 from isthmus.protocol import RunSpec
-from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.simulator import simulate
 from isthmus.verify import Question, StateBytes, verify
 

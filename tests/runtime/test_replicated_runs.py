@@ -14,8 +14,8 @@ from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Collective, Plan
 from isthmus.planners import scheduled
-from isthmus.runtime.run import RunOptions, Watcher, train
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.script import Outcome
 from isthmus.training.checkpoint import latest_checkpoint, split_replica
 from isthmus.training.optim import OptimizerConfig
 

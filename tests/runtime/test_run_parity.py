@@ -14,7 +14,7 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.fleet import Link, Links
 from isthmus.job import prepare
-from isthmus.runtime.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 
 from .jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, plain_run, random_cut, run
 

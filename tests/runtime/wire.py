@@ -6,7 +6,7 @@ from isthmus.data import DataSpec
 from isthmus.graph import StageGraph
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
-from isthmus.runtime.assignment import Assignment, Neighbour
+from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.training.engine import EngineConfig
 
 

@@ -14,7 +14,7 @@ from zoo import model
 
 from isthmus.errors import UserError
 from isthmus.graph import Flow, cuts
-from isthmus.runtime.island_ranks import begin_session, end_session
+from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.island import IslandEngine, Ranks, StageSetUp
@@ -28,7 +28,7 @@ STEPS = 3
 OTHER_RANK = """
 import sys
 from pathlib import Path
-from isthmus.runtime.island_ranks import Island, attend
+from isthmus.runtime.device.island_ranks import Island, attend
 attend(Island(folder=Path(sys.argv[1]), rank=1, count=2, local=2), print, sessions=1)
 """
 

@@ -42,7 +42,7 @@ from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
 from isthmus.report.plain import plain
-from isthmus.runtime.run import run_spec
+from isthmus.runtime.conducting.run import run_spec
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
 

@@ -15,7 +15,7 @@ from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.planners import can_price, planner_names
 from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
-from isthmus.runtime.run import run_spec
+from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import steady_step_s
 
 

@@ -12,7 +12,7 @@ from isthmus.cli.queueing import run_queue
 from isthmus.cli.serving import Serving, serving_fleet, state_folder, teller
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
-from isthmus.runtime.job_queue import JobQueue
+from isthmus.runtime.service.job_queue import JobQueue
 
 
 def serve_job(

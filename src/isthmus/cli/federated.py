@@ -19,9 +19,9 @@ from isthmus.federated.job import FederatedJob, check, check_deployment, load_fe
 from isthmus.protocol.federated_events import Finish
 from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
-from isthmus.runtime.federated_run import FederatedRun
-from isthmus.runtime.service import Service
-from isthmus.runtime.site_run import SiteRun
+from isthmus.runtime.federated.run import FederatedRun
+from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.service.service import Service
 
 Act = Callable[[], Finish]
 ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[Service]]

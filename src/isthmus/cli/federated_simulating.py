@@ -24,7 +24,7 @@ from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_events import Line, Opening, Task, Turn
 from isthmus.report.federated_progress import simulated_table
-from isthmus.runtime.federated_run import coordinator_of
+from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 REPEATS = 3

@@ -21,7 +21,7 @@ from isthmus.cli.options import (
 )
 from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
-from isthmus.runtime.launcher import Place
+from isthmus.runtime.processes.launcher import Place
 
 app = typer.Typer()
 

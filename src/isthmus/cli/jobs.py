@@ -17,8 +17,8 @@ from isthmus.cli.serving import state_folder
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
-from isthmus.runtime.bulletin import posted
-from isthmus.runtime.job_queue import JobQueue, Submitted
+from isthmus.runtime.service.bulletin import posted
+from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.units import format_duration
 
 LOOK_S = 0.5

@@ -15,12 +15,12 @@ from rich.table import Table
 from isthmus.cli.serving import state_folder
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.offer import SiteConfig, load_site
-from isthmus.runtime.agent import Agent, Membership, join_fleet, membership_in
-from isthmus.runtime.doctor import examine_device, examine_ticket
+from isthmus.runtime.device.island_ranks import attend, island_here
+from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
-from isthmus.runtime.island_ranks import attend, island_here
-from isthmus.runtime.launcher import Place
-from isthmus.runtime.site import RETRIES_S, SiteWorkshop
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
+from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.units import parse_duration
 
 

@@ -16,7 +16,7 @@ from isthmus.planners import check_honoured, over_counts, planner_names, schedul
 from isthmus.planners import plan as make_plan
 from isthmus.planners.compression import plan_compression, repeat_compression, with_feedback
 from isthmus.protocol import RunSpec
-from isthmus.runtime.stages import refuse_shared_devices, stage_pairs
+from isthmus.runtime.conducting.stages import refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
@@ -121,9 +121,7 @@ def read_plan(job: Job, fleet: Fleet, document: Path) -> Plan:
 
 def plan_spec(job: Job, plan: Plan) -> RunSpec:
     """The job's training steps alone: what a plan without its model can be simulated for."""
-    return RunSpec(
-        steps=job.training.steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size
-    )
+    return RunSpec(steps=job.training.steps, micro_batches=plan.micro_batches, micro_batch_size=plan.micro_batch_size)
 
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:

@@ -17,8 +17,8 @@ from isthmus.errors import IsthmusError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.report.plain import plain
-from isthmus.runtime.job_queue import JobQueue, State, Submitted
-from isthmus.runtime.service import Service
+from isthmus.runtime.service.job_queue import JobQueue, State, Submitted
+from isthmus.runtime.service.service import Service
 
 LOOK_S = 0.5
 """How often to look into the queue."""

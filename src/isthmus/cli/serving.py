@@ -17,10 +17,10 @@ from rich.table import Table
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Link, dump_fleet
-from isthmus.runtime.fleet_probe import probe_fleet
-from isthmus.runtime.fleet_state import Addresses, FleetState
 from isthmus.runtime.identity import Member
-from isthmus.runtime.service import Service
+from isthmus.runtime.service.fleet_probe import probe_fleet
+from isthmus.runtime.service.fleet_state import Addresses, FleetState
+from isthmus.runtime.service.service import Service
 from isthmus.units import format_bandwidth, format_compute, format_duration, parse_duration
 
 PORT = 7433

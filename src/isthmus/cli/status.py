@@ -15,9 +15,9 @@ from rich.text import Text
 from isthmus.cli.folder import RunFolder
 from isthmus.cli.jobs import jobs_table, opened
 from isthmus.federated.history import History
-from isthmus.runtime.bulletin import Bulletin, posted
-from isthmus.runtime.job_queue import JobQueue, Submitted
-from isthmus.runtime.relay import RelayedLink
+from isthmus.runtime.service.bulletin import Bulletin, posted
+from isthmus.runtime.service.job_queue import JobQueue, Submitted
+from isthmus.runtime.transport.relay import RelayedLink
 from isthmus.units import format_duration, format_size
 
 REFRESH_S = 1.0

@@ -26,11 +26,11 @@ from isthmus.report import (
     draw_timeline,
     plan_table,
 )
-from isthmus.runtime.crew import Crew
-from isthmus.runtime.record import Record, read_record
-from isthmus.runtime.run import RunOptions, Watcher, check_outcome, run_spec
-from isthmus.runtime.run import train as run_training
-from isthmus.runtime.script import Outcome
+from isthmus.runtime.conducting.crew import Crew
+from isthmus.runtime.conducting.record import Record, read_record
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec
+from isthmus.runtime.conducting.run import train as run_training
+from isthmus.runtime.conducting.script import Outcome
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_checkpoint, read_manifest
 from isthmus.units import format_duration

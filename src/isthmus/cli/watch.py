@@ -13,7 +13,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Hooks, Prepared, load_hook
 from isthmus.protocol import Item
 from isthmus.report import Progress
-from isthmus.runtime.run import run_spec
+from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import Span
 
 

@@ -1,0 +1,1 @@
+"""The coordinator of a run, and what it gives its devices."""

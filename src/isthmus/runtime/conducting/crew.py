@@ -1,0 +1,137 @@
+"""Who works for a run: device processes started here, or devices that joined a fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections.abc import Collection, Generator, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from isthmus.runtime.processes.launcher import Launcher, Place
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reception import Reception
+
+
+class Call(msgspec.Struct, frozen=True, kw_only=True):
+    """A call to work."""
+
+    run: str
+    devices: tuple[str, ...]
+    """At the beginning."""
+    others: tuple[str, ...] = ()
+    """Who may be called later."""
+    patience_s: float
+    threads: int
+    logs: Path
+    """Where what devices write to standard error goes, as far as it is written on this machine."""
+
+
+class Work(Protocol):
+    """Devices at work for a run."""
+
+    def ended(self) -> Mapping[str, str]:
+        """Of which devices the process has ended otherwise than well, and how."""
+        ...
+
+    def offers(self) -> Collection[str]:
+        """Who could work and does not, as far as is known here."""
+        ...
+
+    def call(self, device: str) -> None:
+        """Have one of them come to the reception."""
+        ...
+
+    def leaving(self) -> Collection[str]:
+        """Who is to leave without loss; each is told once."""
+        ...
+
+
+class NoWork:
+    """Devices come by themselves."""
+
+    def ended(self) -> Mapping[str, str]:
+        return {}
+
+    def offers(self) -> Collection[str]:
+        return ()
+
+    def call(self, device: str) -> None:
+        pass
+
+    def leaving(self) -> Collection[str]:
+        return ()
+
+
+class Crew(Protocol):
+    @property
+    def outlives(self) -> bool:
+        """Whether devices go on while their coordinator is away."""
+        ...
+
+    def at_work(self, call: Call, reception: Reception) -> AbstractContextManager[Work]:
+        """While inside, the devices of the call come to the reception, each on a connection of its own."""
+        ...
+
+
+class LocalCrew(msgspec.Struct, frozen=True, kw_only=True):
+    """A process for each device, on this machine or in a place on it."""
+
+    host: str = "127.0.0.1"
+    """Address that the coordinator listens on."""
+    places: Mapping[str, Place] = {}
+    """Per device; loopback where a device is not named."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback: for network namespaces of our own."""
+    revives_after_s: float | None = None
+    """A device whose process ended could work again after so long: as a machine that starts anew. None: never."""
+
+    @property
+    def outlives(self) -> bool:
+        return False
+
+    @contextlib.contextmanager
+    def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
+        listener = Listener(self.host, trusted_network=self.trusted_network, patience_s=call.patience_s)
+        listener.start(reception.greet)
+        address = f"{self.host}:{listener.port}"
+        try:
+            with Launcher(
+                address, call.run, patience_s=call.patience_s, threads=call.threads, logs=call.logs
+            ) as launcher:
+                work = _LocalWork(self, call, launcher)
+                for device in call.devices:
+                    work.call(device)
+                yield work
+        finally:
+            listener.close()
+
+
+class _LocalWork:
+    def __init__(self, crew: LocalCrew, call: Call, launcher: Launcher) -> None:
+        self._crew = crew
+        self._call = call
+        self._launcher = launcher
+        self._ended_s: dict[str, float] = {}
+
+    def ended(self) -> Mapping[str, str]:
+        return self._launcher.ended()
+
+    def offers(self) -> Collection[str]:
+        after_s, now_s = self._crew.revives_after_s, time.monotonic()
+        found = [d for d in self._call.others if not self._launcher.started(d)]
+        if after_s is not None:
+            for device in self._launcher.ended():
+                if now_s - self._ended_s.setdefault(device, now_s) >= after_s:
+                    found.append(device)
+        return found
+
+    def leaving(self) -> Collection[str]:
+        return ()
+
+    def call(self, device: str) -> None:
+        self._ended_s.pop(device, None)
+        self._launcher.start(device, self._crew.places.get(device, Place()))

@@ -1,0 +1,324 @@
+"""A plan on its devices: what each is assigned, which weights it needs, what it may say of them."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Collection, Mapping, Sequence
+
+import msgspec
+
+from isthmus.cost import build_replicas, layouts_of, with_sync
+from isthmus.cost.problem import FLOAT32_BYTES
+from isthmus.errors import PeerError
+from isthmus.fleet import Fleet, Link, changed
+from isthmus.job import Prepared
+from isthmus.plan import Packing, Plan, Stage
+from isthmus.planners import whole_replicas
+from isthmus.planners.compression import repeat_compression
+from isthmus.protocol import Layout
+from isthmus.protocol.work import Share, shares
+from isthmus.runtime.conducting.feedback import check_feedback
+from isthmus.runtime.conducting.script import Address
+from isthmus.runtime.conducting.stages import StagePair, refuse_shared_devices, stage_pairs
+from isthmus.runtime.messages.assignment import Assignment, Emulation, GroupShare, Mirror, Neighbour
+from isthmus.runtime.transport.braid import strands_for
+from isthmus.training.checkpoint import OPTIMIZER
+from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader
+from isthmus.training.snapshot import check_state
+
+SPARE_WINDOW_BYTES = 1 << 20
+STRETCH_S = 0.01
+"""A stretch of a snapshot lasts about this long on its link."""
+LEAST_STRETCH_BYTES, MOST_STRETCH_BYTES = 1 << 14, 1 << 20
+SPARE_SHARE = 0.5
+"""Of the time that a link has nothing else to do, what snapshots may take."""
+LEAST_SPARE = 0.05
+"""Of a link that is never idle, the share that snapshots get all the same."""
+LEAST_INTERVAL_S = 10.0
+"""Between snapshots: a copy in memory is not free either."""
+
+
+class Deployment:
+    """Made anew for each plan. UserError for a plan that cannot be run."""
+
+    def __init__(
+        self, prepared: Prepared, plan: Plan, fleet: Fleet, *, emulated: Fleet | None = None, number: int = 0
+    ) -> None:
+        """`fleet` is what is believed of the devices, `emulated` what they play; `number` tells plans apart."""
+        refuse_shared_devices(plan)
+        check_feedback(prepared, plan, fleet)
+        self.plan = plan
+        self.job = prepared.job
+        self._prepared = prepared
+        self._fleet = fleet
+        self._emulated = emulated
+        self.stages = stage_pairs(plan, prepared.captured, clips=self.job.training.clip_norm > 0)
+        self.by_device = dict(zip(plan.devices, self.stages, strict=True))
+        counts = [replica.micro_batches for replica in plan.replicas]
+        each = zip(shares(counts, self.job.micro_batch_size), plan.replicas, strict=True)
+        self._shares = [share for share, replica in each for _ in replica.stages]
+        self._shapes = {
+            op.target: op.outputs[0].shape_at(self.job.micro_batch_size)
+            for pair in self.stages for op in pair.train.variables()
+        }  # fmt: skip
+        self._mirrors = self._chosen_mirrors()
+        self.layout = Layout(
+            parts={device: pair.written for device, pair in self.by_device.items()}, mirrors=self._mirrors,
+            keep_every=self._keep_every(), period=plan.sync.period, number=number,
+        )  # fmt: skip
+
+    @property
+    def written(self) -> frozenset[str]:
+        """Names of all that training changes."""
+        return self.layout.all_parts
+
+    def repriced(self, fleet: Fleet) -> float:
+        """Seconds per step of this very plan on a fleet with other figures, in closed form."""
+        problem = self._prepared.problem(fleet).cut_into(self.plan.micro_batches)
+        alike = build_replicas(problem, layouts_of(self.plan), planner=self.plan.planner)
+        return with_sync(problem, repeat_compression(problem, alike, self.plan), self.plan.sync).predicted.step_s
+
+    def of_whole_replicas(self, fleet: Fleet) -> Plan | None:
+        """Of several replicas, those that lost no device: they go on at once, and a better plan is made meanwhile.
+        None where there is nothing of the kind."""
+        if len(self.plan.replicas) == 1 or set(self.plan.devices) <= set(fleet.names):
+            return None
+        return whole_replicas(self._prepared.problem(fleet).cut_into(self.plan.micro_batches), self.plan, fleet.names)
+
+    # Snapshots
+
+    def _chosen_mirrors(self) -> dict[str, str]:
+        """Per device who keeps a copy of its snapshots: the neighbour with the best link to it. None where other
+        replicas hold the same: all steps long, or at the end of each period, but for what optimizers remember."""
+        if len(self.plan.replicas) > 1 or not self.job.runtime.snapshots:
+            return {}
+        devices, found = self.plan.devices, dict[str, str]()
+        for device, pair in self.by_device.items():
+            near = [devices[stage] for stage in sorted(self._others(pair))]
+            if near and pair.written:
+                found[device] = max(near, key=lambda d: self._fleet.link(device, d).bandwidth_bytes_per_s)
+        return found
+
+    def _keep_every(self) -> int:
+        """Steps between snapshots: as the job says, or as the links have room for. 0 where none would help: a device
+        alone has nobody to keep a copy."""
+        runtime = self.job.runtime
+        if not runtime.snapshots or len(self.by_device) == 1:
+            return 0
+        period = self.plan.sync.period
+        every = runtime.snapshot_every or self._affordable()
+        return -(-every // period) * period
+
+    def _affordable(self) -> int:
+        """A snapshot is sent before the next one is made, in what the plan leaves of its link."""
+        step_s = self.plan.predicted.step_s
+        steps = [LEAST_INTERVAL_S / step_s] if step_s > 0 else [1.0]
+        for device, mirror in self._mirrors.items():
+            bandwidth = self._fleet.link(device, mirror).bandwidth_bytes_per_s
+            stages = self.by_device[device].view.stage, self.by_device[mirror].view.stage
+            busy_s = self._crossing_bytes(*stages) / 2 / bandwidth
+            spare = max(LEAST_SPARE, 1.0 - busy_s / step_s) if step_s > 0 else 1.0
+            steps.append(self.state_bytes(device) / (bandwidth * spare * SPARE_SHARE) / max(step_s, 1e-9))
+        return max(1, math.ceil(max(steps)))
+
+    def state_bytes(self, device: str) -> int:
+        """Of a device's part of a snapshot, about."""
+        return self._bytes_of(self.by_device[device].written)
+
+    def _bytes_of(self, parts: Collection[str]) -> int:
+        """Master weights and the optimizer's tensors."""
+        state = self._prepared.problem(self._fleet).state
+        return sum(math.prod(self._shapes[name]) for name in parts) * (FLOAT32_BYTES + state.optimizer_bytes)
+
+    def moving_s(self, held: Mapping[str, Collection[str]]) -> float:
+        """About how long it takes until every device has the state of its stage, if this is what they hold.
+
+        State goes by way of the coordinator, to all devices at the same time. Where the coordinator is no fleet says:
+        what is known of a device's own line is its fastest link.
+        """
+        found = [0.0]
+        for device, parts in self.layout.parts.items():
+            near = [self._fleet.link(d, device).bandwidth_bytes_per_s for d in self._fleet.names if d != device]
+            missing = parts - frozenset(held.get(device, ()))
+            found.append(2 * self._bytes_of(missing) / max(near) if near and missing else 0.0)
+        return max(found)
+
+    def shapes(self, device: str) -> dict[str, tuple[int, ...]]:
+        """Of the parts that a device's stage changes."""
+        return {name: self._shapes[name] for name in sorted(self.by_device[device].written)}
+
+    # Assignments
+
+    def assignments(
+        self, run: str, epoch: int, start_step: int, addresses: Mapping[str, Address]
+    ) -> Mapping[str, Assignment]:
+        graph = self._prepared.captured.train
+        placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
+        positions = self._norm_positions()
+        found: dict[str, Assignment] = {}
+        stages = (stage for replica in self.plan.replicas for stage in replica.stages)
+        for stage, pair in zip(stages, self.stages, strict=True):
+            view = pair.view
+            found[stage.device] = Assignment(
+                run=run, epoch=epoch, start_step=start_step, device=stage.device, view=view, train=pair.train,
+                evaluation=pair.evaluation,
+                placeholders={column: op.name for column, op in placeholders.items()},
+                column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
+                engine=self._engine(self._shares[view.stage]), recompute=stage.recompute,
+                data=self.job.data, shuffle=self.job.training.shuffle, train_samples=self._prepared.train_samples,
+                fingerprints=self._prepared.fingerprints, neighbours=self._neighbours(pair, addresses),
+                emulation=self._emulation(stage),
+                norm_positions={s: positions[s] for s in (view.stage, *view.others)},
+                threads=self.job.runtime.threads, patience_s=self.job.patience_s,
+                evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
+                groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair),
+                mirror=self._mirror(stage.device),
+                mirrored={
+                    self.by_device[of].view.stage: self.shapes(of) for of, m in self._mirrors.items()
+                    if m == stage.device
+                },
+            )  # fmt: skip
+        return found
+
+    def _phases(self) -> list[tuple[int, Fleet]]:
+        """The emulated fleet from each step on at which it changes; none where nothing is emulated."""
+        if self._emulated is None:
+            return []
+        changes = self.job.runtime.changes
+        return [(step, changed(self._emulated, changes, step)) for step in sorted({0, *(c.step for c in changes)})]
+
+    def _emulation(self, stage: Stage) -> Emulation | None:
+        if not (phases := self._phases()):
+            return None
+        return Emulation(
+            flops_per_s=tuple((step, fleet.device(stage.device).flops_per_s) for step, fleet in phases),
+            flops_forward=stage.flops_forward, flops_backward=stage.flops_backward,
+        )  # fmt: skip
+
+    def _shaped(self, source: str, target: str) -> tuple[tuple[int, Link], ...]:
+        return tuple((step, fleet.link(source, target)) for step, fleet in self._phases())
+
+    def _mirror(self, device: str) -> Mirror | None:
+        if device not in self._mirrors or not self.layout.keep_every:
+            return None
+        mirror = self._mirrors[device]
+        stretch = int(self._fleet.link(device, mirror).bandwidth_bytes_per_s * STRETCH_S)
+        return Mirror(
+            stage=self.by_device[mirror].view.stage, every=self.layout.keep_every,
+            stretch_bytes=min(MOST_STRETCH_BYTES, max(LEAST_STRETCH_BYTES, stretch)),
+        )  # fmt: skip
+
+    def _engine(self, share: Share) -> EngineConfig:
+        """Gradients are means over everybody's micro-batches; where parameters are averaged, over the replica's own."""
+        config = self.job.engine()
+        if self.plan.sync.averages == "gradients":
+            return config
+        return msgspec.structs.replace(config, micro_batches=share.count)
+
+    def _norm_positions(self) -> list[tuple[int, ...]]:
+        """Of each stage, where its trainable parameters stand in the module's own order."""
+        graph = self._prepared.captured.train
+        order = {op.target: i for i, op in enumerate(graph.ops) if op.kind == "parameter"}
+        owned = sorted({name for pair in self.stages for name in pair.owned}, key=lambda name: order[name])
+        place = {name: i for i, name in enumerate(owned)}
+        return [tuple(place[name] for name in pair.owned) for pair in self.stages]
+
+    def _groups(self, device: str) -> tuple[GroupShare, ...]:
+        return tuple(
+            GroupShare(group=number, parameters=group.parameters, elements=group.size_bytes // FLOAT32_BYTES)
+            for number, group in enumerate(self.plan.sync.groups)
+            if device in group.devices
+        )
+
+    def saves(self, pair: StagePair) -> tuple[str, ...] | None:
+        """Replicas with equal parameters differ in the buffers that their forwards write."""
+        if pair.view.first == 0 or self.plan.sync.averages != "gradients":
+            return None
+        return tuple(sorted(pair.written - set(pair.owned)))
+
+    def _others(self, pair: StagePair) -> set[int]:
+        """Stages that a stage has a link to."""
+        view = pair.view
+        wanted = {
+            *view.forward_from, *view.forward_to, *view.eval_from, *view.eval_to, *view.lends_to, *view.borrows_from,
+            *view.partners,
+        }  # fmt: skip
+        if view.clips or view.counts:
+            wanted |= set(view.others)
+        return wanted
+
+    def _neighbours(self, pair: StagePair, addresses: Mapping[str, Address]) -> tuple[Neighbour, ...]:
+        view, devices = pair.view, self.plan.devices
+        found: list[Neighbour] = []
+        for stage in sorted(self._others(pair)):
+            device = devices[stage]
+            address = addresses[device]
+            shapes = self._shaped(devices[view.stage], device)
+            found.append(Neighbour(
+                stage=stage, device=device, host=address.host, port=address.port, id=address.id,
+                shape=shapes[0][1] if shapes else None, later=shapes[1:],
+                sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
+                window_bytes=self._window(view.stage, stage),
+                strands=strands_for(self._fleet.link(devices[view.stage], device)),
+            ))  # fmt: skip
+        return tuple(found)
+
+    def _packing(self, source: int, target: int) -> Packing | None:
+        """How the plan packs what one stage sends another: values, or gradients of what came from there."""
+        first = 0
+        for replica in self.plan.replicas:
+            for edge in replica.edges:
+                packed = edge.forward_compression if source < target else edge.backward_compression
+                if packed is not None and {first + edge.source, first + edge.target} == {source, target}:
+                    return packed.packing
+            first += len(replica.stages)
+        return None
+
+    def _window(self, a: int, b: int) -> int:
+        """Room for every micro-batch that can be in flight between two stages, both graphs, shared parameters and
+        sums."""
+        pair = {self.plan.devices[a], self.plan.devices[b]}
+        sums = sum(g.size_bytes for g in self.plan.sync.groups if pair <= set(g.devices))
+        return SPARE_WINDOW_BYTES + self._crossing_bytes(a, b) + 2 * sums
+
+    def _crossing_bytes(self, a: int, b: int) -> int:
+        """What a step and an evaluation bring from one stage to the other and back, at most."""
+        size, total = self.job.micro_batch_size, 0
+        for graphs in ([p.train for p in self.stages], [p.evaluation for p in self.stages]):
+            for graph in graphs:
+                crossing = [c.spec.nbytes(size) for c in graph.sends if {c.source, c.target} == {a, b}]
+                total += self.job.training.micro_batches * sum(crossing)
+        first = 0
+        for replica in self.plan.replicas:
+            ends = {a - first, b - first}
+            total += 4 * sum(p.size_bytes for p in replica.shared if ends <= {p.owner, *p.users})
+            first += len(replica.stages)
+        return total
+
+    # What devices need, and say
+
+    def needs(self, device: str) -> tuple[frozenset[str], tuple[str, ...]]:
+        """Names of the variables that a device's stage uses, and what those of optimizer state begin with that it
+        owns."""
+        pair = self.by_device[device]
+        names = frozenset(op.target for op in (*pair.train.variables(), *pair.evaluation.variables()))
+        return names, tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
+
+    def replica(self, device: str) -> int:
+        firsts = sorted({p.view.first for p in self.stages})
+        return firsts.index(self.by_device[device].view.first)
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        """PeerError unless they are the device's part of a checkpoint."""
+        saves = self.saves(self.by_device[device])
+        check_state({n: self._shapes[n] for n in (self.by_device[device].written if saves is None else saves)}, tensors)
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        """PeerError unless they are parts of the model that training changes."""
+        for header in tensors:
+            part = header.name.removeprefix(OPTIMIZER).rpartition(".")[0]
+            name = part if header.name.startswith(OPTIMIZER) else header.name
+            shape = self._shapes.get(name) if name in self.written else None
+            if shape is None or (header.shape != shape and (header.shape or name == header.name)):
+                raise PeerError(f"gave {header.name!r} of shape {list(header.shape)}, which is no part of the model")

@@ -1,0 +1,93 @@
+"""The plans of a run: the one in force, those that were made, and the figures that new ones are made with."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+from isthmus.fleet import Fleet
+from isthmus.job import Prepared
+from isthmus.plan import Plan
+from isthmus.protocol import Layout
+from isthmus.protocol.coordinator_events import MakePlan
+from isthmus.protocol.drift import Drift, Figure
+from isthmus.protocol.renewal import Gain, Renewal
+from isthmus.runtime.conducting.deployment import Deployment
+from isthmus.trace import Span
+
+CHANGE_S = 5.0
+"""What it costs to change the plan besides moving weights: to stop, to connect, to start."""
+
+
+class Plans:
+    """`make` may be called by any thread, all else by one."""
+
+    def __init__(
+        self, prepared: Prepared, first: Plan, fleet: Fleet, replan: Callable[[Fleet], Plan] | None, *, emulate: bool
+    ) -> None:
+        """`replan` None: the first plan is the only one."""
+        self._prepared = prepared
+        self._replan = replan
+        self._emulated = fleet if emulate else None
+        self._believed = fleet
+        """What plans are made for."""
+        self._drift = Drift(fleet)
+        self._renewal = Renewal()
+        self._adapts = replan is not None and prepared.job.runtime.adapt
+        self._making = threading.Lock()
+        self._change_s = 0.0
+        """What it costs to change to the plan that was made last; 0 where it must be."""
+        self._reached = 0
+        """Steps that are done."""
+        self._made = {0: self._deployment(first, 0)}
+        self.now = self._made[0]
+        """In force."""
+
+    def _deployment(self, plan: Plan, number: int) -> Deployment:
+        return Deployment(self._prepared, plan, self._believed, emulated=self._emulated, number=number)
+
+    def make(self, wanted: MakePlan) -> tuple[Layout, bool]:
+        """A plan for these devices, and whether it is worth the change. UserError when there is none."""
+        assert self._replan is not None, "a run that cannot plan again does not ask"
+        with self._making:
+            fleet = self._believed.subset(wanted.devices)
+            plan = self.now.of_whole_replicas(fleet) if wanted.waits else None
+            number = max(self._made) + 1
+            found = self._deployment(plan or self._replan(fleet), number)
+            self._made[number] = found
+            self._renewal.answered()
+        if wanted.must:
+            self._change_s = 0.0
+            return found.layout, True
+        gain = self._gain(found)
+        self._change_s = gain.cost_s
+        return found.layout, gain.pays
+
+    def _gain(self, found: Deployment) -> Gain:
+        return Gain(
+            step_s=self.now.repriced(self._believed), other_step_s=found.plan.predicted.step_s,
+            steps=self._prepared.job.training.steps - self._reached,
+            cost_s=found.moving_s(self.now.layout.parts) + CHANGE_S,
+        )  # fmt: skip
+
+    def begin(self, layout: Layout, step: int) -> None:
+        """One of those that were made is in force, from the state after `step` steps on."""
+        replaced, self.now = self.now, self._made[layout.number]
+        self._drift.begin(self.now.plan, step)
+        self._renewal.began(time.monotonic(), self._change_s if self.now is not replaced else 0.0)
+        self._reached = step
+
+    def measured(self, step: int, spans: Sequence[Span]) -> list[Figure]:
+        """All devices have done the step, and reported these spans since the one before; returns what is believed
+        anew."""
+        self._reached = step + 1
+        found = self._drift.note(step, spans) if self._adapts else []
+        if found:
+            self._renewal.changed()
+            self._believed = self._drift.fleet()
+        return found
+
+    def is_worth_asking(self) -> bool:
+        """Whether to ask for another plan; it is asked for then."""
+        return self._renewal.ask(time.monotonic())

@@ -1,0 +1,231 @@
+"""One training run: its devices, the conductor, checkpoints, and what is left behind."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import PeerError, UserError
+from isthmus.fleet import Fleet
+from isthmus.job import Prepared
+from isthmus.plan import Plan
+from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
+from isthmus.protocol.coordinator_events import Begin, MakePlan
+from isthmus.runtime.conducting.conductor import Conductor
+from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
+from isthmus.runtime.conducting.deployment import Deployment
+from isthmus.runtime.conducting.plans import Plans
+from isthmus.runtime.conducting.record import Record, remove_record, write_record
+from isthmus.runtime.conducting.script import Address, Outcome
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.trace import Span
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, newest_checkpoint, read_manifest, replica_prefix
+from isthmus.training.layout import TensorHeader
+from isthmus.training.snapshot import part_of
+from isthmus.training.weights import initial_weights, rest, resume
+
+START_S = 60.0
+"""How long a device may take to start a process, on a machine that is busy."""
+
+
+class Watcher(msgspec.Struct, frozen=True, kw_only=True):
+    """Who wants to know of a run's progress."""
+
+    accepted: Callable[[], None] = lambda: None
+    """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
+    advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
+    saved: Callable[[int, Path], None] = lambda step, directory: None
+    rolled_back: Callable[[int], None] = lambda step: None
+    """The run goes on after this step: what was told of later ones is void."""
+    noted: Callable[[str], None] = lambda text: None
+
+
+class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run runs."""
+
+    emulate: bool = True
+    resume_from: Path | None = None
+    """A checkpoint to go on from."""
+    record: Record | None = None
+    """Of a run whose coordinator was lost: devices may be at work for it, and hold more than the checkpoint."""
+    crew: Crew = LocalCrew()
+    """Who computes."""
+    replan: Callable[[Fleet], Plan] | None = None
+    """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
+
+
+def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
+    job, t = prepared.job, prepared.job.training
+    samples = min(t.eval_samples, prepared.heldout_samples)
+    count = samples // job.micro_batch_size
+    if t.eval_every and not count:
+        raise UserError(
+            f"training.eval_samples: {samples} held-out samples are fewer than a micro-batch ({job.micro_batch_size})"
+        )
+    return RunSpec(
+        steps=t.steps, micro_batches=t.micro_batches, micro_batch_size=job.micro_batch_size, eval_every=t.eval_every,
+        eval_micro_batches=count, save_every=t.save_every, lease_ahead=job.runtime.lease_ahead, start_step=start_step,
+    )  # fmt: skip
+
+
+class TrainingScript:
+    """The run's side of the conductor: what each device gets, and what becomes of what it returns."""
+
+    def __init__(
+        self, prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher
+    ) -> None:
+        self.job = prepared.job
+        self._record = options.record
+        self.run = self._record.run if self._record is not None else secrets.token_hex(16)
+        self._prepared = prepared
+        self._fleet = fleet
+        self._folder = folder
+        self._options = options
+        self._watcher = watcher
+        self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
+        first = self._record.plan if self._record is not None else plan
+        self._plans = Plans(prepared, first, fleet, options.replan, emulate=options.emulate)
+        self._lineage = Lineage(self._record.lineage if self._record is not None else ())
+        self._begun: Begin | None = None
+        self._initial = partial(initial_weights, prepared.build, prepared.captured, self.job.training.seed)
+        self._weights = self._initial()
+        self._others: dict[int, dict[str, Tensor]] = {}
+        """Of replicas but the first, what a checkpoint holds of theirs alone."""
+        own = {n for n in self._weights if n not in prepared.captured.constants}
+        self._rest = rest(self._weights, set(self.now.written), own)
+        self.start_step = self._load(options.resume_from)
+        self._loaded_step: int | None = self.start_step
+        """Of the state that `_weights` are; None when they are of several."""
+
+    @property
+    def now(self) -> Deployment:
+        """Of the plan that is in force."""
+        return self._plans.now
+
+    def machine(self) -> Coordinator:
+        """The coordinator of this run, new or started again."""
+        spec = run_spec(self._prepared, self.start_step)
+        survives = self._options.replan is not None
+        layout = self.now.layout if survives else None
+        if self._record is None:
+            return Coordinator(self.now.plan.devices, spec, layout=layout)
+        newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
+        return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
+
+    def _load(self, checkpoint: Path | None) -> int:
+        """The checkpoint's weights, or at the very beginning the model's own; returns the steps behind them."""
+        self._weights, self._others = self._initial() if checkpoint is None else self._weights, {}
+        if checkpoint is None:
+            return 0
+        job, manifest = self.job, read_manifest(checkpoint)
+        for field, got, saved in (
+            ("training.seed", job.training.seed, manifest.seed),
+            ("training.batch_size", job.training.batch_size, manifest.batch),
+            ("training.shuffle", job.training.shuffle, manifest.shuffle),
+            ("data", self._prepared.fingerprints.get("train"), manifest.data.get("train")),
+        ):
+            if got != saved:
+                raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
+        expected = self.now.written | self._rest.keys()
+        self._weights, self._others = resume(self._weights, expected, job.optimizer, checkpoint)
+        return manifest.step
+
+    def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
+        return self._plans.make(wanted)
+
+    def begin(self, begin: Begin, layout: Layout) -> None:
+        self._plans.begin(layout, begin.step)
+        first, self._begun = self._begun is None and self._record is None, begin
+        self._lineage.begin(begin.epoch, begin.step)
+        if self._options.crew.outlives:
+            write_record(self._folder, Record(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
+        if not begin.from_checkpoint:
+            self._loaded_step, self._others = None, {}
+        elif self._loaded_step != begin.step:
+            self._loaded_step = self._load(newest_checkpoint(self._writer.directory))
+            assert self._loaded_step == begin.step, "the machine goes back to the newest checkpoint"
+        if not first:
+            self._writer.discard()
+            self._watcher.rolled_back(begin.step)
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        self._weights = self._weights | dict(tensors)
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        self.now.check_parts(tensors)
+
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
+        epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
+        return self.now.assignments(self.run, epoch, step, addresses)
+
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
+        """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
+        names, prefixes = self.now.needs(device)
+        values = self._weights | self._others.get(self.now.replica(device), {})
+        return {k: v for k, v in values.items() if (k in names or k.startswith(prefixes)) and part_of(k) not in own}
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        self.now.check_state(device, tensors)
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+        self._watcher.advanced(item, loss, spans)
+        if item.kind != "train":
+            return False
+        for figure in self._plans.measured(item.step, spans):
+            self.note(figure.told)
+        return self._plans.is_worth_asking()
+
+    def note(self, text: str) -> None:
+        self._watcher.noted(text)
+
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
+        pair, replica = self.now.by_device[device], self.now.replica(device)
+        stage = f"stage-{pair.view.stage - pair.view.first}"
+        if not replica:
+            self._writer.write(item.step, stage, state)
+        elif state:
+            own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
+            self._writer.write(item.step, f"replica-{replica}-{stage}", own)
+
+    def commit(self, item: Item) -> None:
+        t = self.job.training
+        self._writer.write(item.step, "rest", self._rest)
+        directory = self._writer.commit(Manifest(
+            step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, data=self._prepared.fingerprints
+        ))  # fmt: skip
+        self._watcher.saved(item.step, directory)
+
+
+def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: RunOptions, watcher: Watcher) -> Outcome:
+    """Run the job to its end. Raises UserError for what a device refused; a lost device that the run cannot go on
+    without is an outcome."""
+    script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
+    watcher.accepted()
+    job, first = prepared.job, script.now.plan.devices
+    others = tuple(name for name in fleet.names if name not in first) if options.replan is not None else ()
+    conductor = Conductor(
+        script.machine(), script.run, script, patience_s=job.patience_s, others=others, start_s=START_S
+    )
+    # Who works for a run whose coordinator was started again comes by itself; who does not is lost, like any other.
+    called, callable_later = ((), (*first, *others)) if options.record is not None else (first, others)
+    call = Call(
+        run=script.run, devices=called, others=callable_later, patience_s=job.patience_s, threads=job.runtime.threads,
+        logs=folder / "logs",
+    )  # fmt: skip
+    with options.crew.at_work(call, conductor.reception) as work:
+        outcome = conductor.conduct(work)
+    remove_record(folder)
+    if isinstance(outcome.failure, UserError):
+        raise outcome.failure
+    return outcome
+
+
+def check_outcome(outcome: Outcome) -> None:
+    """PeerError for a run that ended because a device was lost."""
+    if outcome.outcome == "lost":
+        raise outcome.failure or PeerError(outcome.reason)

@@ -1,0 +1,102 @@
+"""What a conductor is given to do besides conducting, and what is left of a run when it is over."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from typing import Literal, NamedTuple, Protocol
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import IsthmusError
+from isthmus.protocol.coordinator_events import Begin, MakePlan
+from isthmus.protocol.recovery import Layout
+from isthmus.protocol.work import Item
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.trace import Span
+from isthmus.training.layout import TensorHeader
+
+
+class Outcome(msgspec.Struct, frozen=True, kw_only=True):
+    """How a run ended, and what it left."""
+
+    outcome: Literal["done", "interrupted", "lost"]
+    reason: str
+    spans: tuple[Span, ...]
+    """Times count from the first item's opening. Of a long run, the first `MOST_SPANS`."""
+    elapsed_s: float
+    """Since the first item's opening; 0 when there was none."""
+    late_s: Mapping[str, float]
+    """Per device, by how much real computing overran its emulated duration."""
+    failure: IsthmusError | None = None
+    """Set when a device was lost and the run could not go on."""
+    recoveries: tuple[Recovery, ...] = ()
+
+
+class Recovery(msgspec.Struct, frozen=True, kw_only=True):
+    """A plan epoch that was not the first."""
+
+    reason: str
+    """Why the epoch before ended."""
+    step: int
+    """From where it went on."""
+    redone: int
+    """Steps that had been done beyond that."""
+    from_checkpoint: bool
+    seconds: float
+    """From when the reason was known until devices were at work again."""
+
+
+class Address(NamedTuple):
+    """Where a device listens for others, and the id of its key, empty where connections are plain TCP."""
+
+    host: str
+    port: int
+    id: str = ""
+
+
+class Script(Protocol):
+    """What a run does besides conducting: plans, assignments, weights, checkpoints, progress."""
+
+    def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
+        """A plan for these devices, and whether it is worth the change. Any thread. UserError when there is none."""
+        ...
+
+    def begin(self, begin: Begin, layout: Layout) -> None:
+        """An epoch begins. What it goes on from is to be on record when this returns."""
+        ...
+
+    def give(self, tensors: Mapping[str, Tensor]) -> None:
+        """Parts of the state that the epoch goes on from, out of a device's memory."""
+        ...
+
+    def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
+
+    def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
+        """What a device's stage needs, but for the parts that it has itself."""
+        ...
+
+    def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are the device's part of a checkpoint. Any thread."""
+        ...
+
+    def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
+        """Before they are received: PeerError unless they are parts of the model. Any thread."""
+        ...
+
+    def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
+        """Every device has finished the item; `spans` are those reported since the last call. Whether they say that
+        devices or links are not as the plan assumed."""
+        ...
+
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
+        """A device's part of a checkpoint is here."""
+        ...
+
+    def commit(self, item: Item) -> None:
+        """All parts are here."""
+        ...
+
+    def note(self, text: str) -> None:
+        """Something that a person may want to know."""
+        ...

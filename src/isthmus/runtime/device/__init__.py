@@ -1,0 +1,1 @@
+"""A device at work for a run."""

@@ -1,0 +1,121 @@
+"""A device's connection to the coordinator of a run; when it breaks it is made again.
+
+The device works on meanwhile, as far as its leases reach, and keeps what it holds in memory. A coordinator that was
+started again asks for that. One that has fenced this device takes it back as a newcomer.
+"""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Sequence
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.protocol.events import Opened
+from isthmus.protocol.recovery import Holding
+from isthmus.runtime.device.executor import Order
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.recovery import FetchMessage, HoldMessage, RetireMessage
+from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, Join, OpenMessage, Weights
+from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
+from isthmus.runtime.transport.lanes import SendLane
+
+REDIAL_S = (0.2, 0.5, 1.0, 2.0)
+"""Waits between attempts to reach the coordinator again; the last one again and again."""
+AWAY_PATIENCES = 10
+"""For so many times its patience a device waits for a coordinator that went away."""
+ORDERS = AssignMessage | Weights | HoldMessage | FetchMessage | RetireMessage | HaltMessage
+
+
+class CoordinatorGone(PeerError):
+    """It stays away, or does not speak as one."""
+
+
+class Control:
+    """Orders and leases go to the inbox; in the end, of a coordinator that stays away, a CoordinatorGone."""
+
+    def __init__(
+        self, coordinator: tuple[str, int], identity: Identity | None, join: Join, inbox: queue.SimpleQueue[object],
+        holdings: Callable[[], tuple[Holding, ...]], patience_s: float,
+    ) -> None:  # fmt: skip
+        """Dials: PeerError when nobody answers. `holdings` may be called by another thread."""
+        self._coordinator = coordinator
+        self._identity = identity
+        self._join = join
+        self._inbox = inbox
+        self._holdings = holdings
+        self._patience_s = patience_s
+        self._over = threading.Event()
+        self._newest_epoch = -1
+        self._channel, self._lane = self._connected()
+        threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+
+    def say(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """What is said while the coordinator is away is lost: it will ask anew."""
+        self._lane.put(message, tensors)
+
+    def outdated(self, epoch: int) -> bool:
+        """Whether the coordinator has begun another epoch since, or the run is over."""
+        return self._newest_epoch > epoch or self._over.is_set()
+
+    def close(self) -> None:
+        self._over.set()
+        self._lane.close()
+        self._channel.close()
+
+    def _connected(self) -> tuple[SocketChannel, SendLane]:
+        channel = dial(
+            *self._coordinator, "coordinator", self._patience_s, identity=self._identity,
+            expected=Party("coordinator", ""), most_header_bytes=MAX_ASSIGNMENT_BYTES,
+        )  # fmt: skip
+        lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
+        lane.put(msgspec.structs.replace(self._join, holdings=self._holdings()))
+        return channel, lane
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._patience_s / 4):
+            self._lane.put(Heartbeat(run=self._join.run))
+
+    def _listen(self) -> None:
+        """Until the end of the run: on one connection after another."""
+        heard_s = time.monotonic()
+        failed, why = 0, PeerError("coordinator: closed the connection")
+        while not self._over.is_set():
+            try:
+                while (received := self._channel.receive(idle_s=self._patience_s)) is not None:
+                    heard_s, failed = time.monotonic(), 0
+                    self._heard(*received)
+            except PeerError as e:
+                why = e
+            if self._over.is_set():
+                return
+            away_s = AWAY_PATIENCES * self._patience_s
+            if time.monotonic() - heard_s > away_s:
+                self._inbox.put(CoordinatorGone(f"{why}; it did not come back for {away_s:g} s"))
+                return
+            self._over.wait(REDIAL_S[min(failed, len(REDIAL_S) - 1)])
+            failed += 1
+            try:
+                lane = self._lane
+                self._channel, self._lane = self._connected()
+                self._newest_epoch = -1  # a coordinator that was started again does not know of epochs that never began
+                lane.close(0.0)
+            except PeerError as e:
+                why = e
+
+    def _heard(self, message: AnyMessage, tensors: list[Tensor]) -> None:
+        if isinstance(message, OpenMessage):
+            self._inbox.put(Opened(item=message.item, epoch=message.epoch))
+        elif isinstance(message, ORDERS):
+            self._newest_epoch = max(self._newest_epoch, message.epoch)
+            if isinstance(message, HaltMessage):
+                self._over.set()
+            self._inbox.put(Order(message, tensors))
+        elif not isinstance(message, Heartbeat):
+            self._inbox.put(CoordinatorGone(f"coordinator: sent {type(message).__name__}, not for a device"))

@@ -1,0 +1,321 @@
+"""A device's process: joins a coordinator, takes one stage after another as plans change, runs until halted.
+
+`python -m isthmus.runtime.device.device --coordinator HOST:PORT --device NAME`, the run's secret name in ISTHMUS_RUN.
+With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import queue
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Mapping, Sequence
+from functools import partial
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.data import Dataset
+from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
+from isthmus.protocol.memory import Memory
+from isthmus.runtime.device.control import Control, CoordinatorGone
+from isthmus.runtime.device.data import stage_data
+from isthmus.runtime.device.executor import Done, Executor, Order
+from isthmus.runtime.device.expected import expected_parcels, expected_parts
+from isthmus.runtime.device.island_ranks import begin_session, end_session
+from isthmus.runtime.device.links import Links
+from isthmus.runtime.device.meeting import Meeting
+from isthmus.runtime.device.mirroring import MirrorReceiver
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.recovery import (
+    FetchMessage,
+    GivenMessage,
+    HeldMessage,
+    HoldMessage,
+    MirroredMessage,
+    RetireMessage,
+)
+from isthmus.runtime.messages.run import (
+    AssignMessage,
+    Failed,
+    HaltMessage,
+    Join,
+    ReadyMessage,
+    ReportMessage,
+    Weights,
+)
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reaching import Reacher
+from isthmus.training.engine import Engine, TorchEngine
+from isthmus.training.island import IslandEngine, Ranks, StageSetUp
+from isthmus.training.layout import header_of
+from isthmus.training.snapshot import Part, Snapshot, by_part, joined
+
+
+class Site(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a device is, and how it talks to others."""
+
+    device: str
+    host: str = "127.0.0.1"
+    """Address to listen on for other devices."""
+    port: int = 0
+    """0: any that is free."""
+    address: str = ""
+    """How others reach that address, where it is not the same."""
+    identity: Identity | None = None
+    """With one all connections are TLS; without, plain TCP."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback."""
+    relayed: bool = False
+    """Others come by way of the coordinator only."""
+    island: Path | None = None
+    """Where this process meets the other ranks of the device, if there are any."""
+    ranks: int = 1
+
+
+class Device:
+    """One device of a run: gets a stage, runs it until the coordinator wants something else, and so on."""
+
+    def __init__(self, coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> None:
+        self._run = run
+        self._patience_s = patience_s
+        self._foreign = site.identity is not None
+        self._site = site
+        self._ranks: Ranks | None = None
+        self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self._memory: Memory[Part] = Memory()
+        self._data: dict[str, Dataset] = {}
+        self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
+        """A stage whose weights are on the way."""
+        self._executor: Executor | None = None
+        self._epoch = 0
+        listener = Listener(
+            site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, patience_s=patience_s
+        )
+        self._meeting = Meeting(
+            listener, run, Reacher(coordinator=coordinator, identity=site.identity, patience_s=patience_s)
+        )
+        port = 0 if site.relayed else listener.port
+        join = Join(run=run, device=site.device, host=site.address or site.host, port=port)
+        self._control = Control(coordinator, site.identity, join, self._inbox, self._memory.holdings, patience_s)
+
+    def work(self) -> None:
+        """Until the run is over. Errors of this device reach the coordinator before they are raised here."""
+        try:
+            while not isinstance((order := self._next()).message, HaltMessage):
+                self._follow(order)
+        except Exception as e:
+            self._say_failed(e)
+            raise
+        finally:
+            if self._executor is not None:
+                self._executor.links.close()
+            if self._ranks is not None:
+                end_session(self._ranks)
+            self._meeting.close()
+            self._control.close()
+
+    def _next(self) -> Order:
+        """The coordinator's next order. Meanwhile the stage runs, if there is one."""
+        while self._executor is not None:
+            try:
+                return self._executor.run()
+            except CoordinatorGone:
+                raise
+            except PeerError as e:
+                self._give_up()
+                self._say_failed(e)
+        while True:
+            # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+            found = self._inbox.get()
+            if isinstance(found, Order):
+                return found
+            if isinstance(found, Exception):
+                raise found
+            if callable(found):
+                found()
+
+    def _follow(self, order: Order) -> None:
+        message = order.message
+        match message:
+            case HoldMessage():
+                self._give_up()
+                self._epoch = message.epoch
+                self._say(HeldMessage(run=self._run, epoch=self._epoch, holdings=self._memory.holdings()))
+            case FetchMessage(step=step, parts=parts):
+                found = joined(self._memory.values(step, parts).values())
+                headers = tuple(header_of(name, t) for name, t in found.items())
+                given = GivenMessage(run=self._run, epoch=message.epoch, step=step, tensors=headers)
+                self._say(given, list(found.values()))
+            case AssignMessage(assignment=assignment):
+                self._give_up()
+                self._epoch = assignment.epoch
+                self._memory.begin(assignment.start_step)
+                self._set_up(assignment)
+            case Weights(own=own):
+                if self._pending is not None and self._pending[0].epoch == message.epoch:
+                    values = {h.name: t for h, t in zip(message.tensors, order.tensors, strict=True)}
+                    step = self._pending[0].start_step
+                    self._start(values | joined(self._memory.values(step, own).values()))
+            case RetireMessage(step=step):
+                self._memory.retire(step)
+            case _:
+                raise AssertionError(f"{type(message).__name__} is no order")
+
+    def _set_up(self, assignment: Assignment) -> None:
+        torch.set_num_threads(assignment.threads)
+        try:
+            # Before the data: reading it may take one device longer than another's patience.
+            channels = self._meeting.connect(assignment, lambda: self._control.outdated(assignment.epoch))
+        except PeerError as e:
+            self._say_failed(e)
+            return
+        self._pending = (assignment, channels)
+        self._data |= stage_data(assignment, foreign=self._foreign, known=self._data)
+
+    def _start(self, values: Mapping[str, Tensor]) -> None:
+        assert self._pending is not None
+        (assignment, channels), self._pending = self._pending, None
+        executor = Executor(assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values)
+        executor.keeps(self._keep)
+        executor.links = Links(
+            assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
+            executor.record, MirrorReceiver(assignment.mirrored, partial(self._mirrored, assignment)),
+        )  # fmt: skip
+        self._executor = executor
+        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch))
+
+    def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
+        train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
+        if self._site.island is None:
+            return TorchEngine(train, evaluation, config, values, recompute=assignment.recompute)
+        self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks)
+        made = StageSetUp(
+            train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
+            threads=assignment.threads,
+        )  # fmt: skip
+        return IslandEngine(made, values, self._ranks)
+
+    def _give_up(self) -> None:
+        """Let go of the stage; its state stays in memory, if it is that of a whole step."""
+        executor, self._executor = self._executor, None
+        pending, self._pending = self._pending, None
+        for channel in (pending[1] if pending is not None else {}).values():
+            channel.close()
+        if executor is None:
+            return
+        executor.links.abandon()
+        live = executor.live()
+        if live is not None:
+            step, state = live
+            self._memory.keep(self._epoch, step, by_part(state))
+        self._drop_stale()
+
+    def _drop_stale(self) -> None:
+        """What is left of the stage in the inbox: links that were closed say nothing more."""
+        kept: list[object] = []
+        while not self._inbox.empty():
+            found = self._inbox.get()
+            if isinstance(found, Order | CoordinatorGone) or callable(found):
+                kept.append(found)
+        for found in kept:
+            self._inbox.put(found)
+
+    def _keep(self, step: int, taken: Snapshot) -> None:
+        self._memory.keep(self._epoch, step, by_part(taken.tensors()))
+
+    def _mirrored(self, assignment: Assignment, stage: int, step: int, taken: Snapshot) -> None:
+        """In the thread of the stage's link."""
+        epoch = assignment.epoch
+        of = next(n.device for n in assignment.neighbours if n.stage == stage)
+
+        def keep() -> None:
+            if epoch == self._epoch:
+                self._memory.keep(epoch, step, by_part(taken.tensors()))
+                self._say(MirroredMessage(run=self._run, epoch=epoch, of=of, step=step))
+
+        self._inbox.put(keep)
+
+    def _report(self, done: Done) -> None:
+        headers = tuple(header_of(name, t) for name, t in done.state.items())
+        self._say(
+            ReportMessage(
+                run=self._run, epoch=self._epoch, item=done.item, loss=done.loss, count=done.count,
+                spans=done.spans, late_s=done.late_s, tensors=headers,
+            ),
+            list(done.state.values()),
+        )  # fmt: skip
+
+    def _say(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        self._control.say(message, tensors)
+
+    def _say_failed(self, error: Exception) -> None:
+        self._say(Failed(run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error)))
+
+
+def _reason(error: Exception) -> str:
+    """One line: whatever was raised here, it is told on another machine."""
+    text = " ".join(str(error).split())[:500]
+    return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
+
+
+def _fault(error: Exception) -> Literal["user", "device", "other"]:
+    if isinstance(error, UserError):
+        return "user"
+    return "other" if isinstance(error, PeerError) else "device"
+
+
+def _end_with_input() -> None:
+    """Also out of a long computation, and out of a wait for others that may never come."""
+    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
+        pass
+    os._exit(PeerError.exit_code)
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    """The command. `arguments` is its line; None: that of this process."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any")
+    parser.add_argument("--address", default="", help="how others reach it, where that is not the host")
+    parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
+    parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
+    parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
+    parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
+    parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
+    parser.add_argument("--leash", action="store_true", help="end when standard input closes")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
+    if options.leash:
+        threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
+    host, _, port = str(options.coordinator).rpartition(":")
+    site = Site(
+        device=options.device, host=options.host, port=options.port, address=options.address,
+        identity=Identity(options.identity) if options.identity is not None else None,
+        trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
+    )  # fmt: skip
+    try:
+        Device((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience).work()
+    except IsthmusError as e:
+        print(f"device {options.device}: {e}", file=sys.stderr)
+        sys.exit(e.exit_code)
+    except Exception:
+        traceback.print_exc()
+        sys.exit(InternalError.exit_code)
+
+
+if __name__ == "__main__":
+    main()

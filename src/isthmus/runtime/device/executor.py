@@ -1,0 +1,436 @@
+"""The worker's driver: carries out a `Worker` machine's instructions with a real engine, links and clock."""
+
+from __future__ import annotations
+
+import queue
+import sys
+import time
+from collections import deque
+from collections.abc import Callable, Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import torch
+from torch import Tensor
+
+from isthmus.data import Dataset, SampleOrder
+from isthmus.errors import InternalError
+from isthmus.graph import Ref, StageGraph
+from isthmus.plan import Packing
+from isthmus.protocol.events import (
+    Arrived,
+    Collect,
+    Collected,
+    Compute,
+    Computed,
+    Fill,
+    Filled,
+    Keep,
+    Kept,
+    Merge,
+    Opened,
+    Parcel,
+    PartsArrived,
+    Report,
+    Save,
+    Saved,
+    Send,
+    SendParts,
+    Stop,
+    Take,
+    Taken,
+    Update,
+    Updated,
+    WorkerEvent,
+    WorkerInstruction,
+)
+from isthmus.protocol.work import Item
+from isthmus.protocol.worker import Worker
+from isthmus.runtime.device.expected import label, sent_packings
+from isthmus.runtime.device.links import Links
+from isthmus.runtime.device.mirroring import MirrorSender
+from isthmus.runtime.messages.assignment import Assignment, GroupShare
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.processes.kept_pages import keep_pages
+from isthmus.trace import Span
+from isthmus.training.engine import Engine, received_spec, sent_spec
+from isthmus.training.snapshot import Snapshot, snapshot
+from isthmus.training.sums import Parameters, Summed, summed
+
+SWITCH_S = 0.0005
+"""How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
+longer for the compute lane to let go than it travels on a local network."""
+
+
+def tune_process() -> None:
+    """Make this process one that computes and communicates at the same time, over and over the same."""
+    sys.setswitchinterval(SWITCH_S)
+    keep_pages()
+
+
+class Done(msgspec.Struct, frozen=True):
+    """What a device tells of a finished item."""
+
+    item: int
+    loss: float | None
+    count: float | None
+    spans: tuple[Span, ...]
+    late_s: float
+    state: dict[str, Tensor]
+
+
+class Order(NamedTuple):
+    """What the coordinator said that is nothing for a stage at work."""
+
+    message: AnyMessage
+    tensors: list[Tensor]
+
+
+Chore = Callable[[], None]
+"""What another lane leaves to be done between two instructions."""
+
+
+class Executor:
+    """Runs one stage. The compute lane is the thread that calls `run`."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        engine: Engine,
+        data: Mapping[str, Dataset],
+        inbox: queue.SimpleQueue[object],
+        report: Callable[[Done], None],
+        saved: Mapping[str, Tensor],
+    ) -> None:
+        """`data` holds the `train` and `heldout` sets when this stage reads columns; `saved` what a checkpoint has of
+        outer steps, if there is one, among other things."""
+        self.assignment = assignment
+        self.engine = engine
+        self.links: Links
+        self._data = data
+        self._inbox = inbox
+        self._report = report
+        self._machine = Worker(assignment.view, assignment.epoch)
+        self._steps = assignment.start_step
+        """Behind the engine's state."""
+        self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
+        self._mirror: MirrorSender | None = None
+        self._done: deque[WorkerEvent] = deque()
+        """Ends of instructions that the machine has not heard of yet."""
+        self._items: dict[int, Item] = {}
+        self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
+        self._norms: Tensor | None = None
+        self._count: float | None = None
+        """Of the item's loss: this replica's, or after a sum of gradients that of all."""
+        self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
+        self._rounds = {g.group: g.rounds for g in assignment.view.groups}
+        self._state: dict[str, Tensor] = {}
+        self._spans: deque[Span] = deque()
+        self._late_s = 0.0
+        self._packings = sent_packings(assignment)
+        self._order = SampleOrder(assignment.train_samples, assignment.engine.seed, assignment.shuffle)
+
+    def record(self, span: Span) -> None:
+        if self.assignment.trace:
+            self._spans.append(span)
+
+    def keeps(self, keep: Callable[[int, Snapshot], None]) -> None:
+        """Whom to tell of a snapshot: its step, and what it holds."""
+        self._keep = keep
+        if (mirror := self.assignment.mirror) is not None:
+            told, target = self.assignment, mirror.stage
+            self._mirror = MirrorSender(
+                told.run, told.epoch, told.view.stage, mirror,
+                lambda message, tensors: self.links.mirror(target, message, tensors),
+            )  # fmt: skip
+
+    def live(self) -> tuple[int, dict[str, Tensor]] | None:
+        """How many steps are done and the state after them, if that is what the engine has at this moment.
+
+        Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
+        Within a period a replica's state is nobody else's: who went on from it would lose what the others learned.
+        """
+        view = self.assignment.view
+        if view.averages != "gradients" and self._steps % view.period:
+            return None
+        changing = view.averages != "gradients" or any(op.mutates for op in self.assignment.train.ops)
+        return (self._steps, self._whole_state()) if self._machine.settled or not changing else None
+
+    def _whole_state(self) -> dict[str, Tensor]:
+        """The engine's, and that of outer steps."""
+        found = self.engine.state()
+        for buffer in self._buffers.values():
+            found |= buffer.state()
+        return found
+
+    def run(self) -> Order:
+        """Until the coordinator says something that is nothing for this stage; it may go on after that. Raises what
+        went wrong in any lane."""
+        tune_process()
+        while True:
+            event = self._next()
+            if isinstance(event, Order):
+                return event
+            for instruction in self._machine.handle(event):
+                result = self._carry_out(instruction)
+                if result is not None:
+                    self._done.append(result)
+
+    def _next(self) -> WorkerEvent | Order:
+        """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
+        while True:
+            try:
+                # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
+                found = self._inbox.get(block=not self._done)
+            except queue.Empty:
+                return self._done.popleft()
+            if isinstance(found, Exception):
+                raise found
+            if callable(found):
+                found()
+                continue
+            if isinstance(found, Opened) and found.epoch == self.assignment.epoch:
+                found = Opened(item=self.assignment.share.part(found.item), epoch=found.epoch)
+                self._items[found.item.index] = found.item
+            if isinstance(found, Opened | Arrived | PartsArrived | Order):
+                return found
+
+    def _carry_out(self, instruction: WorkerInstruction) -> WorkerEvent | None:
+        match instruction:
+            case Compute(work="B"):
+                self._backward(instruction)
+                return Computed(work="B", item=instruction.item, micro_batch=instruction.micro_batch)
+            case Compute():
+                self._forward(instruction)
+                return Computed(work=instruction.work, item=instruction.item, micro_batch=instruction.micro_batch)
+            case Send():
+                self._send(instruction)
+            case SendParts():
+                self._send_parts(instruction)
+            case Merge():
+                self._merge(instruction)
+            case Fill(item=item, groups=groups):
+                self._fill(item, groups)
+                return Filled(item=item)
+            case Take(item=item, groups=groups):
+                self._take(groups)
+                return Taken(item=item)
+            case Collect(item=item):
+                self._collect(item)
+                return Collected(item=item)
+            case Update(item=item):
+                self._update(item)
+                return Updated(item=item)
+            case Save(item=item):
+                state, wanted = self._whole_state(), self.assignment.saves
+                self._state = {k: v.detach().clone() for k, v in state.items() if wanted is None or k in wanted}
+                return Saved(item=item)
+            case Keep(item=item):
+                taken = snapshot(self._whole_state())
+                self._keep(self._steps, taken)
+                if self._mirror is not None:
+                    self._mirror.begin(self._steps, taken)
+                return Kept(item=item)
+            case Report(item=item):
+                self._finish(item)
+            case Stop():
+                raise InternalError("the machine was not told to stop")
+        return None
+
+    def _forward(self, work: Compute) -> None:
+        training = work.work == "F"
+        item = self._items[work.item]
+        number = item.first_micro_batch + work.micro_batch
+        stage = self.assignment.train if training else self.assignment.evaluation
+        self._take_shared(work.item)
+        inputs = self._columns(stage, item, work.micro_batch)
+        view = self.assignment.view
+        for source in view.forward_from if training else view.eval_from:
+            tensors = self.links.take("forward", source, work.item, work.micro_batch)
+            inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
+        if training and not work.micro_batch:
+            self.links.reshape(item.step)
+        start_s = time.monotonic()
+        out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
+        self._stretch(work, start_s)
+        for target in view.forward_to if training else view.eval_to:
+            crossing = sent_spec(stage, target)
+            self._outgoing["forward", target, work.micro_batch] = {label(c.value): out[c.value] for c in crossing}
+
+    def _backward(self, work: Compute) -> None:
+        stage = self.assignment.train
+        view = self.assignment.view
+        arrived: list[dict[Ref, Tensor]] = []
+        for target in sorted(view.backward_from, reverse=True):
+            due = [c.value for c in sent_spec(stage, target) if c.gradient]
+            tensors = self.links.take("backward", target, work.item, work.micro_batch)
+            arrived.append(dict(zip(due, tensors, strict=True)))
+        start_s = time.monotonic()
+        number = self._items[work.item].first_micro_batch + work.micro_batch
+        gradients = self.engine.backward(number, arrived)
+        self._stretch(work, start_s)
+        for source in view.backward_to:
+            due = [c.value for c in received_spec(stage, source) if c.gradient]
+            self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
+
+    def _stretch(self, work: Compute, start_s: float) -> None:
+        """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
+        emulation = self.assignment.emulation
+        if emulation is not None:
+            flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
+            left_s = start_s + flops / emulation.speed(self._items[work.item].step) - time.monotonic()
+            if left_s > 0:
+                time.sleep(left_s)
+            else:
+                self._late_s -= left_s
+        self._span(work.work, start_s, work.item, work.micro_batch)
+
+    def _span(self, name: str, start_s: float, item: int, micro_batch: int = -1) -> None:
+        self.record(Span(
+            device=self.assignment.device, track="compute", name=name, start_s=start_s, end_s=time.monotonic(),
+            step=item, micro_batch=micro_batch,
+        ))  # fmt: skip
+
+    def _columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
+        """This stage's own columns of one micro-batch: raw data never leaves the device that reads it."""
+        if not stage.columns:
+            return {}
+        size = self.assignment.engine.micro_batch_size
+        start = item.first_sample + micro_batch * size
+        if item.kind == "train":
+            if "train" not in self._data:
+                raise InternalError(f"stage {stage.index} reads columns {stage.columns} and has no data")
+            found = self._data["train"].batch(self._order.indices(start, size), stage.columns)
+        else:
+            found = self._data["heldout"].batch(range(start, start + size), stage.columns)
+        dtypes = self.assignment.column_dtypes
+        return {
+            Ref(self.assignment.placeholders[name]): found[name].to(getattr(torch, dtypes[name]))
+            for name in stage.columns
+        }
+
+    def _take_shared(self, item: int) -> None:
+        borrowed = self.assignment.train.borrows
+        for owner in self.assignment.view.borrows_from:
+            if not self.links.holds("shared", owner, item):
+                continue  # taken by an earlier micro-batch of this item
+            names = [n for n, o in borrowed.items() if o == owner]
+            self.engine.set_shared(dict(zip(names, self.links.take("shared", owner, item), strict=True)))
+
+    def _send(self, send: Send) -> None:
+        stage = self.assignment.train
+        number = 0.0
+        tensors: dict[str, Tensor] = {}
+        packings: dict[str, Packing] = {}
+        samples: list[int] = []
+        match send.parcel:
+            case "forward" | "backward":
+                tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
+                if self._items[send.item].kind == "train":
+                    packings = self._packings[send.parcel, send.target]
+                if any(packing.feedback for packing in packings.values()):
+                    tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
+                    samples = self._samples(self._items[send.item], send.micro_batch)
+            case "shared":
+                tensors = self.engine.shared_values([n for n, users in stage.lends.items() if send.target in users])
+            case "shared_gradient":
+                tensors = self.engine.take_shared_gradients([n for n, o in stage.borrows.items() if o == send.target])
+            case "count":
+                number = self.engine.count
+            case "norms":
+                assert self._norms is not None, "norms are sent after collect"
+                tensors = {"norms": self._norms}
+        self.links.send(send, tensors, number, packings, samples)
+
+    def _samples(self, item: Item, micro_batch: int) -> list[int]:
+        """Which training samples a micro-batch is of: any stage can tell, whether it reads data or not."""
+        size = self.assignment.engine.micro_batch_size
+        return self._order.indices(item.first_sample + micro_batch * size, size).tolist()
+
+    def _gather(self, item: int) -> None:
+        """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""
+        view = self.assignment.view
+        if view.counts:
+            source = next((s for s in view.others if self.links.holds("count", s, item)), None)
+            self._count = self.engine.count if source is None else self.links.take_number("count", source, item)
+        for user in sorted(view.lends_to, reverse=True):
+            names = [n for n, users in self.assignment.train.lends.items() if user in users]
+            arrived = self.links.take("shared_gradient", user, item)
+            self.engine.add_gradients(dict(zip(names, arrived, strict=True)))
+
+    def _fill(self, item: int, groups: Sequence[int]) -> None:
+        start_s = time.monotonic()
+        if self.assignment.view.averages == "gradients":
+            self._gather(item)
+        for group in groups:
+            self._buffers[group].fill(self._count or 0.0)
+        self._span("fill", start_s, item)
+
+    def _send_parts(self, send: SendParts) -> None:
+        flat = self._buffers[send.group].flat
+        (message,) = (m for m in self._rounds[send.group][send.round].sends if m.other == send.target)
+        first, last = message.parts.span(flat.numel())
+        self.links.send_parts(send, flat[first:last])
+
+    def _merge(self, merge: Merge) -> None:
+        flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
+        for message in sorted(turn.receives, key=lambda m: m.other):
+            first, last = message.parts.span(flat.numel())
+            arrived = self.links.take_parts(merge.group, merge.round, message.other, merge.item).to(flat.device)
+            if turn.adds:
+                flat[first:last] += arrived
+            else:
+                flat[first:last] = arrived
+
+    def _take(self, groups: Sequence[int]) -> None:
+        counts = [self._buffers[group].take() for group in groups]
+        if self.assignment.view.counts and self.assignment.view.averages == "gradients":
+            self._count = counts[0]
+
+    def _collect(self, item: int) -> None:
+        start_s = time.monotonic()
+        view = self.assignment.view
+        if not (view.groups and view.averages == "gradients"):
+            self._gather(item)
+        self._norms = self.engine.collect(self._count)
+        self._span("collect", start_s, item)
+
+    def _update(self, item: int) -> None:
+        start_s = time.monotonic()
+        norms: Tensor | None = None
+        view = self.assignment.view
+        if view.clips:
+            assert self._norms is not None, "norms are known after collect"
+            positions = self.assignment.norm_positions
+            norms = torch.zeros(sum(len(p) for p in positions.values()))
+            for stage, where in positions.items():
+                told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
+                norms[list(where)] = told
+        self.engine.update(self._items[item].step, norms)
+        self._steps = self._items[item].step + 1
+        self._span("update", start_s, item)
+
+    def _finish(self, item: int) -> None:
+        kind = self._items.pop(item).kind
+        if kind == "save":  # also a run's last item: spans that are not told with it are lost
+            self.links.drain()
+        told: tuple[float, float] | None = None
+        if kind == "train":
+            told = self.engine.take_loss()
+        elif kind == "eval":
+            told = self.engine.take_evaluation_loss()
+        spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
+        state, self._state = self._state, {}
+        loss, count = told or (None, None)
+        self._report(Done(item, loss, count, spans, self._late_s, state))
+        self._late_s = 0.0
+        if self._mirror is not None:
+            self._mirror.go_on()
+
+
+def _buffer(assignment: Assignment, group: GroupShare, engine: Engine, saved: Mapping[str, Tensor]) -> Summed:
+    """What this stage sums with a group."""
+    own = {op.name: op.target for op in assignment.train.variables()}
+    parameters = Parameters(engine, {name: own[name] for name in group.parameters})
+    averages, share = assignment.view.averages, assignment.share.count / assignment.share.of
+    return summed(parameters, None if averages == "gradients" else share, assignment.outer, saved)

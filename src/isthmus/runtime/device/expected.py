@@ -1,0 +1,82 @@
+"""What an assignment lets arrive, and how it packs what it sends: read off the stage and its view."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable
+
+from isthmus.graph import Ref
+from isthmus.graph.partition import Crossing
+from isthmus.plan import Packing
+from isthmus.protocol.events import Parcel
+from isthmus.runtime.device.links import Signature
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.training.engine import received_spec, sent_spec
+
+
+def label(ref: Ref) -> str:
+    """How a value is called in a frame."""
+    return f"{ref.op}:{ref.index}"
+
+
+def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
+    """Elements that may arrive in the sums, by group, round and source."""
+    sizes = {share.group: share.elements for share in assignment.groups}
+    return {
+        (group.group, number, message.other): message.parts.count(sizes[group.group])
+        for group in assignment.view.groups
+        for number, turn in enumerate(group.rounds)
+        for message in turn.receives
+    }
+
+
+def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, Packing]]:
+    """How training packs what it sends to each stage, by label: only what carries a gradient, or is one."""
+    train, sent = assignment.train, {n.stage: n.sent for n in assignment.neighbours}
+    found: dict[tuple[Parcel, int], dict[str, Packing]] = {}
+
+    def note(parcel: Parcel, stage: int, crossing: Crossing) -> None:
+        named, packing = found.setdefault((parcel, stage), {}), sent.get(stage)
+        if packing is not None and crossing.gradient:
+            named[label(crossing.value)] = packing
+
+    for c in train.sends:
+        note("forward", c.target, c)
+    for c in train.receives:
+        note("backward", c.source, c)
+    return found
+
+
+def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:
+    """What may arrive from each stage under this assignment, by name, dtype and shape."""
+    size = assignment.engine.micro_batch_size
+    train, view = assignment.train, assignment.view
+    specs = {op.name: op.outputs[0] for op in train.ops if op.kind == "parameter"}
+    found: dict[tuple[Parcel, int], set[Signature]] = {}
+    received = {n.stage: n.received for n in assignment.neighbours}
+
+    def allow(parcel: Parcel, source: int, signature: Signature) -> None:
+        found.setdefault((parcel, source), set()).add(signature)
+
+    def crossing(crossings: Iterable[Crossing], packing: Packing | None) -> Signature:
+        return tuple(
+            (label(c.value), c.spec.dtype, c.spec.shape_at(size), packing if c.gradient else None) for c in crossings
+        )
+
+    for stage in (train, assignment.evaluation):
+        for source in {c.source for c in stage.receives}:
+            packing = received.get(source) if stage is train else None  # evaluations are of the model as it is
+            allow("forward", source, crossing(received_spec(stage, source), packing))
+    for target in {c.target for c in train.sends}:
+        due = [c for c in sent_spec(train, target) if c.gradient]
+        allow("backward", target, crossing(due, received.get(target)))
+    for owner in view.borrows_from:
+        names = [n for n, o in train.borrows.items() if o == owner]
+        allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size), None) for n in names))
+    for user in view.lends_to:
+        names = [n for n, users in train.lends.items() if user in users]
+        allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size), None) for n in names))
+    for other in view.others:
+        allow("count", other, ())
+        if view.clips:
+            allow("norms", other, (("norms", "float32", (len(assignment.norm_positions[other]),), None),))
+    return {key: frozenset(signatures) for key, signatures in found.items()}

@@ -1,0 +1,277 @@
+"""A device's links to the other stages: one connection, a send lane, a receive lane and credits for each."""
+
+from __future__ import annotations
+
+import queue
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from functools import partial
+from typing import Literal
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.plan import Packing
+from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
+from isthmus.runtime.device.mirroring import MirrorReceiver
+from isthmus.runtime.messages.assignment import Assignment, Neighbour
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.recovery import MirrorMessage, MirrorPart
+from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import Credits, Departure, SendLane
+from isthmus.trace import Span
+from isthmus.training.compression import SampleFeedback, codec_of
+from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
+
+AVERAGE: Literal["average"] = "average"
+"""How parts of a sum are called in a trace."""
+Key = tuple[Parcel | Literal["average"], int, int, int, int]
+"""Parcel, the other stage, item, micro-batch and -1; of a sum's parts, group and round."""
+Signature = tuple[tuple[str, str, tuple[int, ...], Packing | None], ...]
+"""Name, dtype, shape and packing of each tensor of a parcel."""
+
+
+class Links:
+    """All links of one stage. Arrivals go to `inbox` as events; their tensors wait here until they are taken."""
+
+    def __init__(
+        self,
+        assignment: Assignment,
+        channels: Mapping[int, SocketChannel],
+        expected: Mapping[tuple[Parcel, int], frozenset[Signature]],
+        parts: Mapping[tuple[int, int, int], int],
+        inbox: queue.SimpleQueue[object],
+        spans: Callable[[Span], None],
+        mirrors: MirrorReceiver | None = None,
+    ) -> None:
+        """`expected` lists what may arrive, `parts` how many elements by (group, round, stage): anything else is
+        refused before it is allocated. `mirrors` takes copies of others' snapshots."""
+        self._run, self._epoch = assignment.run, assignment.epoch
+        self._expected = expected
+        self._parts = parts
+        self._inbox = inbox
+        self._spans = spans
+        self._mirrors = mirrors or MirrorReceiver({}, lambda stage, step, taken: None)
+        self._stage = assignment.view.stage
+        self._tensors: dict[Key, list[Tensor]] = {}
+        self._numbers: dict[Key, float] = {}
+        self._closed = False
+        self._ending = threading.Lock()
+        self._owed: dict[int, int] = {}
+        self._feedback: dict[int, SampleFeedback] = {}
+        """By the stage to which gradients go; used in the packing thread of its lane alone."""
+        self._names = {n.stage: n for n in assignment.neighbours}
+        self._assignment = assignment
+        self._channels = dict(channels)
+        self._credits = {n.stage: Credits(n.window_bytes) for n in assignment.neighbours}
+        self._lanes = {n.stage: self._lane(n) for n in assignment.neighbours}
+        self._over = threading.Event()
+        threading.Thread(target=self._beat, name="heartbeat of links", daemon=True).start()
+        for stage in self._channels:
+            threading.Thread(target=self._receive, args=(stage,), name=f"receive {stage}", daemon=True).start()
+
+    def _lane(self, neighbour: Neighbour) -> SendLane:
+        def departed(departure: Departure) -> None:
+            message = departure.message
+            if isinstance(message, ParcelMessage | PartsMessage):
+                name, micro_batch = _called(message)
+                self._spans(Span(
+                    device=self._assignment.device, track="send", name=name, start_s=departure.start_s,
+                    end_s=departure.end_s, step=message.item, micro_batch=micro_batch,
+                    size_bytes=departure.size_bytes, wire_bytes=departure.wire_bytes, other=neighbour.device,
+                ))  # fmt: skip
+
+        return SendLane(
+            self._channels[neighbour.stage], shape=neighbour.shape, credits=self._credits[neighbour.stage],
+            patience_s=self._assignment.patience_s, on_departure=departed, on_error=self._failed,
+        )  # fmt: skip
+
+    def _beat(self) -> None:
+        """Over a link that has nothing to carry too: one that is cut, or open at one end only, is silent."""
+        while not self._over.wait(self._assignment.patience_s / 4):
+            for lane in self._lanes.values():
+                lane.put(Heartbeat(run=self._run))
+
+    def _failed(self, error: Exception) -> None:
+        """Whoever takes from the inbox decides: a lane has no one to raise to. Nothing is said of closed links."""
+        with self._ending:
+            if not self._closed:
+                self._inbox.put(error)
+
+    def send(
+        self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {},
+        samples: Sequence[int] = (),
+    ) -> None:  # fmt: skip
+        """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
+
+        `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
+        gradients: packing with feedback remembers by sample.
+        """
+        headers = tuple(header_of(name, t, packings.get(name)) for name, t in tensors.items())
+        message = ParcelMessage(
+            run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
+            micro_batch=what.micro_batch, number=number, tensors=headers,
+        )  # fmt: skip
+        sent = list(tensors.values())
+        feedback = self._feedback.setdefault(what.target, SampleFeedback())
+        packer = partial(_packed, headers, sent, samples, feedback) if packings else None
+        self._lanes[what.target].put(message, sent, packer)
+
+    def send_parts(self, what: SendParts, stretch: Tensor) -> None:
+        """Hand a stretch of a sum's buffer to the link's send lane."""
+        message = PartsMessage(
+            run=self._run, epoch=self._epoch, group=what.group, round=what.round, source=self._stage, item=what.item,
+            tensors=(header_of(AVERAGE, stretch),),
+        )  # fmt: skip
+        self._lanes[what.target].put(message, [stretch])
+
+    def mirror(self, target: int, message: MirrorMessage | MirrorPart, tensors: Sequence[Tensor]) -> None:
+        """Hand a stretch of a snapshot to the link's send lane, behind all else."""
+        self._lanes[target].put(message, tensors, background=True)
+
+    def holds(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> bool:
+        return (parcel, source, item, micro_batch, -1) in self._tensors
+
+    def take(self, parcel: Parcel, source: int, item: int, micro_batch: int = -1) -> list[Tensor]:
+        """The tensors of a parcel that has arrived; its bytes are granted to the sender again."""
+        return self._taken((parcel, source, item, micro_batch, -1))
+
+    def take_parts(self, group: int, turn: int, source: int, item: int) -> Tensor:
+        """What a stage of another replica sent in this round of a sum."""
+        return self._taken((AVERAGE, source, item, group, turn))[0]
+
+    def _taken(self, key: Key) -> list[Tensor]:
+        tensors, source = self._tensors.pop(key), key[1]
+        owed = self._owed.get(source, 0) + sum(t.numel() * t.element_size() for t in tensors)
+        if 4 * owed >= self._names[source].window_bytes:
+            self._lanes[source].put(Credit(run=self._run, epoch=self._epoch, size_bytes=owed))
+            owed = 0
+        self._owed[source] = owed
+        return tensors
+
+    def take_number(self, parcel: Parcel, source: int, item: int) -> float:
+        self._tensors.pop((parcel, source, item, -1, -1))
+        return self._numbers.pop((parcel, source, item, -1, -1))
+
+    def _receive(self, stage: int) -> None:
+        """The receive lane of one link. This is where a micro-batch enters a device."""
+        channel = self._channels[stage]
+        idle_s = None  # who has not begun may still be waiting for its weights: the coordinator knows
+        try:
+            while (received := channel.receive(self._guard, idle_s)) is not None:
+                idle_s = self._assignment.patience_s
+                self._accept(stage, channel, *received)
+            raise PeerError(f"{channel.other}: closed the link")
+        except Exception as e:
+            self._failed(e)
+
+    def _accept(self, stage: int, channel: SocketChannel, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, Credit):
+            self._credits[stage].give(message.size_bytes)
+            return
+        if isinstance(message, Heartbeat):
+            return
+        known = isinstance(message, ParcelMessage | PartsMessage | MirrorMessage | MirrorPart)
+        if not known or message.source != stage:
+            raise PeerError(f"{channel.other}: sent {type(message).__name__} on the link of stage {stage}")
+        if message.epoch != self._epoch:
+            return
+        if isinstance(message, MirrorMessage | MirrorPart):
+            self._mirrors.accept(message, tensors)
+            return
+        self._keep(message, tensors)
+        name, micro_batch = _called(message)
+        self._spans(Span(
+            device=self._assignment.device, track="receive", name=name, start_s=channel.began_s,
+            end_s=time.monotonic(), step=message.item, micro_batch=micro_batch,
+            size_bytes=sum(h.nbytes for h in message.tensors), other=self._names[stage].device,
+        ))  # fmt: skip
+        if isinstance(message, PartsMessage):
+            self._inbox.put(PartsArrived(
+                group=message.group, round=message.round, source=stage, item=message.item, epoch=message.epoch
+            ))  # fmt: skip
+        else:
+            self._inbox.put(Arrived(
+                parcel=message.parcel, source=stage, item=message.item, micro_batch=message.micro_batch,
+                epoch=message.epoch,
+            ))  # fmt: skip
+
+    def _keep(self, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor]) -> None:
+        if isinstance(message, PartsMessage):
+            self._tensors[AVERAGE, message.source, message.item, message.group, message.round] = list(tensors)
+        else:
+            key = (message.parcel, message.source, message.item, message.micro_batch, -1)
+            self._tensors[key] = list(tensors)
+            self._numbers[key] = message.number
+
+    def _guard(self, message: AnyMessage) -> None:
+        if message.run != self._run:
+            raise PeerError(f"a frame of run {message.run!r} arrived, expected {self._run!r}")
+        if isinstance(message, ParcelMessage):
+            signature = tuple((h.name, h.dtype, h.shape, h.packing) for h in message.tensors)
+            if signature not in self._expected.get((message.parcel, message.source), frozenset()):
+                raise PeerError(f"stage {message.source} sent {message.parcel} {signature}, not in the plan")
+        elif isinstance(message, PartsMessage):
+            where = (message.group, message.round, message.source)
+            stated = [(h.dtype, h.shape) for h in message.tensors]
+            if stated != [("float32", (self._parts.get(where, -1),))]:
+                raise PeerError(f"stage {message.source} sent parts {where} as {stated}, not in the plan")
+        elif isinstance(message, MirrorMessage | MirrorPart):
+            if message.epoch != self._epoch:
+                raise PeerError(f"stage {message.source} sent a snapshot of plan epoch {message.epoch}")
+            self._mirrors.guard(message)
+        elif message.tensors:
+            raise PeerError(f"{type(message).__name__} with tensors on a link between stages")
+
+    def reshape(self, step: int) -> None:
+        """Emulation: links are from now on as they are in this step."""
+        for neighbour in self._assignment.neighbours:
+            for since, shape in neighbour.later:
+                if since <= step:
+                    self._lanes[neighbour.stage].reshape(shape)
+
+    def drain(self) -> None:
+        """Wait until everything sent so far has left this device: only then is its departure on record."""
+        for lane in self._lanes.values():
+            lane.drain()
+
+    def close(self) -> None:
+        """At the end of a run: what was handed over is sent."""
+        self._end(5.0)
+
+    def abandon(self) -> None:
+        """In the middle of a run whose plan is given up."""
+        self._end(0.0)
+
+    def _end(self, flush_s: float) -> None:
+        with self._ending:
+            self._closed = True
+        self._over.set()
+        for lane in self._lanes.values():
+            lane.close(flush_s)
+        for channel in self._channels.values():
+            channel.close()
+
+
+def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
+    """Name and micro-batch of a span."""
+    return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
+
+
+def _packed(
+    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], samples: Sequence[int], feedback: SampleFeedback
+) -> list[memoryview]:
+    """The parcel's payload. UserError names a value that cannot be packed."""
+    found: list[memoryview] = []
+    for header, tensor in zip(headers, tensors, strict=True):
+        if header.packing is None:
+            found.append(pack(tensor))
+            continue
+        codec = codec_of(header.packing)
+        if header.packing.feedback:
+            found.append(bytes_of(feedback.encode(codec, samples, tensor, header.name)))
+        else:
+            found.append(bytes_of(codec.encode(in_a_row(tensor), header.name)))
+    return found

@@ -1,0 +1,136 @@
+"""How the devices of a plan get a connection for each pair: the lower stage dials, the higher one accepts.
+
+A device listens for as long as its process lives. Who dials says for which plan epoch: one that this device has not
+come to yet waits, one that is over is shut out.
+"""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from isthmus.errors import PeerError
+from isthmus.runtime.identity import Party
+from isthmus.runtime.messages.assignment import Assignment, Neighbour
+from isthmus.runtime.messages.relay import Strand
+from isthmus.runtime.messages.run import Hello
+from isthmus.runtime.transport.braid import Braider
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reaching import Parking, Reacher, Route
+from isthmus.runtime.transport.reception import first_message
+
+MOST_WAITING = 256
+"""Connections that nobody has asked for yet."""
+LOOK_S = 0.1
+"""How often to look whether the meeting is called off."""
+
+
+class Meeting:
+    """The listening side of one device."""
+
+    def __init__(self, listener: Listener, run: str, reacher: Reacher) -> None:
+        """With an identity this device can also be reached by way of the coordinator."""
+        self._run = run
+        self._reacher = reacher
+        self._patience_s = reacher.patience_s
+        self._braider = Braider(reacher.patience_s)
+        self._arrived = threading.Condition()
+        self._epoch = 0
+        self._waiting: list[tuple[int, int, SocketChannel]] = []
+        """Epoch and stage that each says it is for."""
+        listener.start(self._greet)
+        self._parking: Parking | None = None
+        if reacher.identity is not None:
+            self._parking = Parking(reacher, run, lambda found: listener.adopt(found, "relayed", self._greet))
+
+    def close(self) -> None:
+        """Nobody comes by way of the coordinator any more."""
+        if self._parking is not None:
+            self._parking.close()
+
+    def _greet(self, channel: SocketChannel) -> None:
+        hello = first_message(channel, (Hello, Strand), self._patience_s)
+        if isinstance(hello, Strand):
+            try:
+                braid = self._braider.add(channel, hello)
+            except PeerError:
+                channel.close()
+                return
+            if braid is None:
+                return
+            channel, hello = braid, first_message(braid, (Hello,), self._patience_s)
+        if hello is None:
+            return
+        with self._arrived:
+            welcome = hello.run == self._run and hello.epoch >= self._epoch
+            if welcome and len(self._waiting) < MOST_WAITING:
+                self._waiting.append((hello.epoch, hello.stage, channel))
+                self._arrived.notify_all()
+                return
+        channel.close()
+
+    def _take(self, epoch: int) -> list[tuple[int, SocketChannel]]:
+        """Who has come for this epoch; who came for an older one is shut out."""
+        with self._arrived:
+            self._epoch = epoch
+            old = [channel for e, _, channel in self._waiting if e < epoch]
+            taken = [(stage, channel) for e, stage, channel in self._waiting if e == epoch]
+            self._waiting = [entry for entry in self._waiting if entry[0] > epoch]
+        for channel in old:
+            channel.close()
+        return taken
+
+    def connect(
+        self, assignment: Assignment, called_off: Callable[[], bool] = lambda: False
+    ) -> dict[int, SocketChannel]:  # fmt: skip
+        """One connection per neighbour. PeerError when a neighbour does not come, or when it is called off.
+
+        With an identity both sides must be the devices that the assignment names.
+        """
+        found: dict[int, SocketChannel] = {}
+        try:
+            for neighbour in assignment.neighbours:
+                if neighbour.stage > assignment.view.stage:
+                    found[neighbour.stage] = self._dial(neighbour, assignment)
+            self._await(assignment, found, called_off)
+        except Exception:
+            for channel in found.values():
+                channel.close()
+            raise
+        return found
+
+    def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
+        channel, _ = self._reacher.reach(Route(
+            run=self._run, other=f"device {neighbour.device!r}", host=neighbour.host, port=neighbour.port,
+            id=neighbour.id, strands=neighbour.strands,
+        ))  # fmt: skip
+        channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.view.stage))
+        return channel
+
+    def _await(self, assignment: Assignment, found: dict[int, SocketChannel], called_off: Callable[[], bool]) -> None:
+        neighbours = {n.stage: n for n in assignment.neighbours}
+        deadline_s = time.monotonic() + assignment.patience_s
+        while missing := set(neighbours) - found.keys():
+            absent = ", ".join(repr(neighbours[s].device) for s in sorted(missing))
+            for stage, channel in self._take(assignment.epoch):
+                if stage in missing and stage < assignment.view.stage and _is(channel.party, neighbours[stage]):
+                    channel.other = f"device {neighbours[stage].device!r}"
+                    found[stage] = channel
+                    missing.discard(stage)
+                else:
+                    channel.close()  # one who is here already, or is another device
+            if not missing:
+                return
+            if called_off():
+                raise PeerError(f"device {absent}: the plan was given up before it connected")
+            if time.monotonic() >= deadline_s:
+                raise PeerError(f"device {absent}: did not connect for {assignment.patience_s:g} s")
+            with self._arrived:
+                if not any(epoch == assignment.epoch for epoch, _, _ in self._waiting):
+                    self._arrived.wait(LOOK_S)
+
+
+def _is(party: Party | None, neighbour: Neighbour) -> bool:
+    return party == (Party("device", neighbour.id) if neighbour.id else None)

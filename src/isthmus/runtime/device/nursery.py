@@ -1,0 +1,89 @@
+"""The process that device processes are forked from: it has imported what they need.
+
+A fresh interpreter imports torch for two seconds of a core; a copy of one that has done so takes milliseconds, and
+shares its memory. It has one thread, ever: a lock that another one held at the fork would stay locked in the copy. So
+nothing is computed here, as torch would start threads.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import gc
+import os
+import selectors
+import signal
+import socket
+import sys
+import traceback
+from typing import NoReturn
+
+import msgspec
+import setproctitle
+
+from isthmus.errors import InternalError
+from isthmus.runtime.device import device
+from isthmus.runtime.processes.births import MESSAGE_BYTES, Birth, Born, Died
+
+
+def main() -> None:
+    """Until the launcher at the other end of standard input is gone."""
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    setproctitle.setproctitle("isthmus nursery")
+    line = socket.socket(fileno=0)
+    gc.freeze()  # collecting in a copy would write to every page
+    numbers: dict[int, int] = {}
+    with selectors.DefaultSelector() as waiting, contextlib.suppress(OSError):
+        waiting.register(line, selectors.EVENT_READ)
+        while True:
+            for key, _ in waiting.select():
+                if key.fileobj is not line:
+                    waiting.unregister(key.fileobj)
+                    os.close(key.fd)
+                    _, status = os.waitpid(key.data, 0)
+                    _say(line, Died(numbers.pop(key.data), os.waitstatus_to_exitcode(status)))
+                    continue
+                said, descriptors, _, _ = socket.recv_fds(line, MESSAGE_BYTES, 2)
+                if not said:
+                    return
+                birth = msgspec.json.decode(said, type=Birth)
+                pid = os.fork()
+                if not pid:
+                    waiting.close()
+                    line.detach()
+                    _live(birth, descriptors)
+                for descriptor in descriptors:
+                    os.close(descriptor)
+                numbers[pid] = birth.number
+                waiting.register(os.pidfd_open(pid), selectors.EVENT_READ, pid)
+                _say(line, Born(birth.number, pid))
+
+
+def _say(line: socket.socket, what: Born | Died) -> None:
+    line.send(msgspec.json.encode(what))
+
+
+def _live(birth: Birth, descriptors: list[int]) -> NoReturn:
+    """The copy's whole life."""
+    code = InternalError.exit_code
+    try:
+        os.setpgid(0, 0)
+        for target, descriptor in zip((0, 2), descriptors, strict=False):
+            os.dup2(descriptor, target)
+            os.close(descriptor)
+        if birth.folder is not None:
+            os.chdir(birth.folder)
+        setproctitle.setproctitle(birth.title)
+        device.main(birth.arguments)
+        code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
+    except BaseException:
+        traceback.print_exc()
+    finally:
+        with contextlib.suppress(Exception):
+            sys.stderr.flush()
+        os._exit(code)
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,1 @@
+"""Federated rounds over processes and sites."""

@@ -1,0 +1,101 @@
+"""What is kept of a federated run, in its folder: the server's values, committed rounds, their lines, evaluations.
+
+job.json   rounds.jsonl   rounds/   privacy.json
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import Values
+from isthmus.federated.evaluation import Evaluation, Evaluator
+from isthmus.federated.history import History, RoundLine
+from isthmus.federated.job import FederatedJob
+from isthmus.federated.partial import BUFFERS
+from isthmus.federated.server import Commits, Identity, Server
+from isthmus.protocol.federated_events import Record
+from isthmus.protocol.federated_rules import RoundRules
+from isthmus.runtime.federated.conductor import RoundMeasure
+
+JOB, PRIVACY = "job.json", "privacy.json"
+
+
+class Closed(msgspec.Struct, frozen=True, kw_only=True):
+    """A round, with what must be seen of it before the next one changes it."""
+
+    record: Record
+    measure: RoundMeasure
+    values: Values
+    saves: bool
+    state_rounds: NDArray[np.int32] | None
+
+
+class Books:
+    """`first_round` is where a resumed run goes on; the server then has the values of the round before."""
+
+    def __init__(self, job: FederatedJob, folder: Path, server: Server, identity: Identity, *, resume: bool) -> None:
+        """UserError for a folder of another job."""
+        self.server = server
+        self.folder = folder
+        self.history = History(folder / "rounds.jsonl")
+        self.first_round = 0
+        self.evaluator: Evaluator | None = None
+        self._job = job
+        self._clients = identity.clients
+        self._commits = Commits(folder / "rounds", identity)
+        self.state_rounds: NDArray[np.int32] | None = None
+        """(population,), of algorithms whose clients keep something."""
+        if server.keeps:
+            self.state_rounds = np.full(identity.clients, -1, dtype=np.int32)
+        if resume and (found := self._commits.newest()) is not None:
+            round_, server.values, kept = found
+            self.first_round = round_ + 1
+            self.state_rounds = kept if server.keeps else None
+
+    def begin(self, note: Callable[[str], None]) -> None:
+        """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` is told what the
+        whole run promises its clients."""
+        promised = self._job.guarantee(self._clients, self._job.federated.rounds)
+        try:
+            self.folder.mkdir(parents=True, exist_ok=True)
+            document = msgspec.json.format(msgspec.json.encode(self._job), indent=1)
+            (self.folder / JOB).write_bytes(document)
+            if promised is not None:
+                promised.write(self.folder / PRIVACY)
+                note(f"privacy: {promised}")
+        except OSError as e:
+            raise UserError(f"run folder {self.folder}: cannot be written: {e.strerror or e}") from None
+        self.history.keep(self.first_round)
+
+    def closed(self, record: Record, measure: RoundMeasure) -> Closed:
+        """A round as it is now."""
+        config = self._job.federated
+        saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
+        kept = self.state_rounds.copy() if saves and self.state_rounds is not None else None
+        return Closed(record=record, measure=measure, values=self.server.values, saves=saves, state_rounds=kept)
+
+    def write(self, closed: Closed, rules: RoundRules) -> RoundLine:
+        """Evaluate where that is due, write the round's line, make the round durable where that is due."""
+        measure = closed.measure
+        line = RoundLine(
+            record=closed.record, seconds=measure.seconds, sent_bytes=measure.sent_bytes,
+            received_bytes=measure.received_bytes, trips=measure.trips, value_bytes=measure.value_bytes,
+            rules=rules.told, evaluation=self._evaluation(closed),
+        )  # fmt: skip
+        self.history.add(line)
+        if closed.saves:
+            self._commits.save(closed.record.round, closed.values, closed.state_rounds)
+        return line
+
+    def _evaluation(self, closed: Closed) -> Evaluation | None:
+        config, number = self._job.federated, closed.record.round + 1
+        due = config.evaluate_every and (number % config.evaluate_every == 0 or number == config.rounds)
+        if self.evaluator is None or not due:
+            return None
+        return self.evaluator.evaluate(closed.values["model"], closed.values.get(BUFFERS))

@@ -1,0 +1,313 @@
+"""The driver of a federated coordinator: its instructions carried out over connections to executors' processes."""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sys
+import threading
+import time
+from collections.abc import Callable, Mapping, Sequence
+from typing import Protocol
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.server import Server
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import (
+    Absorb,
+    Commit,
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    Dismiss,
+    Finish,
+    Halt,
+    Ignore,
+    Interrupted,
+    Lost,
+    Merge,
+    Open,
+    Record,
+    Tell,
+    Tick,
+    Turn,
+)
+from isthmus.runtime.federated.intake import Intake
+from isthmus.runtime.federated.shared_values import Board
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.federated import ToldMessage, TurnMessage
+from isthmus.runtime.messages.run import Failed, HaltMessage, Heartbeat, Join
+from isthmus.runtime.processes.interrupting import interruptible
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.post import SWITCH_S, Post, headers_of
+from isthmus.runtime.transport.reception import Heard, Reception
+from isthmus.training.layout import TensorHeader
+
+TICK_S = 0.25
+LAST_WORDS_S = 0.5
+"""How long to wait for the exit of a process whose connection closed: it says more."""
+
+
+class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
+    """What the driver saw of a round. Bytes are whole frames, of all executors, and what they read and wrote in shared
+    memory in place of frames."""
+
+    seconds: float
+    sent_bytes: int
+    received_bytes: int
+    trips: int = 0
+    """Messages that brought values: sums or collected ones."""
+    value_bytes: int = 0
+    """Of those values, without headers."""
+
+
+class Outgoing(Protocol):
+    """A connection's way out, for one thread."""
+
+    def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None: ...
+    def flush(self) -> None: ...
+    def close(self) -> None: ...
+
+
+def post(channel: SocketChannel, patience_s: float, fail: Callable[[Exception], None]) -> Outgoing:
+    """Messages are sent at once: a process of this machine takes them."""
+    return Post(channel, fail)
+
+
+class Office(msgspec.Struct, frozen=True, kw_only=True):
+    """How a conductor and its executors talk. The default is for processes of this machine."""
+
+    run: str
+    patience_s: float
+    reception: type[Reception] = Reception
+    out: Callable[[SocketChannel, float, Callable[[Exception], None]], Outgoing] = post
+    """(channel, patience, what to tell of a failure) -> its way out."""
+    last_words_s: float = LAST_WORDS_S
+    board: Board | None = None
+    """Where executors of this machine read the broadcast."""
+    returns: bool = False
+    """Whoever is lost may come back: whatever goes wrong with one executor is no failure of the run."""
+
+
+class FederatedConductor:
+    """Runs the machine in the thread that calls `conduct`, over the connections that its reception is given."""
+
+    def __init__(
+        self,
+        machine: FederatedCoordinator,
+        server: Server,
+        intake: Intake,
+        office: Office,
+        *,
+        committed: Callable[[Record, RoundMeasure], None],
+        note: Callable[[str], None] = lambda _: None,
+    ) -> None:
+        """`committed` is called before the next round opens. `note` is told of losses."""
+        self._machine = machine
+        self._server = server
+        self._intake = intake
+        self._office = office
+        self._run, self._patience_s = office.run, office.patience_s
+        self._committed = committed
+        self._note = note
+        self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
+        self._posts: dict[str, Outgoing] = {}
+        self._left: set[str] = set()
+        """Of them, those that are lost."""
+        self._channels: list[SocketChannel] = []
+        self._dismissed: set[str] = set()
+        """Whom we have hung up on, until their connection is seen to end."""
+        self._turn: Turn | None = None
+        self._told: Mapping[str, Tensor] = {}
+        self._lie: tuple[TensorHeader, ...] = ()
+        self._shown_bytes = 0
+        self._opened_s = 0.0
+        self._counted = (0, 0, 0, 0)
+        self._failure: IsthmusError | None = None
+        self._over = threading.Event()
+        self.reception = office.reception(
+            self._run, machine.executors, heard=self._heard.put, guard=intake.guard, patience_s=self._patience_s
+        )
+        """Takes the executors' connections."""
+
+    def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Finish:
+        """Run to the end; `ended` tells of which executors the process has ended, and how.
+
+        Ctrl-C drops the open round and ends. Raises UserError for what an executor refused as the user's.
+        """
+        threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
+        before_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)
+        try:
+            with interruptible(lambda: self._heard.put(Interrupted())):
+                finish = self._loop(ended)
+            for out in self._posts.values():
+                out.flush()
+        finally:
+            sys.setswitchinterval(before_s)
+            self._over.set()
+            self.reception.close()
+        if self._failure is not None:
+            raise self._failure
+        return finish
+
+    def bytes(self) -> tuple[int, int]:
+        """Sent and received so far, whole frames, of all executors."""
+        counts = [channel.statistics() for channel in self._channels]
+        return sum(c.sent_bytes for c in counts), sum(c.received_bytes for c in counts)
+
+    def _beat(self) -> None:
+        while not self._over.wait(self._patience_s / 4):
+            for out in self._reachable():
+                out.put(Heartbeat(run=self._run))
+
+    def _absent(self, late: bool, ended: Callable[[], Mapping[str, str]]) -> list[CoordinatorEvent]:
+        """One that never joined, of processes that were started for the run; how long sites may take the machine
+        decides."""
+        if self._office.returns:
+            return []
+        if late and (missing := set(self._machine.executors) - self._posts.keys()):
+            return [self._lost(min(missing), f"it did not join within {self._patience_s:g} s", ended)]
+        if gone := ended().keys() - self._posts.keys():
+            return [self._lost(min(gone), "its process ended before it joined", ended)]
+        return []
+
+    def _reachable(self) -> list[Outgoing]:
+        return [out for name, out in list(self._posts.items()) if name not in self._left]
+
+    def _loop(self, ended: Callable[[], Mapping[str, str]]) -> Finish:
+        finish: Finish | None = None
+        looked_s = time.monotonic()
+        join_by_s = looked_s + self._patience_s
+        self._machine.handle(Tick(now_s=looked_s))  # before any turn: deadlines count from its opening
+        while finish is None:
+            events: list[CoordinatorEvent] = []
+            with contextlib.suppress(queue.Empty):
+                events += self._translate(self._heard.get(timeout=TICK_S), ended)
+            now_s = time.monotonic()
+            if now_s - looked_s >= TICK_S:
+                looked_s = now_s
+                events.append(Tick(now_s=now_s))
+                events += self._absent(now_s > join_by_s, ended)
+            for event in events:
+                instructions = self._machine.handle(event)
+                finish = self._carry_out(instructions) or finish
+                if any(isinstance(i, Open) for i in instructions):
+                    self._machine.look_ahead()
+            if self._failure is not None:
+                return self._carry_out([Halt()]) or Finish("lost", str(self._failure))
+        return finish
+
+    def _translate(
+        self, heard: Heard | CoordinatorEvent, ended: Callable[[], Mapping[str, str]]
+    ) -> Sequence[CoordinatorEvent]:
+        if not isinstance(heard, tuple):
+            return [heard]
+        executor, message, tensors = heard
+        match message:
+            case None | Exception():
+                if executor in self._dismissed:  # that is known already
+                    self._dismissed.remove(executor)
+                    return []
+                reason = "its connection closed" if message is None else str(message)
+                return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
+            case Join():
+                self._welcome(executor)
+            case Failed(fault="user", reason=reason) if not self._office.returns:
+                self._failure = UserError(reason)
+            case Failed(reason=reason):
+                return [self._lost(executor, reason, ended)]
+            case Heartbeat():
+                pass
+            case _:
+                try:
+                    event = self._intake.hear(executor, message, tensors)
+                except PeerError as e:
+                    self._dismiss(executor)
+                    return [self._lost(executor, str(e), ended)]
+                return [] if event is None else [event]
+        return []
+
+    def _dismiss(self, executor: str) -> None:
+        self._dismissed.add(executor)
+        self._left.add(executor)
+        self.reception.channel(executor).close()
+
+    def _welcome(self, executor: str) -> None:
+        channel = self.reception.channel(executor)
+        self._channels.append(channel)
+
+        def fail(error: Exception) -> None:
+            channel.close()  # the thread that receives from it tells of the loss
+            if not (self._over.is_set() or executor in self._left):
+                self._note(f"executor {executor}: {error}")
+
+        if (former := self._posts.get(executor)) is not None:
+            former.close()
+        self._left.discard(executor)
+        self._posts[executor] = self._office.out(channel, self._patience_s, fail)
+        if (greeting := self._intake.greeting(executor)) is not None:
+            self._posts[executor].put(greeting)
+
+    def _lost(self, executor: str, reason: str, ended: Callable[[], Mapping[str, str]]) -> Lost:
+        self._left.add(executor)
+        deadline_s = time.monotonic() + self._office.last_words_s
+        while executor not in ended() and time.monotonic() < deadline_s:
+            time.sleep(0.01)
+        reason = ended().get(executor, reason)
+        self._note(f"executor {executor} was lost: {reason}")
+        return Lost(executor=executor, reason=reason)
+
+    def _carry_out(self, instructions: Sequence[CoordinatorInstruction]) -> Finish | None:
+        finish: Finish | None = None
+        for instruction in instructions:
+            match instruction:
+                case Open(executor=executor, event=opened):
+                    self._open(opened.opening.turn)
+                    self._server.open(opened.opening)
+                    headers = headers_of(self._told)
+                    message = TurnMessage(run=self._run, opened=opened, lie=self._lie, tensors=headers)
+                    self._posts[executor].put(message, list(self._told.values()))
+                    self._shown_bytes += sum(h.nbytes for h in self._lie)
+                case Tell(executor=executor, event=told):
+                    self._posts[executor].put(ToldMessage(run=self._run, told=told))
+                case Merge(executor=executor):
+                    self._intake.merge(executor)
+                case Ignore(executor=executor):
+                    self._intake.ignore(executor)
+                case Dismiss(executor=executor, reason=reason):
+                    self._note(f"executor {executor} {reason}: dismissed")
+                    self._dismiss(executor)
+                case Absorb():
+                    self._server.absorb()
+                case Commit(record=record):
+                    self._committed(record, self._measure())
+                case Halt():
+                    for out in self._reachable():
+                        out.put(HaltMessage(run=self._run))
+                case Finish():
+                    finish = instruction
+        return finish
+
+    def _open(self, turn: Turn) -> None:
+        if turn == self._turn:
+            return
+        if self._turn is None or turn.round != self._turn.round:
+            self._opened_s = time.monotonic()
+        told = self._server.broadcast()
+        lie = None if self._office.board is None else self._office.board.put(told)
+        self._turn, self._told, self._lie = turn, told if lie is None else {}, lie or ()
+
+    def _measure(self) -> RoundMeasure:
+        """Since the round before."""
+        sent, received = self.bytes()
+        sent, received = sent + self._shown_bytes, received + self._intake.shared_bytes
+        counts = (sent, received, self._intake.trips, self._intake.value_bytes)
+        before, self._counted = self._counted, counts
+        sent, received, trips, value_bytes = (now - then for now, then in zip(counts, before, strict=True))
+        return RoundMeasure(
+            seconds=time.monotonic() - self._opened_s, sent_bytes=sent, received_bytes=received, trips=trips,
+            value_bytes=value_bytes,
+        )  # fmt: skip

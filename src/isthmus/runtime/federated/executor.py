@@ -1,0 +1,188 @@
+"""An executor's process: joins the coordinator of a federated run, trains the clients that it is told to.
+
+Model and algorithm are of this machine: code does not come over a link.
+
+The main thread trains. Another receives, and answers what must not wait for a client to end: a recall.
+"""
+
+from __future__ import annotations
+
+import queue
+import sys
+import threading
+from collections.abc import Callable
+
+from torch import Tensor
+
+from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.worksite import Worksite
+from isthmus.protocol.federated_events import (
+    Begin,
+    ExecutorEvent,
+    Forget,
+    Halted,
+    SendSums,
+    Stop,
+    Task,
+    TellDrained,
+    TellReturned,
+    Train,
+    Trained,
+)
+from isthmus.protocol.federated_executor import FederatedExecutor
+from isthmus.runtime.federated.shared_values import Shared
+from isthmus.runtime.messages.federated import (
+    DrainedMessage,
+    ReturnedMessage,
+    SumsMessage,
+    ToldMessage,
+    TurnMessage,
+)
+from isthmus.runtime.messages.run import Failed, HaltMessage, Heartbeat, Join, ReadyMessage
+from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.post import SWITCH_S, Post, headers_of
+
+Told = dict[str, Tensor]
+Act = tuple[Begin, Told] | tuple[Train, Task | None] | SendSums | Forget | Stop | Exception
+
+
+class Executor:
+    """The machine's driver. Training happens in the thread that calls `run`."""
+
+    def __init__(
+        self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float, together: int,
+        shared: Shared | None = None,
+    ) -> None:  # fmt: skip
+        """Without `shared` memory all values are sent."""
+        self.machine = FederatedExecutor(together)
+        self.site = site
+        self._channel = channel
+        self._post = post
+        self._run = run
+        self._patience_s = patience_s
+        self._deciding = threading.Lock()
+        self._acts: queue.SimpleQueue[Act] = queue.SimpleQueue()
+        self._told: Told = {}
+        self._shared = shared
+        if shared is not None:
+            site.add_up_in(shared.room.totals)
+
+    def run(self) -> None:
+        """Until halted. Raises what ended the connection, or training."""
+        threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
+        while not isinstance(act := self._acts.get(), Stop):
+            match act:
+                case Exception():
+                    raise act
+                case (Begin(opening=opening), told):
+                    self.site.open(opening, told)
+                case (Train(turn=turn, tasks=tasks), upcoming):
+                    if upcoming is not None:
+                        self.site.expect(upcoming)
+                    if self._shared is not None:
+                        self._shared.room.wait(self._patience_s)
+                    timed, refused = self.site.train(tasks)
+                    self._handle(Trained(turn=turn, timed=timed, refused=refused))
+                case SendSums():
+                    self._send_sums(act)
+                case Forget(kept=kept):
+                    self.site.forget(kept)
+        self._post.flush()
+
+    def _listen(self) -> None:
+        try:
+            while (received := self._channel.receive(idle_s=self._patience_s)) is not None:
+                message, tensors = received
+                match message:
+                    case TurnMessage(opened=opened):
+                        self._told = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                        if self._shared is not None:
+                            self._told |= self._shared.board.get(message.lie)
+                        self._handle(opened)
+                    case ToldMessage(told=told):
+                        self._handle(told)
+                    case HaltMessage():
+                        self._handle(Halted())
+                        return
+                    case _:
+                        pass
+            self._acts.put(PeerError("coordinator: closed the connection"))
+        except Exception as e:  # the main thread decides
+            self._acts.put(e)
+
+    def _handle(self, event: ExecutorEvent) -> None:
+        """From both threads: one event at a time, answers at once, everything else to the main thread in order."""
+        with self._deciding:
+            for instruction in self.machine.handle(event):
+                match instruction:
+                    case TellDrained(turn=turn):
+                        self._post.put(DrainedMessage(run=self._run, turn=turn))
+                    case TellReturned(turn=turn, tasks=tasks):
+                        self._post.put(ReturnedMessage(run=self._run, turn=turn, tasks=tasks))
+                    case Begin():
+                        self._acts.put((instruction, self._told))
+                    case Train():
+                        self._acts.put((instruction, self.machine.upcoming))
+                    case _:
+                        self._acts.put(instruction)
+
+    def _send_sums(self, act: SendSums) -> None:
+        partial = self.site.partial
+        tensors, lent = partial.tensors(), False
+        if self._shared is not None:
+            totals = self._shared.room.totals[act.turn.number]
+            lent = bool(tensors.keys() & totals.keys())
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in totals}
+        if lent and self._shared is not None:
+            self._shared.room.lend()
+        self._post.put(
+            SumsMessage(
+                run=self._run, turn=act.turn, timed=act.timed, refused=act.refused, weights=partial.weights(),
+                lent=lent, tensors=headers_of(tensors),
+            ),
+            list(tensors.values()),
+        )  # fmt: skip
+        self._post.flush()  # the sums' memory is used again
+        self.site.clear()
+
+
+def serve(
+    address: str, name: str, run: str, prepare: Callable[[], Worksite], patience_s: float, together: int,
+    shared: Shared | None = None,
+) -> None:  # fmt: skip
+    """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
+    sys.setswitchinterval(SWITCH_S)
+    host, _, port = address.rpartition(":")
+    channel = dial(host, int(port), "coordinator", patience_s)
+
+    def act(post: Post) -> None:
+        site = prepare()
+        post.put(ReadyMessage(run=run))
+        Executor(site, channel, post, run, patience_s, together, shared).run()
+
+    take_part(channel, name, run, patience_s, act)
+
+
+def take_part(channel: SocketChannel, name: str, run: str, patience_s: float, act: Callable[[Post], None]) -> None:
+    """Join a run over a connection, and act while heartbeats are sent. What goes wrong is told before it is raised."""
+    post = Post(channel, on_error=lambda _: channel.close())
+    post.put(Join(run=run, device=name, host="", port=0))
+    over = threading.Event()
+    threading.Thread(target=_beat, args=(post, run, patience_s / 4, over), name="heartbeat", daemon=True).start()
+    try:
+        act(post)
+    except Exception as e:
+        fault = "user" if isinstance(e, UserError) else "other" if isinstance(e, PeerError) else "device"
+        reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
+        post.put(Failed(run=run, reason=" ".join(reason.split())[:500], fault=fault))
+        raise
+    finally:
+        over.set()
+        post.flush()
+        channel.close()
+
+
+def _beat(post: Post, run: str, every_s: float, over: threading.Event) -> None:
+    beat = Heartbeat(run=run)
+    while not over.wait(every_s):
+        post.put(beat)

@@ -1,0 +1,242 @@
+"""A federated run on this machine: executors, the coordinator, commits, and what is left behind."""
+
+from __future__ import annotations
+
+import math
+import queue
+import secrets
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+
+from isthmus.data.clients import ClientData
+from isthmus.errors import PeerError
+from isthmus.federated.admission import bounded
+from isthmus.federated.history import History, RoundLine
+from isthmus.federated.in_process import InProcess
+from isthmus.federated.job import (
+    FederatedJob,
+    availability,
+    build,
+    client_data,
+    emulation,
+    evaluator,
+    executors,
+    identity,
+    members,
+    round_rules,
+)
+from isthmus.federated.resident import Resident
+from isthmus.federated.server import Server, uncommitted
+from isthmus.federated.stacked import best_together
+from isthmus.federated.states import StateStore
+from isthmus.federated.worksite import Work, Worksite
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import Finish, Record
+from isthmus.protocol.federated_pace import Pace
+from isthmus.runtime.federated.books import JOB, Books, Closed
+from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure
+from isthmus.runtime.federated.executor import serve
+from isthmus.runtime.federated.intake import SumsIntake
+from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
+from isthmus.runtime.processes.forked import Forked, asked
+from isthmus.runtime.processes.kept_pages import ANY_SIZE, keep_pages
+from isthmus.runtime.transport.listener import Listener
+
+
+def coordinator_of(
+    job: FederatedJob, sizes: NDArray[np.int64], cohort: Callable[[int], NDArray[np.int64]], first_round: int,
+    state_rounds: NDArray[np.int32] | None,
+) -> FederatedCoordinator:  # fmt: skip
+    """The machine of a job's run, for the executors that its scheme takes."""
+    scheme, count = job.scheme, executors(job, len(sizes))
+    rules = msgspec.structs.replace(
+        round_rules(job, len(sizes), first_round), planner=job.execution.planner or scheme.planner,
+        warm_up_rounds=scheme.warm_up_rounds, single=scheme.single,
+        steals=scheme.steals if job.execution.steals is None else job.execution.steals,
+    )  # fmt: skip
+    names = [f"executor-{number}" for number in range(count)]
+    pace = Pace(count, window_rounds=job.execution.window_rounds)
+    return FederatedCoordinator(names, rules, sizes, cohort, pace, state_rounds=state_rounds)
+
+
+class FederatedRun:
+    """Everything of a run but its executors; in a folder, besides what its books are:
+
+    states/   logs/
+    """
+
+    def __init__(
+        self, job: FederatedJob, folder: Path, *, resume: bool, watch: Callable[[RoundLine], None] = lambda _: None
+    ) -> None:
+        """`watch` is called when a round is committed, in another thread. UserError for a folder of another job."""
+        keep_pages(ANY_SIZE, arenas=1)
+        torch.set_num_threads(job.execution.threads)
+        self.folder = folder
+        self.data: ClientData = client_data(job)
+        self.job = job = _with_together(job, self.data, folder if resume else None)
+        self._watch = watch
+        population = len(self.data.sizes)
+        self._algorithm = job.algorithm(population)
+        self._module = build(job)
+        resident = Resident(self._module)
+        self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population)
+        self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
+        self._available = availability(job, population)
+        self._states = StateStore(folder / "states") if self.server.keeps else None
+        self.machine = coordinator_of(
+            job, self.data.sizes, self.members, self.books.first_round, self.books.state_rounds
+        )
+        self.books.evaluator = evaluator(job, self.data)
+
+    @property
+    def first_round(self) -> int:
+        return self.books.first_round
+
+    @property
+    def history(self) -> History:
+        return self.books.history
+
+    def members(self, round_: int) -> NDArray[np.int64]:
+        here = None if self._available is None else self._available.at_round(round_)
+        return members(self.job, self.data.sizes, round_, here)
+
+    def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
+        """What an open round of before left in the folder is removed."""
+        self.books.begin(note)
+        if self._states is not None and self.machine.state_rounds is not None and self.first_round:
+            self._states.sweep(uncommitted(self.machine.state_rounds, self.members, self.first_round))
+
+    def run(self, note: Callable[[str], None] = lambda _: None) -> Finish:
+        """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left."""
+        self.begin(note)
+        with _Aftermath(self._after) as after:
+            finish = self._in_processes(after, note) if self.job.scheme.processes else self._in_process(after)
+        if finish.outcome == "lost":
+            raise PeerError(finish.reason)
+        return finish
+
+    def _site(self, number: int) -> Worksite:
+        job = self.job
+        site = Worksite(
+            Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
+            self._states, lasts=emulation(job, number).clock(),
+            admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
+        )  # fmt: skip
+        each = math.ceil(job.participation.needed(len(self.data.sizes)) / len(self.machine.executors))
+        site.warm_up(together=min(job.execution.together, each))
+        return site
+
+    def _in_process(self, after: _Aftermath) -> Finish:
+        opened_s = time.monotonic()
+
+        def committed(record: Record) -> None:
+            nonlocal opened_s
+            now_s = time.monotonic()
+            seconds, opened_s = now_s - opened_s, now_s
+            self._commit(record, RoundMeasure(seconds=seconds, sent_bytes=0, received_bytes=0), after)
+
+        sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
+        after.start()
+        together = self.job.execution.together
+        return InProcess(self.machine, self.server, sites, committed=committed, together=together).run()
+
+    def _in_processes(self, after: _Aftermath, note: Callable[[str], None]) -> Finish:
+        run, names = secrets.token_hex(16), self.machine.executors
+        patience_s, together = self.job.patience_s, self.job.execution.together
+
+        board, forms = Board(self.server.broadcast()), self.server.sums
+        rooms = {name: SumsRoom(forms) for name in names}
+
+        def execute(name: str, number: int) -> Callable[[str], None]:
+            shared = Shared(board, rooms[name])
+            return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together, shared)
+
+        with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
+            pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
+            conductor = FederatedConductor(
+                self.machine, self.server, SumsIntake(self.server, pinned, rooms),
+                Office(run=run, patience_s=patience_s, board=board),
+                committed=lambda record, measure: self._commit(record, measure, after), note=note,
+            )  # fmt: skip
+            after.start()
+            listener = Listener("127.0.0.1", patience_s=patience_s)
+            listener.start(conductor.reception.greet)
+            forked.begin(f"127.0.0.1:{listener.port}")
+            try:
+                return conductor.conduct(forked.ended)
+            finally:
+                listener.close()
+
+    def _commit(self, record: Record, measure: RoundMeasure, after: _Aftermath) -> None:
+        """What must be seen before the next round changes it; the rest happens beside that round."""
+        after.put(self.books.closed(record, measure))
+
+    def _after(self, done: Closed) -> None:
+        line = self.books.write(done, self.machine.rules)
+        if done.saves:
+            self.machine.durable_round = done.record.round
+        self._watch(line)
+
+
+def _with_together(job: FederatedJob, data: ClientData, before: Path | None) -> FederatedJob:
+    """The job with the number of clients that are trained together: measured once, as other bits would follow from
+    another number; a resumed run takes the one that it began with."""
+    together = job.execution.together
+    if before is not None and (before / JOB).is_file():
+        together = msgspec.json.decode((before / JOB).read_bytes(), type=FederatedJob).execution.together
+    elif not together:
+        # In a copy of this process: with a GPU, backward starts threads, and then executors cannot be forked.
+        together = asked(lambda: _measured_together(job, data))
+    return msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, together=together))
+
+
+def _measured_together(job: FederatedJob, data: ClientData) -> int:
+    resident = Resident(build(job))
+    columns = data.load(int(np.argsort(data.sizes)[len(data.sizes) // 2]))
+    few = {name: column[: job.local.batch_size] for name, column in columns.items()}
+    cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
+    return best_together(resident, cast)
+
+
+class _Aftermath:
+    """Does what follows a round while the next one trains, in order. What it raises is raised to who puts the next."""
+
+    def __init__(self, act: Callable[[Closed], None]) -> None:
+        self._act = act
+        self._queue: queue.Queue[Closed | None] = queue.Queue(maxsize=2)
+        self._error: Exception | None = None
+        self._thread = threading.Thread(target=self._run, name="aftermath", daemon=True)
+
+    def put(self, done: Closed) -> None:
+        if self._error is not None:
+            raise self._error
+        self._queue.put(done)
+
+    def _run(self) -> None:
+        while (done := self._queue.get()) is not None:
+            if self._error is None:
+                try:
+                    self._act(done)
+                except Exception as e:
+                    self._error = e
+
+    def start(self) -> None:
+        """Not before executors are forked."""
+        self._thread.start()
+
+    def __enter__(self) -> _Aftermath:
+        return self
+
+    def __exit__(self, kind: type[BaseException] | None, error: BaseException | None, trace: object) -> None:
+        if self._thread.is_alive():
+            self._queue.put(None)
+            self._thread.join()
+        if self._error is not None and error is None:
+            raise self._error

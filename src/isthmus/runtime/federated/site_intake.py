@@ -1,0 +1,109 @@
+"""Updates of sites: each is one client's, and is checked by itself before it is folded in."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Callable, Mapping
+
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.algorithms import Update
+from isthmus.federated.offer import Offer
+from isthmus.federated.partial import BUFFERS
+from isthmus.federated.server import Server
+from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed, Turn
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import Failed, Heartbeat
+from isthmus.runtime.messages.site import EnrolledMessage, OfferMessage, UpdateMessage
+
+SLACK = 2
+"""An update so many times too large is received, to be refused by name; a larger one ends the connection."""
+SLACK_BYTES = 1 << 16
+
+
+class UpdatesIntake:
+    """As `Intake`. `note` is told of every update that does not count, with its sender and the reason."""
+
+    def __init__(
+        self, server: Server, clients: Mapping[str, int], offer: Callable[[int], Offer], rules: AdmissionRules,
+        run: str, note: Callable[[str], None], *, staleness: int = 0,
+    ) -> None:  # fmt: skip
+        """`clients` are the sites' numbers; `offer` says what a client is asked to do; updates that are late by
+        `staleness` rounds or fewer are scaled down."""
+        self.trips = self.value_bytes = self.shared_bytes = 0
+        self._server = server
+        self._clients = clients
+        self._offer = offer
+        self._rules = rules
+        self._run = run
+        self._note = note
+        self._staleness = staleness
+        self._samples: dict[str, int] = {}
+        self._updates: dict[str, Update] = {}
+        most = max(sum(math.prod(f.shape) * f.dtype.itemsize for f in forms.values()) for forms in server.forms)
+        self._most_bytes = SLACK * most + SLACK_BYTES
+
+    def guard(self, executor: str, message: AnyMessage) -> None:
+        if not isinstance(message, EnrolledMessage | UpdateMessage | Failed | Heartbeat):
+            raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        size_bytes = sum(h.nbytes for h in message.tensors)
+        allowed = self._most_bytes if isinstance(message, UpdateMessage) else 0
+        if size_bytes > allowed:
+            raise PeerError(f"sent {size_bytes} bytes of values, expected at most {allowed}")
+
+    def greeting(self, executor: str) -> AnyMessage | None:
+        return OfferMessage(run=self._run, offer=self._offer(self._clients[executor]))
+
+    def hear(self, executor: str, message: AnyMessage, tensors: list[Tensor]) -> CoordinatorEvent | None:
+        client = self._clients[executor]
+        match message:
+            case EnrolledMessage(samples=samples):
+                self._samples[executor] = samples
+                self._note(f"site {executor} takes part with {samples} samples")
+                return Joined(executor=executor, client=client, samples=samples)
+            case UpdateMessage() if executor in self._samples:
+                self.trips += 1
+                self.value_bytes += sum(h.nbytes for h in message.tensors)
+                named = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+                return self._update(executor, message, Update(values=named, weight=message.weight))
+            case _:
+                raise PeerError(f"sent {type(message).__name__} before it was enrolled")
+
+    def _update(self, executor: str, message: UpdateMessage, update: Update) -> Summed:
+        client, samples, turn = self._clients[executor], self._samples[executor], message.turn
+        late = self._late(turn)
+        if late is not None:
+            try:
+                admitted = self._server.admit(update, samples, self._rules)
+            except PeerError as e:
+                self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
+                return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
+            self._updates[executor] = admitted if not late else _faded(admitted, late)
+        return Summed(executor=executor, turn=turn, timed=(Timed(client, samples, message.seconds),))
+
+    def _late(self, turn: Turn) -> int | None:
+        """By how many rounds; None for a turn that nobody waits for."""
+        now = self._server.turn
+        if now is None or turn == now:
+            return None if now is None else 0
+        late = now.round - turn.round
+        return late if 0 < late <= self._staleness else None
+
+    def merge(self, executor: str) -> None:
+        update = self._updates.pop(executor, None)
+        if update is not None:
+            self._server.fold(self._clients[executor], update, self._samples[executor])
+
+    def ignore(self, executor: str) -> None:
+        self._updates.pop(executor, None)
+        self._note(f"site {executor}: an update came when none was due: it counts nowhere")
+
+
+def _faded(update: Update, late: int) -> Update:
+    """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
+    changes, and stay."""
+    share = 1 / math.sqrt(1 + late)
+    values = {name: value if name == BUFFERS else value * share for name, value in update.values.items()}
+    return Update(values=values, state=update.state, weight=update.weight)

@@ -1,0 +1,80 @@
+"""Between the fleet's coordinator and a device that stays joined, whether or not it has work."""
+
+from __future__ import annotations
+
+from typing import Literal
+
+import msgspec
+
+from isthmus.runtime.messages.message import Message
+from isthmus.runtime.messages.versions import Versions
+
+
+class Present(Message, frozen=True, kw_only=True):
+    """Device to coordinator, first on the connection: here, and this is what runs here."""
+
+    versions: Versions
+    working: str = ""
+    """The run that a process of the device works for already."""
+
+
+class Welcome(Message, frozen=True, kw_only=True):
+    """The device is in the fleet, under this name."""
+
+    device: str
+
+
+class Dismissed(Message, frozen=True, kw_only=True):
+    """The device cannot be in the fleet; trying again is of no use."""
+
+    about: Literal["membership", "version"]
+    reason: str
+
+
+class Engage(Message, frozen=True, kw_only=True):
+    """Take part in the run that the message names: a process of the device joins it on a connection of its own."""
+
+    patience_s: float
+    threads: int
+
+
+class Disengage(Message, frozen=True, kw_only=True):
+    """The run is over: whatever still works for it is ended."""
+
+
+class Ended(Message, frozen=True, kw_only=True):
+    """Device to coordinator: its process for the run has ended otherwise than well."""
+
+    how: str
+
+
+class Renew(Message, frozen=True, kw_only=True):
+    """Device to coordinator: a signing request (DER) by the key that the device has."""
+
+    request: bytes
+
+
+class Renewed(Message, frozen=True, kw_only=True):
+    certificate: bytes
+    """DER."""
+
+
+FleetMessage = Present | Welcome | Dismissed | Engage | Disengage | Ended | Renew | Renewed
+MOST_REQUEST_BYTES = 4096
+"""Of a signing request; one by us has about 250."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    """The join frame: all that a device without a certificate can say."""
+
+    secret: bytes
+    name: str
+    request: bytes
+    versions: Versions
+
+
+class JoinAnswer(msgspec.Struct, frozen=True):
+    """A certificate (DER), or why there is none."""
+
+    certificate: bytes = b""
+    refused: str = ""

@@ -1,0 +1,35 @@
+"""How a connection between two devices comes about: by way of the coordinator, or of several streams."""
+
+from __future__ import annotations
+
+from isthmus.runtime.messages.message import Message
+
+
+class Park(Message, frozen=True, kw_only=True):
+    """Device to coordinator, first on the connection: whoever wants this device, for what `run` names, may have it
+    through here."""
+
+
+class Reach(Message, frozen=True, kw_only=True):
+    """Device to coordinator, first on the connection: to the device with this id, for what `run` names."""
+
+    id: str
+
+
+class Through(Message, frozen=True, kw_only=True):
+    """Coordinator to both, and back from the one that was parked: from the next byte on the connection leads to the
+    other device. `failure` says why it does not."""
+
+    failure: str = ""
+
+
+class Strand(Message, frozen=True, kw_only=True):
+    """Device to device, first on each of several connections that are one link."""
+
+    braid: str
+    """Which link: a random name."""
+    number: int
+    of: int
+
+
+RelayMessage = Park | Reach | Through | Strand

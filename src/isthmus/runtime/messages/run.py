@@ -1,0 +1,116 @@
+"""A run's devices to each other and to their coordinator, and back."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from isthmus.protocol.events import Parcel
+from isthmus.protocol.recovery import Holding
+from isthmus.protocol.work import Item
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.messages.message import Message
+from isthmus.trace import Span
+
+# Between two devices
+
+
+class Hello(Message, frozen=True, kw_only=True):
+    """First on a new link: which stage dials, in which epoch."""
+
+    stage: int
+
+
+class ParcelMessage(Message, frozen=True, kw_only=True):
+    """FusionLLM's OP-Data: the tensors of one edge, one direction, one micro-batch."""
+
+    parcel: Parcel
+    source: int
+    item: int
+    micro_batch: int = -1
+    number: float = 0.0
+    """The value of a `count` parcel."""
+
+
+class PartsMessage(Message, frozen=True, kw_only=True):
+    """In one round of a group's sum: a stretch of the buffer, as one tensor."""
+
+    group: int
+    round: int
+    source: int
+    item: int
+
+
+class Credit(Message, frozen=True, kw_only=True):
+    """The receiver has taken this many bytes out of its buffers: the sender may send as many more."""
+
+    size_bytes: Annotated[int, msgspec.Meta(ge=0)]
+
+
+# Device to coordinator
+
+
+class Join(Message, frozen=True, kw_only=True):
+    """First on a connection for a run: which device this is, and where it listens for others."""
+
+    device: str
+    host: str
+    port: int
+    holdings: tuple[Holding, ...] = ()
+    """Of one that was here before: what it still has in memory."""
+
+
+class ReadyMessage(Message, frozen=True, kw_only=True):
+    """The stage, its weights and its links are in place."""
+
+
+class ReportMessage(Message, frozen=True, kw_only=True):
+    """An item is done on this device; for a save, the tensors are the stage's part of the checkpoint."""
+
+    item: int
+    loss: float | None = None
+    count: float | None = None
+    spans: tuple[Span, ...] = ()
+    late_s: float = 0.0
+    """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
+
+
+class Failed(Message, frozen=True, kw_only=True):
+    """The device cannot go on."""
+
+    reason: str
+    fault: Literal["user", "device", "other"]
+    """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
+
+
+class Heartbeat(Message, frozen=True, kw_only=True):
+    """Both ways: still here."""
+
+
+# Coordinator to device
+
+
+class AssignMessage(Message, frozen=True, kw_only=True):
+    assignment: Assignment
+
+
+class Weights(Message, frozen=True, kw_only=True):
+    """Values of the stage's variables and optimizer state, by the module's own names."""
+
+    own: frozenset[str] = frozenset()
+    """Parts that the device takes from its own memory instead."""
+
+
+class OpenMessage(Message, frozen=True, kw_only=True):
+    item: Item
+
+
+class HaltMessage(Message, frozen=True, kw_only=True):
+    pass
+
+
+RunMessage = (
+    Hello | ParcelMessage | PartsMessage | Credit | Join | ReadyMessage | ReportMessage | Failed | Heartbeat
+    | AssignMessage | Weights | OpenMessage | HaltMessage
+)  # fmt: skip

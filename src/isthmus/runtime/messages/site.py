@@ -1,0 +1,34 @@
+"""What a coordinator and a site say to each other besides turns: a site has one client, and its data stay there."""
+
+from __future__ import annotations
+
+from typing import Annotated
+
+from msgspec import Meta
+
+from isthmus.federated.offer import Offer
+from isthmus.protocol.federated_events import Turn
+from isthmus.runtime.messages.message import Message
+
+
+class OfferMessage(Message, frozen=True, kw_only=True):
+    """To the site, first: what is to be trained. The site compares it with what its owner allows."""
+
+    offer: Offer
+
+
+class EnrolledMessage(Message, frozen=True, kw_only=True):
+    """To the coordinator: the site takes part, with so many samples."""
+
+    samples: Annotated[int, Meta(ge=1, lt=1 << 40)]
+
+
+class UpdateMessage(Message, frozen=True, kw_only=True):
+    """To the coordinator: what the site's client returned; the tensors are its values."""
+
+    turn: Turn
+    seconds: float
+    weight: float | None = None
+
+
+SiteMessage = OfferMessage | EnrolledMessage | UpdateMessage

@@ -1,0 +1,147 @@
+"""What a launcher and the process that it has device processes forked from say to each other; the launcher's side.
+
+One `Birth` per device process, with two descriptors: the end of a pipe that becomes its standard input, and a file that
+becomes its standard error. Both sides are processes of one user on one machine, over a socket that nobody else has.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import socket
+import subprocess
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+
+MESSAGE_BYTES = 1 << 16
+
+
+class Birth(msgspec.Struct, frozen=True, tag=True):
+    """A process of `isthmus.runtime.device.device`, please."""
+
+    number: int
+    arguments: tuple[str, ...]
+    title: str
+    """What `ps` shows."""
+    folder: str | None
+    """Where it runs; None: here."""
+
+
+class Born(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    pid: int
+
+
+class Died(msgspec.Struct, frozen=True, tag=True):
+    number: int
+    code: int
+    """As subprocess has it: a signal's number below zero."""
+
+
+class Nursery:
+    """The process that forks: `isthmus.runtime.device.nursery`."""
+
+    def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: int | None) -> None:
+        """`command` starts a Python interpreter, in whatever place. `log` is a descriptor for what that process itself
+        writes to standard error."""
+        self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
+        with theirs:
+            self._process = subprocess.Popen(
+                [*command, "-m", "isthmus.runtime.device.nursery"], stdin=theirs.fileno(), stdout=subprocess.DEVNULL,
+                stderr=log, env=dict(environment), process_group=0,
+            )  # fmt: skip
+        self._births = 0
+        self._pids: dict[int, int] = {}
+        self._codes: dict[int, int] = {}
+
+    @property
+    def gone(self) -> bool:
+        self._hear()
+        return self._line.fileno() < 0
+
+    def bear(self, arguments: Sequence[str], title: str, folder: Path | None, log: int | None) -> Child:
+        """Does not wait: the first child comes when this process has imported what all of them need."""
+        self._births += 1
+        birth = Birth(self._births, tuple(arguments), title, None if folder is None else str(folder.absolute()))
+        end, leash = os.pipe()
+        try:
+            with contextlib.suppress(OSError):  # it is gone, which its children's codes tell
+                socket.send_fds(self._line, [msgspec.json.encode(birth)], [end] if log is None else [end, log])
+        finally:
+            os.close(end)
+        return Child(self, birth.number, leash)
+
+    def code(self, number: int) -> int | None:
+        """None while it runs, or has still to be born."""
+        self._hear()
+        return self._codes.get(number)
+
+    def lives(self, number: int) -> bool:
+        return self.code(number) is None and number in self._pids
+
+    def signal(self, number: int, what: int) -> None:
+        if self.lives(number):
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(self._pids[number], what)
+
+    def end(self) -> None:
+        """Nothing is born any more. Its children end as their leashes are let go of."""
+        self._line.close()
+        self._process.kill()
+        self._process.wait()
+
+    def _hear(self) -> None:
+        while self._line.fileno() >= 0:
+            try:
+                said = self._line.recv(MESSAGE_BYTES, socket.MSG_DONTWAIT)
+            except BlockingIOError:
+                return
+            except OSError:
+                said = b""
+            if not said:
+                self._bereave()
+                return
+            heard: Born | Died = msgspec.json.decode(said, type=Born | Died)
+            match heard:
+                case Born(number=number, pid=pid):
+                    self._pids[number] = pid
+                case Died(number=number, code=code):
+                    self._codes[number] = code
+
+    def _bereave(self) -> None:
+        """The process is gone, and nobody would tell how its children end: they end now."""
+        self._line.close()
+        code = self._process.wait()
+        for number in set(range(1, self._births + 1)) - self._codes.keys():
+            if number in self._pids:
+                with contextlib.suppress(ProcessLookupError):
+                    os.kill(self._pids[number], signal.SIGKILL)
+            self._codes[number] = -signal.SIGKILL if number in self._pids else code or 1
+
+
+class Child:
+    """A device process. It ends when its leash is let go of, also by the end of this process."""
+
+    def __init__(self, nursery: Nursery, number: int, leash: int) -> None:
+        self._nursery = nursery
+        self._number = number
+        self._leash: int | None = leash
+
+    def poll(self) -> int | None:
+        """Its exit code, a signal's number below zero; None while it runs."""
+        return self._nursery.code(self._number)
+
+    def lives(self) -> bool:
+        """Whether there is a process, now."""
+        return self._nursery.lives(self._number)
+
+    def signal(self, number: int) -> None:
+        self._nursery.signal(self._number, number)
+
+    def let_go(self) -> None:
+        leash, self._leash = self._leash, None
+        if leash is not None:
+            os.close(leash)

@@ -1,0 +1,151 @@
+"""Start device processes on this machine, and end them."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import sys
+import time
+from collections.abc import Sequence
+from pathlib import Path
+from types import TracebackType
+from urllib.parse import quote
+
+import msgspec
+
+from isthmus.runtime.processes.births import Child, Nursery
+
+
+class Place(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a device process runs: a command in front of it (a namespace, say), and how it talks to others."""
+
+    prefix: tuple[str, ...] = ()
+    host: str = "127.0.0.1"
+    """Address that it listens on for other devices."""
+    port: int = 0
+    """0: any that is free."""
+    address: str = ""
+    """How others reach that address, where it is not the same."""
+    identity: Path | None = None
+    """A folder with key and certificate: all connections are TLS. None: plain TCP."""
+    trusted_network: bool = False
+    """Plain TCP beyond loopback."""
+    relayed: bool = False
+    """It can be reached by way of the coordinator only."""
+    island: Path | None = None
+    """Where its ranks meet, if the device has several; None for one."""
+    ranks: int = 1
+    local_ranks: int = 1
+    """Of them, on this machine."""
+    data: Path | None = None
+    """The folder from which relative paths of data count; None: where this process runs."""
+
+    def options(self) -> list[str]:
+        """For the process's command line: paths and addresses, no secret."""
+        found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
+        if self.identity is not None:
+            found += ["--identity", str(self.identity)]
+        if self.island is not None:
+            found += ["--island", str(self.island), "--ranks", str(self.ranks)]
+        flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed}
+        return [*found, *(flag for flag, given in flags.items() if given)]
+
+    def safety(self) -> list[str]:
+        """Of a fleet's device, no code is imported from the folder with its data."""
+        return ["-P"] if self.identity is not None else []
+
+
+class Launcher:
+    """Device processes, by device name. A context manager: on leaving, whatever still runs is ended.
+
+    They are forked from one process per place that has imported what they need (`nursery`). They hold the other end of
+    a pipe each, so they end with this one even when it is killed. They have process groups of their own: Ctrl-C
+    reaches the coordinator alone, which halts them.
+    """
+
+    def __init__(
+        self, coordinator: str, run: str, *, patience_s: float = 60.0, threads: int = 1, logs: Path | None = None
+    ) -> None:  # fmt: skip
+        """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error."""
+        self._coordinator = coordinator
+        self._patience_s = patience_s
+        self._logs = logs
+        self._nurseries: dict[tuple[str, ...], Nursery] = {}
+        self._children: dict[str, Child] = {}
+        self._environment = {
+            **os.environ, "ISTHMUS_RUN": run, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
+        }  # fmt: skip
+        if logs is not None:
+            logs.mkdir(parents=True, exist_ok=True)
+
+    def start(self, device: str, place: Place) -> None:
+        """Start its process. One of it that still runs is ended; its log goes on."""
+        before = self._children.get(device)
+        if before is not None:
+            before.signal(signal.SIGKILL)
+            before.let_go()
+            _wait([before], 2.0)
+        arguments = [
+            "--coordinator", self._coordinator, "--device", device, "--patience", str(self._patience_s), "--leash",
+            *place.options(),
+        ]  # fmt: skip
+        with contextlib.ExitStack() as stack:
+            mode = "wb" if before is None else "ab"
+            log = stack.enter_context(self._log(device).open(mode)).fileno() if self._logs is not None else None
+            nursery = self._nursery((*place.prefix, sys.executable, *place.safety()), log)
+            self._children[device] = nursery.bear(arguments, f"isthmus device {device}", place.data, log)
+
+    def _nursery(self, command: tuple[str, ...], log: int | None) -> Nursery:
+        if command not in self._nurseries or self._nurseries[command].gone:
+            self._nurseries[command] = Nursery(command, self._environment, log)
+        return self._nurseries[command]
+
+    def running(self, device: str) -> bool:
+        return device in self._children and self._children[device].poll() is None
+
+    def started(self, device: str) -> bool:
+        return device in self._children
+
+    def _log(self, device: str) -> Path:
+        assert self._logs is not None, "asked for with logs only"
+        return self._logs / f"{quote(device, safe=' ')}.log"
+
+    def ended(self) -> dict[str, str]:
+        """Devices whose process has ended otherwise than well, and how."""
+        return {d: self._how(d, code) for d, child in self._children.items() if (code := child.poll()) not in (None, 0)}
+
+    def _how(self, device: str, code: int) -> str:
+        if code < 0:
+            return f"its process was killed by {signal.Signals(-code).name}"
+        log = f", see {self._log(device)}" if self._logs is not None else ""
+        return f"its process ended with code {code}{log}"
+
+    def __enter__(self) -> Launcher:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.end(halted=kind is None)
+
+    def end(self, *, halted: bool = True) -> None:
+        """End whatever still runs. Whoever was told to halt gets the time to do so."""
+        children = list(self._children.values())
+        if halted:
+            _wait(children, 5.0)
+        for number in (signal.SIGTERM, signal.SIGKILL):
+            for child in children:
+                child.signal(number)
+            _wait(children, 2.0)
+        for child in children:
+            child.let_go()
+        for nursery in self._nurseries.values():
+            nursery.end()
+
+
+def _wait(children: Sequence[Child], patience_s: float) -> None:
+    """For all of them together."""
+    deadline_s = time.monotonic() + patience_s
+    while any(child.lives() for child in children) and time.monotonic() < deadline_s:
+        time.sleep(0.005)

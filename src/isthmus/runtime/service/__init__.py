@@ -1,0 +1,1 @@
+"""A fleet of machines: they join, stay, are probed and called to work."""

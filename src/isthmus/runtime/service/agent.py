@@ -1,0 +1,263 @@
+"""A device that stays joined: keeps its connection to the coordinator, renews its certificate, and starts a process
+for each run that it is called to."""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import threading
+import time
+from collections.abc import Callable, Sequence
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.identity import Identity, Party, Ticket
+from isthmus.runtime.identity.files import private_folder, write_private
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.fleet import Disengage, Dismissed, Ended, Engage, Present, Renew, Renewed, Welcome
+from isthmus.runtime.messages.probe import Compute, Expect, Measure
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.messages.versions import versions_here
+from isthmus.runtime.processes.launcher import Launcher, Place
+from isthmus.runtime.service.joining import join
+from isthmus.runtime.service.probing import compute_speed, expect_probe, measure_link
+from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.reaching import Reacher
+
+RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
+"""Waits between attempts to reach the coordinator; the last one again and again."""
+TICK_S = 0.5
+_MEMBERSHIP = "membership.json"
+
+
+class Membership(msgspec.Struct, frozen=True):
+    """Of which fleet a device is, kept beside its key."""
+
+    name: str
+    coordinators: tuple[tuple[str, int], ...]
+    """Addresses, to be tried in this order."""
+
+
+def join_fleet(ticket: Ticket, folder: Path, name: str, patience_s: float) -> Membership:
+    """Redeem a ticket: afterwards the folder holds key, certificate and membership. PeerError, UserError."""
+    answered = join(ticket, Identity.made(folder), name, patience_s)
+    others = tuple(a for a in ticket.addresses if a != answered)
+    membership = Membership(name, (answered, *others))
+    write_private(folder / _MEMBERSHIP, msgspec.json.encode(membership))
+    return membership
+
+
+def membership_in(folder: Path) -> Membership | None:
+    """None where nobody has joined yet."""
+    if not Identity(folder).complete:
+        return None
+    try:
+        return msgspec.json.decode((folder / _MEMBERSHIP).read_bytes(), type=Membership)
+    except FileNotFoundError:
+        return None
+    except msgspec.MsgspecError as e:
+        raise UserError(f"{folder / _MEMBERSHIP}: cannot be read: {e}") from None
+
+
+class Dismissal(PeerError):
+    """The coordinator does not want this device: trying again is of no use."""
+
+
+class Workshop(Protocol):
+    """Works for runs in this process, in place of a process for each of them."""
+
+    def engage(self, call: Engage, coordinator: tuple[str, int]) -> None: ...
+    def disengage(self, run: str) -> None: ...
+    def end(self) -> None: ...
+
+
+class Agent:
+    """One device, for as long as `run` runs. `say` is told one line for whatever a person may want to know."""
+
+    def __init__(
+        self, folder: Path, membership: Membership, place: Place, *, patience_s: float, say: Callable[[str], None],
+        workshop: Workshop | None = None, retries_s: Sequence[float] = RETRY_S,
+    ) -> None:  # fmt: skip
+        """`place` says where this device listens for others; without a host, at the address that leads to the
+        coordinator. Its identity is set here."""
+        self._folder = folder
+        self._identity = Identity(folder)
+        self._membership = membership
+        self._place = place
+        self._patience_s = patience_s
+        self._say = say
+        self._workshop = workshop
+        self._retries_s = retries_s
+        self._work: tuple[str, Launcher] | None = None
+        self._close_door: Callable[[], None] = lambda: None
+        """Ends the wait for whoever was to measure the link to us last."""
+        self._failed = 0
+        """Attempts in a row to be in the fleet."""
+        self._lock = threading.Lock()
+        self._over = threading.Event()
+
+    def run(self) -> None:
+        """Until `stop`. Raises Dismissal; whatever else goes wrong with the connection is tried again."""
+        try:
+            while not self._over.is_set():
+                try:
+                    self._take_part()
+                except Dismissal:
+                    raise
+                except PeerError as e:
+                    wait_s = self._retries_s[min(self._failed, len(self._retries_s) - 1)]
+                    self._failed += 1
+                    self._say(f"{e}; trying again in {wait_s:g} s")
+                    self._over.wait(wait_s)
+        finally:
+            self._end_work()
+            if self._workshop is not None:
+                self._workshop.end()
+
+    def stop(self) -> None:
+        self._over.set()
+
+    @property
+    def _working(self) -> str:
+        """The run that a process of this device works for."""
+        with self._lock:
+            work = self._work
+        return work[0] if work is not None and work[1].running(self._membership.name) else ""
+
+    def _take_part(self) -> None:
+        """One connection, until it ends."""
+        channel, address = self._connected()
+        lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
+        lane.put(Present(run="", versions=versions_here(), working=self._working))
+        gone = threading.Event()
+        threading.Thread(target=self._beat, args=(channel, lane, gone), name="heartbeat", daemon=True).start()
+        try:
+            while (received := channel.receive(_only_coordinator, idle_s=self._patience_s)) is not None:
+                self._follow(received[0], address, lane)
+            if not self._over.is_set():
+                raise PeerError("coordinator: closed the connection")
+        finally:
+            gone.set()
+            lane.close(1.0)
+            channel.close()
+
+    def _connected(self) -> tuple[SocketChannel, tuple[str, int]]:
+        """PeerError when none of the coordinator's addresses answers."""
+        failures: list[str] = []
+        for host, port in self._membership.coordinators:
+            try:
+                channel = dial(
+                    host, port, "coordinator", self._patience_s, identity=self._identity,
+                    expected=Party("coordinator", ""),
+                )  # fmt: skip
+            except PeerError as e:
+                failures.append(str(e))
+            else:
+                return channel, (host, port)
+        raise PeerError("; ".join(failures))
+
+    def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
+        """Also renews the certificate, and tells of a process that ended."""
+        beaten_s = asked_s = 0.0
+        told: dict[str, str] = {}
+        while not gone.wait(TICK_S):
+            now_s = time.monotonic()
+            if self._over.is_set():
+                channel.close()
+            if now_s - beaten_s >= self._patience_s / 4:
+                beaten_s = now_s
+                lane.put(Heartbeat(run=""))
+            if now_s - asked_s >= self._patience_s and self._identity.is_due(time.time()):
+                asked_s = now_s
+                lane.put(Renew(run="", request=self._identity.request()))
+            with self._lock:
+                work = self._work
+                how = work[1].ended() if work is not None else {}
+            if work is not None and how != told:
+                told = how
+                if how:
+                    lane.put(Ended(run=work[0], how=how[self._membership.name]))
+
+    def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
+        match message:
+            case Welcome(device=device):
+                self._failed = 0
+                self._say(f"in the fleet as {device} ({self._identity.id})")
+            case Dismissed(reason=reason):
+                raise Dismissal(f"coordinator: {''.join(c for c in reason if c.isprintable())[:500]}")
+            case Renewed(certificate=certificate):
+                self._identity.keep(certificate, self._identity.authority_der())
+            case Engage() if self._workshop is not None:
+                self._workshop.engage(message, coordinator)
+            case Disengage(run=run) if self._workshop is not None:
+                self._workshop.disengage(run)
+            case Engage(run=run):
+                if self._working == run:
+                    return  # for a coordinator that was started again, or has not seen it come back
+                self._end_work()
+                self._close_door()
+                self._begin_work(message, coordinator)
+            case Disengage(run=run):
+                if self._work is not None and self._work[0] == run:
+                    self._end_work()
+                    self._say("the run is over")
+            case Expect():
+                self._close_door()  # its port may be the same
+                there, self._close_door = expect_probe(message, self._reacher(coordinator), self._placed(coordinator))
+                lane.put(there)
+            case Measure():
+                self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
+            case Compute(run=probe):
+                self._beside(lambda: lane.put(compute_speed(probe, 1, self._place)))
+            case _:
+                pass
+
+    def _reacher(self, coordinator: tuple[str, int]) -> Reacher:
+        return Reacher(coordinator=coordinator, identity=self._identity, patience_s=self._patience_s)
+
+    def _beside(self, act: Callable[[], None]) -> None:
+        """Not in the thread that listens to the coordinator."""
+        threading.Thread(target=act, name="probe", daemon=True).start()
+
+    def _placed(self, coordinator: tuple[str, int]) -> Place:
+        return msgspec.structs.replace(
+            self._place, host=self._place.host or local_address(*coordinator), identity=self._folder.absolute(),
+            data=self._place.data or private_folder(self._folder / "no-data"),
+        )  # fmt: skip
+
+    def _begin_work(self, call: Engage, coordinator: tuple[str, int]) -> None:
+        place = self._placed(coordinator)
+        host, port = coordinator
+        launcher = Launcher(
+            f"{host}:{port}", call.run, patience_s=call.patience_s, threads=call.threads, logs=self._folder / "logs"
+        )
+        launcher.start(self._membership.name, place)
+        with self._lock:
+            self._work = (call.run, launcher)
+        self._say(f"at work; log {self._folder / 'logs'}")
+
+    def _end_work(self) -> None:
+        with self._lock:
+            work, self._work = self._work, None
+        if work is not None:
+            work[1].end()
+
+
+def local_address(host: str, port: int) -> str:
+    """The address of this machine on the way to another; nothing is sent."""
+    with contextlib.suppress(OSError):
+        family, kind, _, _, address = socket.getaddrinfo(host, port, type=socket.SOCK_DGRAM)[0]
+        with socket.socket(family, kind) as probe:
+            probe.connect(address)
+            return str(probe.getsockname()[0])
+    return "127.0.0.1"
+
+
+def _only_coordinator(message: AnyMessage) -> None:
+    expected = Heartbeat | Welcome | Dismissed | Renewed | Engage | Disengage | Expect | Measure | Compute
+    if not isinstance(message, expected) or message.tensors:
+        raise PeerError(f"sent {type(message).__name__}, which is nothing for a device without work")

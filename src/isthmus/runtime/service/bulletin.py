@@ -1,0 +1,54 @@
+"""What a coordinator is doing now, in its state folder, for `isthmus status`: written anew every second."""
+
+from __future__ import annotations
+
+import time
+from pathlib import Path
+
+import msgspec
+
+from isthmus.runtime.identity.files import write_private
+from isthmus.runtime.transport.relay import RelayedLink
+
+_FILE = "bulletin.json"
+FRESH_S = 5.0
+"""Older news are of a coordinator that is gone."""
+
+
+class DeviceNews(msgspec.Struct, frozen=True, kw_only=True):
+    """Of a device that is connected."""
+
+    name: str
+    id: str
+    working: bool
+    """Whether a process of it works for a run."""
+
+
+class Bulletin(msgspec.Struct, frozen=True, kw_only=True):
+    """`at_s` is in seconds since 1970."""
+
+    at_s: float
+    port: int
+    devices: tuple[DeviceNews, ...] = ()
+    relayed: tuple[RelayedLink, ...] = ()
+    """Connections that the coordinator copies; all others between devices are direct."""
+
+    @property
+    def fresh(self) -> bool:
+        return abs(time.time() - self.at_s) < FRESH_S
+
+
+def post(folder: Path, bulletin: Bulletin) -> None:
+    write_private(folder / _FILE, msgspec.json.encode(bulletin), durable=False)
+
+
+def withdraw(folder: Path) -> None:
+    (folder / _FILE).unlink(missing_ok=True)
+
+
+def posted(folder: Path) -> Bulletin | None:
+    """None where no coordinator was ever started, or an older version of it."""
+    try:
+        return msgspec.json.decode((folder / _FILE).read_bytes(), type=Bulletin)
+    except (FileNotFoundError, msgspec.MsgspecError):
+        return None

@@ -1,0 +1,54 @@
+"""The coordinator's part in a probe: what it asks of whom, and the fleet that follows."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Callable, Sequence
+
+from isthmus.errors import PeerError
+from isthmus.fleet import Device, Fleet, Link, Links, Route
+from isthmus.fleet.fitting import fit_link
+from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Measure, Measured
+from isthmus.runtime.service.service import Service
+
+ANSWER_S = 60.0
+COMPUTE_S = 150.0
+
+
+def probe_fleet(service: Service, devices: Sequence[str], say: Callable[[str], None]) -> Fleet:
+    """Measure every device, and every directed link between two of them, one after another: those at the same time
+    would share what they measure. PeerError names who cannot be measured."""
+    measured: list[Device] = []
+    for number, device in enumerate(devices):
+        say(f"measuring {device} ...")
+        found = service.ask(device, Compute(run=secrets.token_hex(8)), Computes, COMPUTE_S)
+        if found.failure or found.flops_per_s <= 0 or found.memory_bytes <= 0:
+            raise PeerError(f"device {device!r}: cannot say how fast it is: {found.failure or 'no speed'}")
+        measured.append(
+            Device(name=device, region=f"site-{number}", flops_per_s=found.flops_per_s, memory_bytes=found.memory_bytes)
+        )  # fmt: skip
+    routes: list[Route] = []
+    for source in devices:
+        for target in devices:
+            if source != target:
+                say(f"measuring {source} -> {target} ...")
+                routes.append(Route(source, target, probe_link(service, source, target, say)))
+    slowest = Link(
+        max((r.link.latency_s for r in routes), default=1e-3),
+        min((r.link.bandwidth_bytes_per_s for r in routes), default=1e8),
+    )
+    return Fleet(name="probed", devices=tuple(measured), links=Links(default=slowest, devices=tuple(routes)))
+
+
+def probe_link(service: Service, source: str, target: str, say: Callable[[str], None]) -> Link:
+    probe = secrets.token_hex(8)
+    there = service.ask(target, Expect(run=probe, id=service.id_of(source)), Expecting, ANSWER_S)
+    if there.failure:
+        raise PeerError(f"{source} -> {target}: {there.failure}")
+    asked = Measure(run=probe, host=there.host, port=there.port, id=service.id_of(target))
+    found = service.ask(source, asked, Measured, ANSWER_S)
+    if found.failure:
+        raise PeerError(f"{source} -> {target}: {found.failure}")
+    if found.relayed:
+        say(f"{source} -> {target}: they cannot reach each other, the coordinator relays")
+    return fit_link(found.times)

@@ -1,0 +1,163 @@
+"""How a device without a certificate gets one: a ticket's secret and a signing request against a certificate.
+
+    newcomer ── TCP, TLS without a certificate ──► coordinator     whoever answers is not believed yet
+             ◄── the authority's certificate ────                  believed when its hash is the ticket's
+    newcomer ── TLS, verified against it ────────► coordinator     now it is known who answers
+             ── join frame: secret, request ─────►                 the only frame that a stranger may send
+             ◄── certificate, or why not ────────
+
+A frame here is its length (u32) and one msgpack struct, at most `MOST_FRAME_BYTES`.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import socket
+import ssl
+import struct
+import time
+from typing import TypeVar
+
+import msgspec
+
+from isthmus.errors import PeerError
+from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
+from isthmus.runtime.identity.authority import requested_key
+from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest
+from isthmus.runtime.messages.versions import mismatch, versions_here
+from isthmus.runtime.transport.channel import connected
+from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_unknown
+
+MOST_FRAME_BYTES = 8192
+MOST_NAME_CHARACTERS = 64
+_LENGTH = struct.Struct(">I")
+Frame = TypeVar("Frame", bound=msgspec.Struct)
+
+
+def admit(connection: Connection, authority: Authority, roster: Roster) -> str | None:
+    """The coordinator's part; returns the name of the device that joined, None if nobody did.
+
+    Whatever a stranger sends ends in a refusal at the cost of one small frame. OSError and PeerError when it left or
+    sent no join frame.
+    """
+    send_frame(connection, authority.der())
+    asked = _decoded(receive_frame(connection), JoinRequest)
+    try:
+        certificate = _certificate(asked, authority, roster)
+    except PeerError as e:
+        send_frame(connection, msgspec.msgpack.encode(JoinAnswer(refused=str(e))))
+        return None
+    send_frame(connection, msgspec.msgpack.encode(JoinAnswer(certificate=certificate)))
+    return asked.name
+
+
+def _certificate(asked: JoinRequest, authority: Authority, roster: Roster) -> bytes:
+    """PeerError says why there is none. The request is read by one who knows a ticket's secret only."""
+    now_s = time.time()
+    roster.check(asked.secret, now_s)
+    check_name(asked.name)
+    different = mismatch(versions_here(), asked.versions)
+    if different is not None:
+        raise PeerError(different)
+    roster.redeem(asked.secret, id_of(requested_key(asked.request)), asked.name, now_s)
+    return authority.certify(asked.request, "device")[1]
+
+
+def check_name(name: str) -> None:
+    """PeerError for a name that could not stand in a terminal, a file's name or a fleet file."""
+    plain = name.isprintable() and name == name.strip() and not set(name) & set("/\\\"'")
+    if not (0 < len(name) <= MOST_NAME_CHARACTERS and plain):
+        raise PeerError(
+            f"device name {name[:MOST_NAME_CHARACTERS]!r}: expected 1 to {MOST_NAME_CHARACTERS} printable characters "
+            "without slashes and quotes"
+        )
+
+
+def join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> tuple[str, int]:
+    """The device's part: afterwards `identity` is complete. Returns the address that answered.
+
+    PeerError when no address answers, when who answers is not of the ticket's fleet, or when it refuses.
+    """
+    failures: list[str] = []
+    for host, port in ticket.addresses:
+        try:
+            return _join_at(host, port, ticket, identity, name, patience_s)
+        except _Unreachable as e:
+            failures.append(str(e))
+    raise PeerError("; ".join(failures))
+
+
+class _Unreachable(PeerError):
+    """Another address may do better."""
+
+
+def _join_at(
+    host: str, port: int, ticket: Ticket, identity: Identity, name: str, patience_s: float
+) -> tuple[str, int]:  # fmt: skip
+    where = f"coordinator at {host}:{port}"
+    try:
+        authority = fetch_authority(_dialled(host, port, patience_s), ticket, patience_s)
+        connection = secure_unknown(_dialled(host, port, patience_s), ssl.DER_cert_to_PEM_cert(authority))
+    except (OSError, PeerError) as e:
+        raise _Unreachable(f"{where}: {e}") from None
+    try:
+        connection.settimeout(patience_s)
+        receive_frame(connection)  # the authority's certificate once more
+        asked = JoinRequest(secret=ticket.secret, name=name, request=identity.request(), versions=versions_here())
+        send_frame(connection, msgspec.msgpack.encode(asked))
+        answer = _decoded(receive_frame(connection), JoinAnswer)
+    except OSError as e:
+        raise _Unreachable(f"{where}: {e.strerror or e}") from None
+    finally:
+        connection.close()
+    if answer.refused or not answer.certificate:
+        raise PeerError(f"{where} refused: {''.join(c for c in answer.refused if c.isprintable())[:500]}")
+    identity.keep(answer.certificate, authority)
+    return host, port
+
+
+def _dialled(host: str, port: int, patience_s: float) -> socket.socket:
+    return connected(host, port, "no answer", patience_s)
+
+
+def fetch_authority(connection: socket.socket, ticket: Ticket, patience_s: float) -> bytes:
+    """The authority's certificate (DER). Nothing is made of the bytes before their hash is known to be right."""
+    secured: TlsConnection = secure_unknown(connection, None)
+    try:
+        secured.settimeout(patience_s)
+        der = receive_frame(secured)
+    finally:
+        secured.close()
+    if hashlib.sha256(der).digest() != ticket.fingerprint:
+        raise PeerError("who answers there is of another fleet than the ticket")
+    return der
+
+
+def send_frame(connection: Connection, data: bytes) -> None:
+    connection.sendmsg([memoryview(_LENGTH.pack(len(data)) + data)])
+
+
+def receive_frame(connection: Connection) -> bytes:
+    (length,) = _LENGTH.unpack(_exactly(connection, _LENGTH.size))
+    if length > MOST_FRAME_BYTES:
+        raise PeerError(f"sent a frame of {length} bytes, expected at most {MOST_FRAME_BYTES}")
+    return _exactly(connection, length)
+
+
+def _exactly(connection: Connection, size_bytes: int) -> bytes:
+    buffer = bytearray(size_bytes)
+    view, at = memoryview(buffer), 0
+    while at < size_bytes:
+        got = connection.recv_into(view[at:])
+        if not got:
+            raise ConnectionError("closed the connection")
+        at += got
+    return bytes(buffer)
+
+
+def _decoded(data: bytes, kind: type[Frame]) -> Frame:
+    try:
+        return msgspec.msgpack.decode(data, type=kind)
+    except Exception as e:  # also RecursionError and UnicodeDecodeError
+        raise PeerError(f"sent no {kind.__name__}: {' '.join(str(e).split())[:200]}") from None

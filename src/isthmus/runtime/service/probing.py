@@ -1,0 +1,156 @@
+"""A device's part in a probe: times messages to another device, and its own computing."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+
+import msgspec
+import torch
+
+from isthmus.errors import PeerError, UserError
+from isthmus.fleet.fitting import fit_link
+from isthmus.runtime.identity import Party
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.probe import Computes, Expect, Expecting, Load, Measure, Measured
+from isthmus.runtime.messages.relay import Strand
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.transport.braid import MOST_STRANDS, Braider, may_gain
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reaching import Parking, Reacher, Route
+from isthmus.training.layout import header_of, pack
+
+SIZES_BYTES = (1 << 8, 1 << 14, 1 << 17, 1 << 20, 1 << 22, 1 << 24)
+REPEATS = 5
+WARM_BYTES = 1 << 20
+"""Sent first: a connection's first megabyte takes two to three times as long."""
+GAIN = 1.1
+"""Twice the streams must be so much faster, or they are not used."""
+ENOUGH_S = 3.0
+"""Of one link. A size that takes longer than a third of it is the last."""
+COMPUTE_LIMIT_S = 120.0
+
+
+def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> tuple[Expecting, Callable[[], None]]:
+    """Listen for the one device that will measure the link to us; returns where, and what ends that. It ends by itself
+    after the patience."""
+    patience_s = reacher.patience_s
+    try:
+        listener = Listener(place.host, place.port, identity=reacher.identity, patience_s=patience_s)
+    except UserError as e:
+        return Expecting(run=asked.run, failure=str(e)[:500]), lambda: None
+    braider = Braider(patience_s)
+
+    def answer(channel: SocketChannel) -> None:
+        if channel.party != Party("device", asked.id):
+            channel.close()
+            return
+        try:
+            _answer(channel, asked.run, braider, patience_s)
+        except PeerError:
+            channel.close()  # the other one tells how it went
+
+    def close() -> None:
+        listener.close()
+        parking.close()
+
+    parking = Parking(reacher, asked.run, lambda found: listener.adopt(found, "relayed", answer))
+    listener.start(answer)
+    timer = threading.Timer(patience_s, close)
+    timer.daemon = True
+    timer.start()
+    port = 0 if place.relayed else listener.port
+    return Expecting(run=asked.run, host=place.address or place.host, port=port), close
+
+
+def _answer(channel: SocketChannel, probe: str, braider: Braider, patience_s: float) -> None:
+    """Nothing to every load, until the other side closes."""
+    while (received := channel.receive(_only_load, idle_s=patience_s)) is not None:
+        if not isinstance(received[0], Strand):
+            channel.send(Load(run=probe))
+        elif (braid := braider.add(channel, received[0])) is None:
+            return  # the thread of the last strand goes on with all of them
+        else:
+            channel = braid
+    channel.close()
+
+
+def _only_load(message: AnyMessage) -> None:
+    if not isinstance(message, Load | Strand) or sum(t.nbytes for t in message.tensors) > SIZES_BYTES[-1]:
+        raise PeerError(f"sent {type(message).__name__}, which is no load of a probe")
+
+
+def measure_link(asked: Measure, reacher: Reacher) -> Measured:
+    """Time messages of several sizes to another device and back, on a connection like those of a run: of as many
+    streams as make it faster."""
+    route = Route(run=asked.run, other="the other device", host=asked.host, port=asked.port, id=asked.id)
+    try:
+        times, relayed = _timed(route, reacher)
+        link = fit_link(times)
+        while may_gain(link) and route.strands < MOST_STRANDS:
+            route = msgspec.structs.replace(route, strands=2 * route.strands)
+            more, relayed = _timed(route, reacher)
+            found = fit_link(more)
+            if found.bandwidth_bytes_per_s < GAIN * link.bandwidth_bytes_per_s:
+                break
+            times, link = more, found
+    except (PeerError, UserError) as e:
+        return Measured(run=asked.run, failure=str(e)[:500])
+    return Measured(run=asked.run, times=tuple(times), relayed=relayed)
+
+
+def _timed(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
+    """Sizes and round trips, and whether the way was by the coordinator. PeerError."""
+    times: list[tuple[int, float]] = []
+    channel, relayed = reacher.reach(route)
+    try:
+        _round_trip(channel, route.run, WARM_BYTES, reacher.patience_s)
+        for size_bytes in SIZES_BYTES:
+            taken = [_round_trip(channel, route.run, size_bytes, reacher.patience_s) for _ in range(REPEATS)]
+            times += [(size_bytes, seconds) for seconds in taken]
+            if sum(taken) > ENOUGH_S / 3:
+                break
+    finally:
+        channel.close()
+    return times, relayed
+
+
+def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s: float) -> float:
+    load = torch.zeros(size_bytes, dtype=torch.uint8)
+    began_s = time.monotonic()
+    channel.send(Load(run=probe, tensors=(header_of("load", load),)), [pack(load)])
+    if channel.receive(_only_load, idle_s=patience_s) is None:
+        raise PeerError(f"{channel.other}: closed the connection")
+    return time.monotonic() - began_s
+
+
+def compute_speed(probe: str, threads: int, place: Place) -> Computes:
+    """Of all ranks together: those of this machine at the same time, other machines as this one. Each of them holds
+    the stage's weights, so a machine's memory counts as shared by its ranks."""
+    try:
+        with ThreadPoolExecutor(place.local_ranks) as pool:
+            found = list(pool.map(_speed, [threads] * place.local_ranks))
+    except (subprocess.SubprocessError, OSError, ValueError, KeyError) as e:
+        return Computes(run=probe, failure=f"{type(e).__name__}: {e}"[:500])
+    machines = place.ranks / place.local_ranks
+    return Computes(
+        run=probe, flops_per_s=machines * sum(speed for speed, _ in found),
+        memory_bytes=min(memory for _, memory in found) // place.local_ranks,
+    )  # fmt: skip
+
+
+def _speed(threads: int) -> tuple[float, int]:
+    """FLOP/s and memory, in a process of its own, so that the agent stays small."""
+    done = subprocess.run(
+        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", str(threads)], capture_output=True, text=True,
+        timeout=COMPUTE_LIMIT_S, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+    )  # fmt: skip
+    found = json.loads(done.stdout)
+    return float(found["flops_per_s"]), int(found["memory_bytes"])

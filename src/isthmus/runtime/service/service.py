@@ -1,0 +1,352 @@
+"""The fleet's coordinator: devices join, stay, and are called to work for runs.
+
+One address for everything. Who shows no certificate can join with a ticket and do nothing else. A device keeps one
+connection for as long as it is in the fleet (`Present`), and opens one more for each run that it works for (`Join`).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import sqlite3
+import threading
+import time
+from collections.abc import Callable, Generator, Mapping, Sequence
+from typing import TypeVar
+
+from isthmus.errors import PeerError
+from isthmus.runtime.conducting.crew import Call, Work
+from isthmus.runtime.identity import Party
+from isthmus.runtime.identity.authority import requested_key
+from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.fleet import (
+    MOST_REQUEST_BYTES,
+    Disengage,
+    Dismissed,
+    Engage,
+    Present,
+    Renew,
+    Renewed,
+    Welcome,
+)
+from isthmus.runtime.messages.fleet import Ended as EndedMessage
+from isthmus.runtime.messages.message import Message
+from isthmus.runtime.messages.probe import Computes, Expecting, Measured
+from isthmus.runtime.messages.relay import Park, Reach
+from isthmus.runtime.messages.run import Heartbeat, Join
+from isthmus.runtime.messages.versions import mismatch, versions_here
+from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post, withdraw
+from isthmus.runtime.service.fleet_state import FleetState
+from isthmus.runtime.service.joining import admit
+from isthmus.runtime.transport.allowance import Allowance
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reception import Reception, first_message
+from isthmus.runtime.transport.relay import Relay
+from isthmus.runtime.transport.secure import Connection
+
+Answer = TypeVar("Answer", bound=Message)
+WATCH_S = 1.0
+"""How often to look who was revoked."""
+REMIND_S = 30.0
+"""How often to say who is waited for."""
+MOST_MESSAGES_PER_S = 5.0
+"""Of a device without work. It has a heartbeat to send, and now and then a renewal."""
+MOST_AT_ONCE = 50.0
+
+
+class Service:
+    """Listens from `start` on. `say` is told one line for whatever a person may want to know; any thread."""
+
+    def __init__(
+        self, state: FleetState, host: str, port: int, *, patience_s: float, say: Callable[[str], None]
+    ) -> None:
+        self._state = state
+        self._patience_s = patience_s
+        self._say = say
+        self._changed = threading.Condition()
+        self._present: dict[str, SendLane] = {}
+        """By name, of the devices that are connected."""
+        self._channels: dict[str, set[SocketChannel]] = {}
+        """By id, all connections."""
+        self._runs: dict[str, Reception] = {}
+        self._standing: dict[str, Call] = {}
+        self._ended: dict[str, dict[str, str]] = {}
+        """By run and name: how the device's process ended."""
+        self._working: dict[str, str] = {}
+        """By name, of those present: the run that a process of the device works for."""
+        self._asked: dict[str, tuple[str, queue.SimpleQueue[AnyMessage]]] = {}
+        """By probe: who is to answer, and to whom."""
+        self._names: dict[str, str] = {}
+        """By id, of all that were here."""
+        self._relay = Relay(patience_s)
+        self._over = threading.Event()
+        self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
+        self._listener = Listener(host, port, identity=state.identity, patience_s=patience_s, stranger=self._stranger)
+        self.port = self._listener.port
+
+    def start(self) -> None:
+        self._listener.start(self._greet)
+        self._watching.start()
+
+    def close(self) -> None:
+        self._over.set()
+        self._listener.close()
+        if self._watching.ident is not None:
+            self._watching.join(WATCH_S)
+            withdraw(self._state.folder)
+        for lane in list(self._present.values()):
+            lane.close(1.0)
+        self._relay.close()
+        for channel in [c for channels in self._channels.values() for c in channels]:
+            channel.close()
+
+    def __enter__(self) -> Service:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    @property
+    def present(self) -> frozenset[str]:
+        """Names of the devices that are connected."""
+        with self._changed:
+            return frozenset(self._present)
+
+    def wait_for(self, devices: Sequence[str]) -> None:
+        """Until all of them are here, however long that takes: machines are started by people."""
+        reminded_s = 0.0
+        with self._changed:
+            while missing := [d for d in devices if d not in self._present]:
+                if time.monotonic() - reminded_s >= REMIND_S:
+                    reminded_s = time.monotonic()
+                    self._say(f"waiting for {', '.join(missing)} to join ({len(devices) - len(missing)} here)")
+                self._changed.wait(WATCH_S)
+
+    @property
+    def outlives(self) -> bool:
+        return True
+
+    @contextlib.contextmanager
+    def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
+        """As `Crew`: waits until all devices of the call are here."""
+        self.wait_for(call.devices)
+        self._runs[call.run] = reception
+        self._ended[call.run] = {}
+        try:
+            work = _FleetWork(self, call)
+            for device in call.devices:
+                work.call(device)
+            yield work
+        finally:
+            del self._runs[call.run], self._ended[call.run]
+            self._tell((*call.devices, *call.others), Disengage(run=call.run))
+
+    def engage(self, device: str, call: Call) -> None:
+        """Have a process of the device join the run, if none works for it already."""
+        with self._changed:
+            self._ended[call.run].pop(device, None)
+            self._working[device] = call.run
+        self._tell([device], _engage(call))
+
+    def ended(self, run: str) -> Mapping[str, str]:
+        with self._changed:
+            return dict(self._ended.get(run, {}))
+
+    def leaving(self) -> list[str]:
+        """Who was asked to leave, by whatever process (`isthmus drain`), since this was called last."""
+        return self._state.take_leaving()
+
+    def idle(self, call: Call) -> list[str]:
+        """Devices of the call that are here, and no process of theirs works for it."""
+        with self._changed:
+            here = (d for d in (*call.devices, *call.others) if d in self._present)
+            return [d for d in here if self._working.get(d) != call.run]
+
+    @contextlib.contextmanager
+    def standing(self, call: Call, reception: Reception) -> Generator[None]:
+        """A call to work that holds for whoever of its devices is here, and for those that come meanwhile."""
+        self._runs[call.run] = reception
+        self._standing[call.run] = call
+        try:
+            self._tell(call.devices, _engage(call))
+            yield
+        finally:
+            del self._runs[call.run], self._standing[call.run]
+            self._tell(call.devices, Disengage(run=call.run))
+
+    def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
+        """What a device answers to a message of a probe, which `run` names. PeerError when it does not."""
+        answers: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
+        self._asked[message.run] = (device, answers)
+        try:
+            self._tell([device], message)
+            answer = answers.get(timeout=within_s)
+        except queue.Empty:
+            raise PeerError(f"device {device!r}: did not answer for {within_s:g} s") from None
+        finally:
+            del self._asked[message.run]
+        if not isinstance(answer, kind):
+            raise PeerError(f"device {device!r}: sent {type(answer).__name__}, expected {kind.__name__}")
+        return answer
+
+    def id_of(self, device: str) -> str:
+        """Of a device that is here."""
+        return next(id for id, name in self._names.items() if name == device)
+
+    def _tell(self, devices: Sequence[str], message: AnyMessage) -> None:
+        with self._changed:
+            for device in devices:
+                if (lane := self._present.get(device)) is not None:
+                    lane.put(message)
+
+    def _stranger(self, connection: Connection) -> None:
+        with contextlib.suppress(OSError, PeerError, sqlite3.Error):
+            name = admit(connection, self._state.authority, self._state.roster)
+            if name is not None:
+                self._say(f"{name} has a certificate")
+
+    def _greet(self, channel: SocketChannel) -> None:
+        party = channel.party
+        assert party is not None, "strangers do not come here"
+        with self._changed:
+            self._channels.setdefault(party.id, set()).add(channel)
+        try:
+            name = self._state.roster.name_of(party.id) if party.role == "device" else None
+            if name is None:
+                reason = f"device {party.id} is not in this fleet, or was revoked"
+                channel.send(Dismissed(run="", about="membership", reason=reason))
+                return
+            channel.other = f"device {name!r}"
+            self._names[party.id] = name
+            first = first_message(channel, (Present, Join, Park, Reach), self._patience_s)
+            if isinstance(first, Present):
+                self._stay(channel, first, name, party)
+            elif isinstance(first, Park | Reach):
+                self._relay.serve(channel, first, self._names)
+            elif first is not None and first.device == name and (run := self._runs.get(first.run)) is not None:
+                run.admit(channel, first)
+        except (OSError, PeerError, sqlite3.Error) as e:
+            self._say(str(e))
+        finally:
+            channel.close()
+            with self._changed:
+                self._channels[party.id].discard(channel)
+
+    def _stay(self, channel: SocketChannel, present: Present, name: str, party: Party) -> None:
+        """For as long as the device stays connected."""
+        different = mismatch(versions_here(), present.versions)
+        if different is not None:
+            channel.send(Dismissed(run="", about="version", reason=different))
+            raise PeerError(f"{channel.other}: refused: {different}")
+        lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
+        lane.put(Welcome(run="", device=name))
+        with self._changed:
+            former, self._present[name] = self._present.get(name), lane
+            self._working[name] = present.working
+            self._changed.notify_all()
+        if former is not None:  # it has come back before we noticed that it was gone
+            former.close(0.0)
+        self._state.roster.seen(party.id, time.time())
+        self._say(f"{name} is here")
+        for call in list(self._standing.values()):
+            if name in call.devices:
+                lane.put(_engage(call))
+        try:
+            self._hear(channel, lane, name, party)
+        finally:
+            lane.close(1.0)
+            with self._changed:
+                if self._present.get(name) is lane:
+                    del self._present[name]
+            self._say(f"{name} has left")
+
+    def _hear(self, channel: SocketChannel, lane: SendLane, name: str, party: Party) -> None:
+        allowance = Allowance(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
+
+        def check(message: AnyMessage) -> None:
+            allowance.spend(time.monotonic())
+            _only_fleet(message)
+
+        while (received := channel.receive(check, idle_s=self._patience_s)) is not None:
+            message = received[0]
+            if isinstance(message, Heartbeat):
+                lane.put(Heartbeat(run=""))
+            elif isinstance(message, Renew):
+                lane.put(Renewed(run="", certificate=self._renewed(message.request, party)))
+            elif isinstance(message, EndedMessage) and message.run in self._ended:
+                with self._changed:
+                    self._ended[message.run][name] = message.how[:500]
+                    self._working[name] = ""
+            elif isinstance(message, Expecting | Measured | Computes) and message.run in self._asked:
+                device, answers = self._asked[message.run]
+                if device == name:
+                    answers.put(message)
+
+    def _renewed(self, request: bytes, party: Party) -> bytes:
+        if len(request) > MOST_REQUEST_BYTES or id_of(requested_key(request)) != party.id:
+            raise PeerError(f"device {party.id}: asked for a certificate of another key")
+        return self._state.authority.certify(request, "device")[1]
+
+    def _watch(self) -> None:
+        """Whoever is revoked, by whatever process, is out at the next look."""
+        while not self._over.wait(WATCH_S):
+            try:
+                self._look()
+            except Exception as e:  # a full disk, say: who is revoked must go all the same, once that is over
+                self._say(f"cannot look after the fleet: {type(e).__name__}: {e}")
+
+    def _look(self) -> None:
+        with self._changed:
+            names, connected = dict(self._names), {id: list(found) for id, found in self._channels.items()}
+        for id, name in names.items():
+            if self._state.roster.name_of(id) is not None:
+                continue
+            for ended in list(self._ended.values()):
+                ended.setdefault(name, "it was revoked")
+            for channel in connected.get(id, []):
+                channel.close()
+            self._relay.cut(id)
+            with self._changed:
+                del self._names[id]  # another device may have the name one day
+        self._state.renew()
+        post(self._state.folder, self._news())
+
+    def _news(self) -> Bulletin:
+        with self._changed:
+            ids = {name: id for id, name in self._names.items()}
+            devices = tuple(
+                DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
+                for name in sorted(self._present)
+            )
+        return Bulletin(at_s=time.time(), port=self.port, devices=devices, relayed=tuple(self._relay.links()))
+
+
+def _engage(call: Call) -> Engage:
+    return Engage(run=call.run, patience_s=call.patience_s, threads=call.threads)
+
+
+class _FleetWork:
+    def __init__(self, service: Service, call: Call) -> None:
+        self._service = service
+        self._call = call
+
+    def ended(self) -> Mapping[str, str]:
+        return self._service.ended(self._call.run)
+
+    def offers(self) -> list[str]:
+        return self._service.idle(self._call)
+
+    def leaving(self) -> list[str]:
+        return self._service.leaving()
+
+    def call(self, device: str) -> None:
+        self._service.engage(device, self._call)
+
+
+def _only_fleet(message: AnyMessage) -> None:
+    expected = Heartbeat | Renew | EndedMessage | Expecting | Measured | Computes
+    if not isinstance(message, expected) or message.tensors:
+        raise PeerError(f"sent {type(message).__name__}, which is no message of a device without work")

@@ -1,0 +1,310 @@
+"""The transport: one framed, blocking connection.
+
+A frame is a 20-byte prefix, a msgpack header and raw tensor bytes:
+
+    offset  0  "ISTH"            4  version   5  zero (3)   8  header bytes (u32)  12  payload bytes (u64)
+
+Payloads are sent from the tensors' memory and received into fresh tensors; nothing is pickled. Sizes are checked
+against caps and against the header before anything is allocated. Within a frame every wait for progress has a
+deadline, reading or sending; waiting for the next frame ends when either side closes. (Rejected: asyncio streams,
+gRPC and ZeroMQ cost more CPU per byte here; Gloo notices a silent party only at its timeout and cannot cancel a
+receive.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import socket
+import struct
+import threading
+import time
+from collections import deque
+from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from typing import Protocol
+
+import msgspec
+from torch import Tensor
+
+from isthmus.errors import PeerError
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
+from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
+
+MAGIC = b"ISTH"
+VERSION = 1
+PREFIX = struct.Struct(">4sB3xIQ")
+CHUNK_BYTES = 1 << 20
+PIECES_AT_ONCE = 16
+MAX_HEADER_BYTES = 4 << 20
+"""Of what a device sends: thousands of tensors. Decoded it takes about eight times as much memory."""
+MAX_ASSIGNMENT_BYTES = 64 << 20
+"""Of a header by the coordinator, which has a stage's graph in it."""
+MAX_PAYLOAD_BYTES = 1 << 40
+
+Guard = Callable[[AnyMessage], None]
+"""Refuses a message (PeerError) after its header is read and before its payload is allocated."""
+
+Received = tuple[AnyMessage, list[Tensor]]
+
+
+class ChannelStatistics(msgspec.Struct, frozen=True):
+    """Whole frames and parts of frames, prefix and header included."""
+
+    sent_bytes: int
+    received_bytes: int
+
+
+class Channel(Protocol):
+    """A connection to one party. One thread sends, one receives; any may close."""
+
+    other: str
+    """The party, as errors call it."""
+
+    @property
+    def began_s(self) -> float:
+        """When the frame that is being received, or was last, began to arrive."""
+        ...
+
+    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+        """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
+        ...
+
+    def send_chunk(self, chunk: memoryview) -> None:
+        """Send the next bytes of a `frame`: an emulated link spaces them."""
+        ...
+
+    def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
+        """The next frame; None when either side has closed. PeerError when it is malformed, stalls, or nothing
+        comes for `idle_s` seconds."""
+        ...
+
+    def close(self) -> None:
+        """End the connection at once. Also ends a receive that waits in another thread."""
+        ...
+
+    def statistics(self) -> ChannelStatistics: ...
+
+
+def frame(message: AnyMessage, payload: Sequence[memoryview]) -> list[memoryview]:
+    """The frame's pieces, in order: prefix and header, then each tensor."""
+    header = msgspec.msgpack.encode(message)
+    size = sum(p.nbytes for p in payload)
+    return [memoryview(PREFIX.pack(MAGIC, VERSION, len(header), size) + header), *payload]
+
+
+def chunks(pieces: Iterable[memoryview], size: int = CHUNK_BYTES) -> Iterator[memoryview]:
+    """The pieces' bytes in order, at most `size` at a time, without a copy."""
+    for piece in pieces:
+        for start in range(0, piece.nbytes, size):
+            yield piece[start : start + size]
+
+
+class SocketChannel:
+    """A channel over a connected stream. `patience_s` bounds every wait for progress within a frame."""
+
+    def __init__(
+        self, connection: Connection, other: str, patience_s: float = 60.0, *, party: Party | None = None,
+        most_header_bytes: int = MAX_HEADER_BYTES,
+    ) -> None:  # fmt: skip
+        """`party` is whoever the connection was authenticated to, None where it was not. Headers that are larger than
+        `most_header_bytes` are refused before they are received."""
+        self.other = other
+        self.party = party
+        self._most_header_bytes = most_header_bytes
+        self.began_s = 0.0
+        self._patience_s = patience_s
+        self._socket = connection
+        # A timeout belongs to a socket object: were there one only, the endless wait for the next frame in the
+        # receiving thread would lift the deadline of a send. Both have one always, as blocking mode is shared.
+        self._incoming = connection.dup()
+        self._sent = self._received = 0
+        self._missing = 0  # bytes of the frame in work that are still to come, as far as is known
+        self._closed = threading.Event()
+        self._decoder = msgspec.msgpack.Decoder(AnyMessage)
+        if connection.family in (socket.AF_INET, socket.AF_INET6):
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+        self._socket.settimeout(patience_s)
+        self._incoming.settimeout(patience_s)
+
+    def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+        pieces = frame(message, payload)
+        left = deque(chunks(pieces))
+        # Header and tensors in one call: sent apart, a small message wakes the receiver twice.
+        while left:
+            sent = self._send_some([left[i] for i in range(min(len(left), PIECES_AT_ONCE))])
+            while left and sent >= left[0].nbytes:
+                sent -= left.popleft().nbytes
+            if sent:
+                left[0] = left[0][sent:]
+        return sum(p.nbytes for p in pieces)
+
+    def send_chunk(self, chunk: memoryview) -> None:
+        while chunk.nbytes:
+            chunk = chunk[self._send_some([chunk]) :]
+
+    def _send_some(self, pieces: list[memoryview]) -> int:
+        """As sendall, but the deadline is for some progress: a slow receiver is not a dead one."""
+        try:
+            sent = self._socket.sendmsg(pieces)
+        except TimeoutError:
+            raise PeerError(f"{self.other}: took nothing for {self._patience_s:g} s") from None
+        except OSError as e:
+            raise PeerError(f"{self.other}: connection lost while sending: {e.strerror or e}") from None
+        self._sent += sent
+        return sent
+
+    def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
+        try:
+            return self._receive(guard, idle_s)
+        except PeerError:
+            if self._closed.is_set():
+                return None  # we hung up ourselves: the rest of the frame is nobody's fault
+            raise
+
+    def _receive(self, guard: Guard | None, idle_s: float | None) -> Received | None:
+        prefix = memoryview(bytearray(PREFIX.size))
+        if not self._begin(prefix, idle_s):
+            return None
+        magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
+        if magic != MAGIC:
+            raise PeerError(f"{self.other}: sent {bytes(magic)!r}, expected a frame that starts with {MAGIC!r}")
+        if version != VERSION:
+            raise PeerError(f"{self.other}: frame version {version}, expected {VERSION}")
+        if header_bytes > self._most_header_bytes or payload_bytes > MAX_PAYLOAD_BYTES:
+            raise PeerError(
+                f"{self.other}: frame of {header_bytes} + {payload_bytes} bytes, "
+                f"expected at most {self._most_header_bytes} + {MAX_PAYLOAD_BYTES}"
+            )
+        self._missing = header_bytes + payload_bytes
+        header = memoryview(bytearray(header_bytes))
+        self._fill(header)
+        message = self._decode(header)
+        with self._named():
+            _check(message, payload_bytes, guard)
+        return message, [self._tensor(h) for h in message.tensors]
+
+    def _tensor(self, header: TensorHeader) -> Tensor:
+        with self._named():
+            flat, buffer = receive_buffer(header)
+        self._fill(buffer)
+        with self._named():
+            return unpack(flat, header)
+
+    @contextlib.contextmanager
+    def _named(self) -> Generator[None, None, None]:
+        """Checks do not know whose frame they refuse."""
+        try:
+            yield
+        except PeerError as e:
+            raise PeerError(f"{self.other}: {e}") from None
+
+    def _decode(self, header: memoryview) -> AnyMessage:
+        try:
+            return self._decoder.decode(header)
+        except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
+            reason = " ".join(str(e).split())
+            raise PeerError(f"{self.other}: frame header is not a known message: {reason[:200]}") from None
+
+    def _begin(self, prefix: memoryview, idle_s: float | None) -> bool:
+        """Wait for a frame and read its prefix; False when the other side closed between frames."""
+        got = None
+        while got is None:
+            try:
+                self._incoming.settimeout(self._patience_s if idle_s is None else idle_s)
+                got = self._incoming.recv_into(prefix)
+                self._incoming.settimeout(self._patience_s)
+            except TimeoutError:
+                if idle_s is not None:
+                    raise PeerError(f"{self.other}: silent for {idle_s:g} s") from None
+            except OSError as e:
+                raise PeerError(f"{self.other}: connection lost: {e.strerror or e}") from None
+        if got == 0:
+            return False
+        self.began_s = time.monotonic()
+        self._received += got
+        self._missing = PREFIX.size - got
+        self._fill(prefix[got:])
+        return True
+
+    def _fill(self, buffer: memoryview) -> None:
+        """Receive straight into the buffer until it is full."""
+        at = 0
+        while at < buffer.nbytes:
+            try:
+                got = self._incoming.recv_into(buffer[at : at + CHUNK_BYTES])
+            except TimeoutError:
+                raise PeerError(
+                    f"{self.other}: stalled for {self._patience_s:g} s in the middle of a frame, "
+                    f"{self._missing} bytes short"
+                ) from None
+            except OSError as e:
+                raise PeerError(f"{self.other}: connection lost in the middle of a frame: {e.strerror or e}") from None
+            if got == 0:
+                raise PeerError(f"{self.other}: closed in the middle of a frame, {self._missing} bytes short")
+            at += got
+            self._received += got
+            self._missing -= got
+
+    def close(self) -> None:
+        self._closed.set()
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)
+        self._socket.close()
+        self._incoming.close()
+
+    @property
+    def connection(self) -> Connection:
+        """What it runs over."""
+        return self._socket
+
+    def bare(self) -> socket.socket:
+        """The stream under TLS, for other bytes than frames; the other side does the same. OSError when it does not."""
+        assert isinstance(self._socket, TlsConnection), "only TLS can be ended"
+        self._closed.set()
+        return self._socket.bare()
+
+    def statistics(self) -> ChannelStatistics:
+        return ChannelStatistics(self._sent, self._received)
+
+
+def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None:
+    for header in message.tensors:
+        check_header(header)
+        # A few bytes may unpack to any number of elements: only what a guard compares with a plan may come packed.
+        if header.packing is not None and (guard is None or not isinstance(message, ParcelMessage)):
+            raise PeerError(f"tensor {header.name!r}: packed as {header.packing.codec!r}, which nobody expects here")
+    announced = sum(h.nbytes for h in message.tensors)
+    if announced != payload_bytes:
+        raise PeerError(f"frame payload of {payload_bytes} bytes, its header announces {announced}")
+    if guard is not None:
+        guard(message)
+
+
+def connected(host: str, port: int, other: str, patience_s: float) -> socket.socket:
+    """A socket to whoever listens there. PeerError when nobody answers within `patience_s`."""
+    try:
+        return socket.create_connection((host, port), timeout=patience_s)
+    except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
+        reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+        raise PeerError(f"{other}: cannot connect to {host}:{port}: {reason}") from None
+
+
+def dial(
+    host: str, port: int, other: str, patience_s: float, *, identity: Identity | None = None,
+    expected: Party | None = None, most_header_bytes: int = MAX_HEADER_BYTES,
+) -> SocketChannel:  # fmt: skip
+    """Connect to whoever listens there; `other` is its name. PeerError when nobody answers within `patience_s`.
+
+    With an identity the connection is TLS, and who answers must be the `expected` party; without, plain TCP.
+    """
+    connection = connected(host, port, other, patience_s)
+    if identity is None:
+        return SocketChannel(connection, other, patience_s, most_header_bytes=most_header_bytes)
+    assert expected is not None, "a secure connection is to somebody"
+    try:
+        secured = secure_dialled(connection, identity, expected)
+    except PeerError as e:
+        raise PeerError(f"{other} at {host}:{port}: {e}") from None
+    return SocketChannel(secured, other, patience_s, party=expected, most_header_bytes=most_header_bytes)

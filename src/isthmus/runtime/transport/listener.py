@@ -1,0 +1,151 @@
+"""Listen, and hand on what connects: each connection in a thread of its own, authenticated before anybody sees it."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+import threading
+from collections import Counter
+from collections.abc import Callable, Generator
+
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.secure import Connection, secure_accepted
+
+MOST_UNKNOWN = 64
+"""Connections at once that have not said who they are: the next ones are closed. Strangers cost no more than that."""
+MOST_UNKNOWN_FROM_ONE = 16
+"""Of them, from one address: a single stranger does not take all."""
+UNKNOWN_S = 20.0
+"""How long it may take somebody to say who he is, all in all: a byte now and then does not hold a place for ever."""
+
+Greet = Callable[[SocketChannel], None]
+"""Takes over a connection, for as long as it likes: it has a thread of its own."""
+Stranger = Callable[[Connection], None]
+"""Takes over a TLS connection of one who shows no certificate, and closes it."""
+
+
+class Listener:
+    """One listening address. Without an identity it is plain TCP, which is for loopback and for trusted networks."""
+
+    def __init__(
+        self, host: str, port: int = 0, *, identity: Identity | None = None, trusted_network: bool = False,
+        patience_s: float = 60.0, stranger: Stranger | None = None,
+    ) -> None:  # fmt: skip
+        """Binds; nothing is accepted before `start`. UserError for an address that cannot be bound, or that others
+        could reach without TLS."""
+        if identity is None and not trusted_network:
+            refuse_exposure(host)
+        self._identity = identity
+        self._patience_s = patience_s
+        self._stranger = stranger
+        self._unknown: Counter[str] = Counter()
+        """Connections that have not said who they are, by address."""
+        self._counting = threading.Lock()
+        try:
+            self._socket = socket.create_server((host, port), backlog=128, family=_family(host))
+        except (OSError, UnicodeError, OverflowError) as e:
+            reason = e.strerror if isinstance(e, OSError) and e.strerror else e
+            raise UserError(f"cannot listen on {host}:{port}: {reason}") from None
+        self.port: int = self._socket.getsockname()[1]
+
+    def start(self, greet: Greet) -> None:
+        threading.Thread(target=self._accept, args=(greet,), name=f"accept on {self.port}", daemon=True).start()
+
+    def adopt(self, connection: socket.socket, other: str, greet: Greet) -> None:
+        """As if it had been accepted here: for what was dialled from here on somebody else's behalf."""
+        with self._counting:
+            self._unknown[other] += 1
+        arguments = (connection, other, other, greet)
+        threading.Thread(target=self._welcome, args=arguments, name=f"receive {other}", daemon=True).start()
+
+    def close(self) -> None:
+        """Accept nobody more; connections that were handed on stay."""
+        with contextlib.suppress(OSError):
+            self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
+        self._socket.close()
+
+    def _accept(self, greet: Greet) -> None:
+        while True:
+            try:
+                connection, address = self._socket.accept()
+            except OSError:
+                return
+            host, other = str(address[0]), f"{address[0]}:{address[1]}"
+            with self._counting:
+                full = self._unknown.total() >= MOST_UNKNOWN or self._unknown[host] >= MOST_UNKNOWN_FROM_ONE
+                self._unknown[host] += not full
+            if full:
+                connection.close()
+                continue
+            arguments = (connection, host, other, greet)
+            threading.Thread(target=self._welcome, args=arguments, name=f"receive {other}", daemon=True).start()
+
+    def _welcome(self, connection: socket.socket, host: str, other: str, greet: Greet) -> None:
+        try:
+            channel = self._authenticated(connection, other)
+        except PeerError:
+            return  # who cannot say who they are are not answered, nor written about: a scan must not fill a disk
+        finally:
+            with self._counting:
+                self._unknown[host] -= 1
+                self._unknown += Counter()  # forgets those with none
+        if channel is not None:
+            greet(channel)
+
+    def _authenticated(self, connection: socket.socket, other: str) -> SocketChannel | None:
+        """None for a stranger, who has been dealt with."""
+        if self._identity is None:
+            return SocketChannel(connection, other, self._patience_s)
+        connection.settimeout(UNKNOWN_S)
+        with _cut_after(connection, UNKNOWN_S):
+            secured, party = secure_accepted(connection, self._identity, strangers=self._stranger is not None)
+            if party is not None:
+                return SocketChannel(secured, other, self._patience_s, party=party)
+            assert self._stranger is not None, "others have a certificate"
+            secured.settimeout(UNKNOWN_S)
+            try:
+                self._stranger(secured)
+            finally:
+                secured.close()
+        return None
+
+
+@contextlib.contextmanager
+def _cut_after(connection: socket.socket, limit_s: float) -> Generator[None]:
+    """Whatever is done with the socket inside ends by then: timeouts bound each wait, not their sum."""
+    twin = connection.dup()  # TLS takes over the other
+
+    def cut() -> None:
+        with contextlib.suppress(OSError):
+            twin.shutdown(socket.SHUT_RDWR)
+
+    timer = threading.Timer(limit_s, cut)
+    timer.daemon = True
+    timer.start()
+    try:
+        yield
+    finally:
+        timer.cancel()
+        twin.close()
+
+
+def refuse_exposure(host: str) -> None:
+    """UserError unless the address is this machine's own: without TLS anybody who reaches it is believed."""
+    if host == "localhost":
+        return
+    try:
+        loopback = ipaddress.ip_address(host).is_loopback
+    except ValueError:
+        loopback = False
+    if not loopback:
+        raise UserError(
+            f"listening on {host} without TLS: got an address that others can reach, expected 127.0.0.1; "
+            "`isthmus serve` listens with TLS"
+        )
+
+
+def _family(host: str) -> socket.AddressFamily:
+    return socket.AF_INET6 if ":" in host else socket.AF_INET

@@ -1,0 +1,168 @@
+"""A device's way to another one: directly, or by way of the coordinator where they cannot reach each other."""
+
+from __future__ import annotations
+
+import secrets
+import socket
+import threading
+from collections.abc import Callable
+
+import msgspec
+
+from isthmus.errors import PeerError
+from isthmus.runtime.identity import Identity, Party
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.relay import Park, Reach, Strand, Through
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.transport.braid import braided
+from isthmus.runtime.transport.channel import SocketChannel, connected, dial
+from isthmus.runtime.transport.secure import secure_dialled
+
+DIRECT_S = 5.0
+"""For so long the direct way is tried: a firewall that drops says nothing."""
+ANSWER_S = 15.0
+"""The coordinator waits for the other device before it answers."""
+REPARK_S = 1.0
+"""Between attempts to be reachable by way of the coordinator."""
+
+
+class Route(msgspec.Struct, frozen=True, kw_only=True):
+    """To another device. Without a port there is no direct way."""
+
+    run: str
+    """What for: the name of a run or of a probe."""
+    other: str
+    """The device, as errors call it."""
+    host: str
+    port: int
+    id: str
+    """Of its key; empty where connections are plain TCP, and nothing is relayed."""
+    strands: int = 1
+    """Streams that are to be one connection; plain TCP has one."""
+
+
+class Reacher(msgspec.Struct, frozen=True, kw_only=True):
+    """How one device gets to others."""
+
+    coordinator: tuple[str, int]
+    identity: Identity | None
+    patience_s: float
+
+    def reach(self, route: Route) -> tuple[SocketChannel, bool]:
+        """A connection to the very device, and whether it is relayed. PeerError when there is no way."""
+        if self.identity is None:
+            return dial(route.host, route.port, route.other, self.patience_s), False
+        if route.strands == 1:
+            return self._one(route)
+        found: list[SocketChannel] = []
+        relayed, name = False, secrets.token_hex(8)
+        try:
+            for number in range(route.strands):
+                strand, relayed = self._one(route)
+                found.append(strand)
+                strand.send(Strand(run=route.run, braid=name, number=number, of=route.strands))
+        except PeerError:
+            for strand in found:
+                strand.close()
+            raise
+        return braided(found, self.patience_s), relayed
+
+    def _one(self, route: Route) -> tuple[SocketChannel, bool]:
+        try:
+            near = self._direct(route)
+        except PeerError as e:
+            try:
+                return self._secured(self._relayed(route), route), True
+            except PeerError as f:
+                raise PeerError(f"{e}; by way of the coordinator: {f}") from None
+        return self._secured(near, route), False
+
+    def _direct(self, route: Route) -> socket.socket:
+        if not route.port:
+            raise PeerError(f"{route.other}: does not listen")
+        found = connected(route.host, route.port, route.other, min(DIRECT_S, self.patience_s))
+        found.settimeout(self.patience_s)
+        return found
+
+    def _secured(self, near: socket.socket, route: Route) -> SocketChannel:
+        assert self.identity is not None, "plain connections are not secured"
+        expected = Party("device", route.id)
+        try:
+            secured = secure_dialled(near, self.identity, expected)
+        except PeerError as e:
+            raise PeerError(f"{route.other}: {e}") from None
+        return SocketChannel(secured, route.other, self.patience_s, party=expected)
+
+    def _relayed(self, route: Route) -> socket.socket:
+        channel = self.coordinator_channel()
+        try:
+            channel.send(Reach(run=route.run, id=route.id))
+            answer = _heard(channel, max(self.patience_s, ANSWER_S))
+            if not isinstance(answer, Through) or answer.failure:
+                raise PeerError(_refusal(answer))
+            return channel.bare()
+        except (PeerError, OSError) as e:
+            channel.close()
+            raise PeerError(str(e)) from None
+
+    def coordinator_channel(self) -> SocketChannel:
+        return dial(
+            *self.coordinator, "coordinator", self.patience_s, identity=self.identity,
+            expected=Party("coordinator", ""),
+        )  # fmt: skip
+
+
+class Parking:
+    """A device that can be reached by way of the coordinator, until `close`."""
+
+    def __init__(self, reacher: Reacher, run: str, taken: Callable[[socket.socket], None]) -> None:
+        """Each connection that another device gets is `taken`. A coordinator that is away is tried again."""
+        self._reacher = reacher
+        self._run = run
+        self._taken = taken
+        self._over = threading.Event()
+        self._channel: SocketChannel | None = None
+        threading.Thread(target=self._stay, name="parked", daemon=True).start()
+
+    def close(self) -> None:
+        self._over.set()
+        if (channel := self._channel) is not None:
+            channel.close()
+
+    def _stay(self) -> None:
+        while not self._over.is_set():
+            try:
+                self._taken(self._wanted())
+            except (PeerError, OSError):
+                self._over.wait(REPARK_S)
+
+    def _wanted(self) -> socket.socket:
+        """The next connection that another device has to here."""
+        channel = self._channel = self._reacher.coordinator_channel()
+        try:
+            if self._over.is_set():  # `close` has not seen this connection
+                raise PeerError("not wanted any more")
+            channel.send(Park(run=self._run))
+            while not isinstance(_heard(channel, self._reacher.patience_s), Through):
+                channel.send(Heartbeat(run=""))
+            channel.send(Through(run=self._run))
+            return channel.bare()
+        except (PeerError, OSError):
+            channel.close()
+            raise
+
+
+def _heard(channel: SocketChannel, patience_s: float) -> AnyMessage:
+    def check(message: AnyMessage) -> None:
+        if not isinstance(message, Heartbeat | Through) or message.tensors:
+            raise PeerError(f"sent {type(message).__name__}, which is nothing for a connection to be relayed")
+
+    received = channel.receive(check, idle_s=patience_s)
+    if received is None:
+        raise PeerError(f"{channel.other}: closed the connection")
+    return received[0]
+
+
+def _refusal(answer: AnyMessage) -> str:
+    text = answer.failure if isinstance(answer, Through) else f"sent {type(answer).__name__}"
+    return "".join(c for c in text if c.isprintable())[:500]

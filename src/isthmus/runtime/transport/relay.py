@@ -1,0 +1,238 @@
+"""The coordinator's part where two devices cannot reach each other: it copies bytes between two connections of theirs.
+
+    A ── TLS ──► coordinator ◄── TLS ── B       both dial out: B is parked here, A asks for it
+    A ◄─────────── bytes ─────────────► B       TLS with the coordinator ends on both connections; what it copies from
+                                                then on is TLS between A and B, who verify each other
+
+So it can neither read nor alter, and encrypts nothing twice. (Rejected: TLS inside of TLS, at twice the work for each
+byte; a port of its own for relayed connections, as nothing but TLS shall be parsed before it is known who comes.)
+"""
+
+from __future__ import annotations
+
+import contextlib
+import queue
+import socket
+import threading
+import time
+from collections import defaultdict, deque
+
+import msgspec
+
+from isthmus.errors import PeerError
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.relay import Park, Reach, Through
+from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.pacing import round_trip_s
+
+COPY_BYTES = 1 << 18
+MOST_PARKED = 8
+"""Connections of one device that wait to be wanted: it parks the next one when one is taken."""
+WAIT_S = 3.0
+"""How long a device is waited for that is wanted: it parked before anybody was told of it, unless it is gone."""
+MOST_STREAMS = 64
+"""Relayed connections at once, of one device."""
+
+
+class RelayedLink(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection that is copied here, between two devices by name."""
+
+    devices: tuple[str, str]
+    carried_bytes: int
+    """Both ways."""
+    latency_s: float | None
+    """One way, as the kernel sees its two halves; None where it does not say."""
+
+
+class _Wish:
+    """Somebody wants a parked device."""
+
+    def __init__(self) -> None:
+        self.answers: queue.SimpleQueue[socket.socket | None] = queue.SimpleQueue()
+
+
+class _Parked:
+    def __init__(self) -> None:
+        self.wishes: queue.SimpleQueue[_Wish] = queue.SimpleQueue()
+
+
+class _Stream:
+    """Two sockets, and what was copied between them."""
+
+    def __init__(self, ids: tuple[str, str], names: tuple[str, str], ends: tuple[socket.socket, socket.socket]) -> None:
+        self.ids = ids
+        self._names = names
+        self._ends = ends
+        self._carried = [0, 0]
+
+    def run(self) -> None:
+        """Until both directions have ended."""
+        back = threading.Thread(target=self._copy, args=(1,), name="relay", daemon=True)
+        back.start()
+        self._copy(0)
+        back.join()
+        self.close()
+
+    def close(self) -> None:
+        for end in self._ends:
+            with contextlib.suppress(OSError):
+                end.shutdown(socket.SHUT_RDWR)
+            end.close()
+
+    def _copy(self, source: int) -> None:
+        near, far = self._ends[source], self._ends[1 - source]
+        buffer = memoryview(bytearray(COPY_BYTES))
+        try:
+            while got := near.recv_into(buffer):
+                far.sendall(buffer[:got])
+                self._carried[source] += got
+            far.shutdown(socket.SHUT_WR)
+        except OSError:
+            self.close()
+
+    def news(self) -> RelayedLink:
+        trips = [round_trip_s(end) for end in self._ends]
+        known = [trip for trip in trips if trip is not None]
+        return RelayedLink(
+            devices=self._names, carried_bytes=sum(self._carried),
+            latency_s=sum(known) / 2 if len(known) == len(trips) else None,
+        )  # fmt: skip
+
+
+class Relay:
+    """Pairs connections. Each is served in the thread that it came with."""
+
+    def __init__(self, patience_s: float) -> None:
+        self._patience_s = patience_s
+        self._changed = threading.Condition()
+        self._parked: defaultdict[tuple[str, str], deque[_Parked]] = defaultdict(deque)
+        """By run and id."""
+        self._streams: set[_Stream] = set()
+
+    def serve(self, channel: SocketChannel, first: Park | Reach, names: dict[str, str]) -> None:
+        """Until the connection ends. `names` are those of devices by id. OSError, PeerError."""
+        assert channel.party is not None, "strangers do not come here"
+        if isinstance(first, Park):
+            self._park(channel, first.run, channel.party.id)
+        else:
+            self._reach(channel, first, channel.party.id, names)
+
+    def links(self) -> list[RelayedLink]:
+        with self._changed:
+            streams = list(self._streams)
+        return sorted((stream.news() for stream in streams), key=lambda link: link.devices)
+
+    def cut(self, id: str) -> None:
+        """Whatever leads to or from this device."""
+        with self._changed:
+            streams = [stream for stream in self._streams if id in stream.ids]
+        for stream in streams:
+            stream.close()
+
+    def close(self) -> None:
+        with self._changed:
+            streams = list(self._streams)
+        for stream in streams:
+            stream.close()
+
+    def _park(self, channel: SocketChannel, run: str, id: str) -> None:
+        parked = _Parked()
+        with self._changed:
+            places = self._parked[run, id]
+            if sum(len(found) for (_, of), found in self._parked.items() if of == id) >= MOST_PARKED:
+                raise PeerError(f"{channel.other}: parked {MOST_PARKED} connections already")
+            places.append(parked)
+            self._changed.notify_all()
+        wish: _Wish | None = None
+        try:
+            wish = self._awaited(channel, parked)
+            if wish is None:
+                return
+            channel.send(Through(run=run))
+            while not isinstance(said := _said(channel, self._patience_s), Through):
+                if said is None:
+                    raise PeerError(f"{channel.other}: closed a connection that was wanted")
+            wish.answers.put(channel.bare())
+        except (OSError, PeerError):
+            if wish is not None:
+                wish.answers.put(None)
+            raise
+        finally:
+            self._leave(run, id, parked)
+
+    def _awaited(self, channel: SocketChannel, parked: _Parked) -> _Wish | None:
+        """Until somebody wants it; meanwhile both sides see that the other is there. None when it leaves."""
+        while True:
+            try:
+                return parked.wishes.get(timeout=self._patience_s / 4)
+            except queue.Empty:
+                channel.send(Heartbeat(run=""))
+                if _said(channel, self._patience_s) is None:
+                    return None
+
+    def _leave(self, run: str, id: str, parked: _Parked) -> None:
+        with self._changed:
+            places = self._parked[run, id]
+            if parked in places:
+                places.remove(parked)
+            if not places:
+                del self._parked[run, id]
+        with contextlib.suppress(queue.Empty):  # somebody who came at the last moment
+            while True:
+                parked.wishes.get_nowait().answers.put(None)
+
+    def _reach(self, channel: SocketChannel, asked: Reach, id: str, names: dict[str, str]) -> None:
+        far = self._fetched(asked, id)
+        if far is None:
+            failure = f"device {names.get(asked.id, asked.id)!r} has no connection here that could be relayed"
+            channel.send(Through(run=asked.run, failure=failure))
+            return
+        try:
+            channel.send(Through(run=asked.run))
+            near = channel.bare()
+        except (OSError, PeerError):
+            far.close()
+            raise
+        for end in (near, far):
+            end.settimeout(None)
+            end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            end.setsockopt(socket.SOL_SOCKET, socket.SO_KEEPALIVE, 1)
+        pair = (names.get(id, id), names.get(asked.id, asked.id))
+        stream = _Stream((id, asked.id), pair, (near, far))
+        with self._changed:
+            self._streams.add(stream)
+        try:
+            stream.run()
+        finally:
+            with self._changed:
+                self._streams.discard(stream)
+
+    def _fetched(self, asked: Reach, id: str) -> socket.socket | None:
+        """A connection to the device that is wanted, which may be about to park; None if it does not come."""
+        deadline_s = time.monotonic() + WAIT_S
+        while (left_s := deadline_s - time.monotonic()) > 0:
+            wish = _Wish()
+            with self._changed:
+                if sum(id in stream.ids for stream in self._streams) >= MOST_STREAMS:
+                    return None
+                places = self._parked.get((asked.run, asked.id))
+                if not places:
+                    self._changed.wait(left_s)
+                    continue
+                places.popleft().wishes.put(wish)
+            with contextlib.suppress(queue.Empty):
+                if (found := wish.answers.get(timeout=WAIT_S)) is not None:
+                    return found
+        return None
+
+
+def _said(channel: SocketChannel, patience_s: float) -> AnyMessage | None:
+    """The next message of a parked device; None when it has closed the connection."""
+
+    def check(message: AnyMessage) -> None:
+        if not isinstance(message, Heartbeat | Through) or message.tensors:
+            raise PeerError(f"sent {type(message).__name__}, which is nothing for a connection that is parked")
+
+    received = channel.receive(check, idle_s=patience_s)
+    return None if received is None else received[0]
