@@ -17,9 +17,9 @@ from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.probe import Computes, Expect, Measure
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import agent as agents
+from isthmus.runtime.service import fleet_probe, probing
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet, probe_link
-from isthmus.runtime.service.service import fleet_probe, probing
 from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, conv_flops
 from isthmus.runtime.transport.reaching import Reacher, Route
 

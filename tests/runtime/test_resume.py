@@ -266,7 +266,9 @@ def test_a_run_that_loses_a_device_goes_on_and_can_be_interrupted() -> None:
     assert process.returncode == 130, errors
     assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "at work again" in errors
     trained = [p.step for p in folder.losses() if p.split == "train"]
-    assert trained == list(range(1, len(trained) + 1)), "what was done again is told once"
+    assert trained == sorted(set(trained)), "what was done again is told once"
+    untold = set(range(1, trained[-1] + 1)) - set(trained)
+    assert len(untold) <= 1, "only of its last step may the state have arrived, and not the loss"
     assert not any(map(is_running, devices.values()))
 
 
