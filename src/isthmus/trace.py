@@ -4,14 +4,15 @@ from __future__ import annotations
 
 import itertools
 import statistics
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from pathlib import Path
-from typing import Literal
+from typing import Annotated, Literal, TypeVar
 
 import msgspec
 
 from isthmus.errors import UserError
 
+T = TypeVar("T")
 Track = Literal["compute", "send", "receive", "control"]
 
 
@@ -39,11 +40,13 @@ class Trace(msgspec.Struct, frozen=True, kw_only=True):
     source: Literal["simulator", "runtime"]
     run: str
     spans: tuple[Span, ...]
+    period: Annotated[int, msgspec.Meta(ge=1)] = 1
+    """Steps after which what replicas average is the same again."""
 
 
 def write_jsonl(trace: Trace, path: Path) -> None:
-    """One header line (source, run), then one line per span."""
-    lines = [msgspec.json.encode({"source": trace.source, "run": trace.run})]
+    """One header line (source, run, period), then one line per span."""
+    lines = [msgspec.json.encode({"source": trace.source, "run": trace.run, "period": trace.period})]
     lines += [msgspec.json.encode(span) for span in trace.spans]
     path.write_bytes(b"\n".join(lines) + b"\n")
 
@@ -51,7 +54,7 @@ def write_jsonl(trace: Trace, path: Path) -> None:
 def read_jsonl(path: Path) -> Trace:
     try:
         head, *rest = path.read_bytes().splitlines()
-        header = msgspec.json.decode(head, type=dict[str, str])
+        header = msgspec.json.decode(head, type=dict[str, str | int])
         spans = tuple(msgspec.json.decode(line, type=Span) for line in rest)
         return msgspec.convert({**header, "spans": spans}, Trace)
     except FileNotFoundError:
@@ -102,11 +105,18 @@ def step_times(trace: Trace) -> dict[int, float]:
 
 
 def steady_step_s(trace: Trace) -> float:
-    """Median duration of the training steps without the first, which also warms up. UserError when there is none."""
+    """Duration of a step without the first, which also warms up: the mean over a period of averaging, the median of
+    periods. UserError when no step was finished."""
     times = [duration for _, duration in sorted(step_times(trace).items())]
     if not times:
         raise UserError(f"trace {trace.run!r}: no training step was finished")
-    return statistics.median(times[1:] or times)
+    return statistics.median(map(statistics.fmean, in_periods(times[1:] or times, trace.period)))
+
+
+def in_periods(steps: Sequence[T], period: int) -> list[Sequence[T]]:
+    """Steps in runs of a whole period, wherever it begins; all of them in one where there is no whole one."""
+    whole = [steps[i : i + period] for i in range(0, len(steps) - period + 1, period)]
+    return whole or [steps]
 
 
 def period_s(trace: Trace, device: str) -> float:

@@ -23,6 +23,16 @@ def test_the_steady_step_leaves_out_the_first():
     assert steady_step_s(trace(steps[0], compute("update", 2, 4))) == 4  # the only one
 
 
+def test_a_step_that_averages_counts_as_often_as_it_comes():
+    starts = [0, 9, 10, 11, 21, 22, 23, 33]  # of three steps one averages, for 10; the first step warms up
+    steps = tuple(compute("F", start, start + 0.5, step) for step, start in enumerate(starts))
+    seldom = Trace(source="simulator", run="r", spans=steps, period=3)
+    assert steady_step_s(seldom) == 4
+    assert steady_step_s(trace(*steps)) == 1
+    few = Trace(source="simulator", run="r", spans=steps, period=9)
+    assert steady_step_s(few) == pytest.approx(24 / 6), "no whole period: the mean of what there is"
+
+
 def test_the_period_is_within_steps_and_of_one_device():
     first = [compute("B", end - 1, end) for end in (1, 3, 5)]
     second = [compute("B", end - 1, end, 1) for end in (100, 102)]

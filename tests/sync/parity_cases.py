@@ -12,6 +12,7 @@ import json
 import os
 import runpy
 import sys
+import tempfile
 import time
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -464,8 +465,32 @@ def sums(found: dict[str, float]) -> None:
     averager.close()
 
 
+def resumed(found: dict[str, float]) -> None:
+    """What is averaged inside backward goes on within a period where it was left."""
+    folder = Path(tempfile.gettempdir()) / f"isthmus-{os.getpid()}.safetensors"
+    for ahead in (False, True):
+        options = Options(smallest_layer_bytes=0, overlap=True, forward_overlap=ahead)
+        ends: list[nn.Module] = []
+        for first, last in ((0, 9), (3, 9)):
+            made = model()
+            optimizer = OPTIMIZERS["momentum"](made)
+            sync = isthmus.sync.attach(made, optimizer, mode="partial", period=5, options=options)
+            if first:
+                isthmus.sync.load_worker(folder, made, optimizer, sync)
+            for step in range(first, last):
+                optimizer.zero_grad()
+                loss_of(made, step, dist.get_rank()).backward()
+                sync.step()
+                if not first and step == 2:
+                    isthmus.sync.save_worker(folder, made, optimizer, sync)
+            sync.close()
+            ends.append(made)
+        found[f"resumed within a period, into the next forward: {ahead}"] = apart(*ends)
+    folder.unlink()
+
+
 OF_FOUR = (parity, planned, sums)
-OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs, recipe)
+OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs, recipe, resumed)
 
 
 def main(killed: Path) -> None:

@@ -3,13 +3,14 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from pathlib import Path
 
 import pytest
 import torch
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
-from isthmus.sync import Options, Sync, attach, mode_names
+from isthmus.sync import Options, Sync, attach, load_worker, mode_names, save_worker
 
 FREE = sorted(set(mode_names()) - {"dream"})
 """Modes that do not update inside backward."""
@@ -60,6 +61,22 @@ class TestAttach:
         model = net()
         with pytest.raises(UserError, match=f"period: got {period}, expected at least 1"):
             attach(model, sgd(model), period=period)
+
+    @pytest.mark.parametrize("period", [2.5, True, float("nan"), "5", None, 1 << 40])
+    def test_period_of_another_kind(self, period: object) -> None:
+        model = net()
+        with pytest.raises(UserError, match=r"period: got .*expected at least 1 step, in whole numbers"):
+            attach(model, sgd(model), period=period)  # pyright: ignore[reportArgumentType]
+
+    def test_planner_that_is_not_known(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match="unknown sync option 'planner' 'dreem'"):
+            attach(model, sgd(model), options=Options(planner="dreem"))
+
+    def test_codec_by_name(self) -> None:
+        model = net()
+        with pytest.raises(UserError, match="codec: got 'int8', expected a codec"):
+            attach(model, sgd(model), mode="outer", codec="int8")  # pyright: ignore[reportArgumentType]
 
     def test_no_trainable_parameters(self) -> None:
         model = net()
@@ -210,12 +227,71 @@ class TestSteps:
     def test_state_of_another_mode(self) -> None:
         _, _, local = attached("local")
         _, _, outer = attached("outer")
-        with pytest.raises(UserError, match=r"'outer\.0' is missing. Was it saved in this mode"):
+        with pytest.raises(UserError, match=r"saved sync state: mode: was made with local, expected outer"):
             outer.load_state_dict(local.state_dict())
+
+    def test_state_of_another_period(self) -> None:
+        _, _, local = attached("local", period=5)
+        _, _, other = attached("local", period=3)
+        with pytest.raises(UserError, match=r"saved sync state: period: was made with 5, expected 3"):
+            other.load_state_dict(local.state_dict())
+
+    def test_state_of_another_codec(self) -> None:
+        model = net()
+        packed = attach(model, sgd(model), mode="outer", period=2, codec=Bytes())
+        _, _, outer = attached("outer")
+        with pytest.raises(UserError, match=r"saved sync state: codec: was made with Bytes, expected None"):
+            outer.load_state_dict(packed.state_dict())
 
     def test_state_of_another_model(self) -> None:
         _, _, outer = attached("outer")
         model = nn.Linear(3, 3)
-        other = attach(model, sgd(model), mode="outer")
+        other = attach(model, sgd(model), mode="outer", period=2)
         with pytest.raises(UserError, match=r"'outer\.0': got shape .*same model"):
             outer.load_state_dict(other.state_dict())
+
+    def test_numbers_of_an_optimizer_are_kept(self, tmp_path: Path) -> None:
+        model, optimizer, sync = attached("local")
+        optimizer.state[model[0].weight].update(count=3, rate=0.25, warm=True)
+        save_worker(str(tmp_path / "one"), model, optimizer, sync)
+        again, other, later = attached("local")
+        load_worker(tmp_path / "one", again, other, later)
+        kept = other.state[again[0].weight]
+        assert {key: (kept[key], type(kept[key])) for key in ("count", "rate", "warm")} == {
+            "count": (3, int), "rate": (0.25, float), "warm": (True, bool)
+        }  # fmt: skip
+
+    def test_what_an_optimizer_keeps_in_lists_is_refused(self, tmp_path: Path) -> None:
+        model = net()
+        optimizer = torch.optim.LBFGS(model.parameters())
+        sync = attach(model, optimizer, mode="local")
+
+        def closure() -> Tensor:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss
+
+        sync.step(closure)
+        with pytest.raises(UserError, match=r"optimizer LBFGS: its state '\w+' is a list: expected tensors"):
+            save_worker(tmp_path / "one", model, optimizer, sync)
+        assert not list(tmp_path.iterdir())
+
+    def test_no_sync_within_no_sync(self) -> None:
+        model = net()
+        sync = attach(model, torch.optim.SGD(model.parameters(), lr=0.1), mode="dream", period=1)
+        before = [p.detach().clone() for p in model.parameters()]
+        with sync.no_sync():
+            with sync.no_sync():
+                loss_of(model).backward()
+            loss_of(model).backward()
+        assert all(torch.equal(p, q) for p, q in zip(model.parameters(), before, strict=True))
+
+
+@pytest.mark.parametrize(
+    ("field", "value"),
+    [("fragments", 2.5), ("delay", 1.5), ("balance", "yes"), ("weight", "a"), ("outer_rate", float("inf"))],
+)
+def test_options_of_another_kind(field: str, value: object) -> None:
+    with pytest.raises(UserError, match=f"sync option '{field}': got"):
+        Options(**{field: value})  # pyright: ignore[reportArgumentType]

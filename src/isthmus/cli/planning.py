@@ -22,8 +22,9 @@ from isthmus.trace import Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
 
 SIMULATED_STEPS = 8
-SCORED_STEPS = 3
-"""Of a candidate: the first step, which fills the pipeline, and two alike."""
+SCORED_STEPS = 2
+"""Of a candidate, beside a period of averaging: the first step, which fills the pipeline, and the last, which nothing
+follows."""
 HEADER_BYTES = 400
 """A frame's prefix and header, about: it matters on slow links with small tensors only."""
 
@@ -43,7 +44,7 @@ def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
     the job's numbers of micro-batches."""
 
     def simulated_s(candidate: Plan) -> float:
-        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS)
+        spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.sync.period)
         counts = problem.flow.graph.count is not None
         options = SimulationOptions(clips=job.training.clip_norm > 0, counts=counts, header_bytes=HEADER_BYTES)
         return steady_step_s(simulate(candidate, problem.fleet, spec, options))
@@ -141,7 +142,7 @@ def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
 
 def predict(prepared: Prepared, plan: Plan, fleet: Fleet, spec: RunSpec) -> Trace:
     """A few steps of the run on the virtual clock."""
-    steps = min(spec.steps, spec.start_step + SIMULATED_STEPS)
+    steps = min(spec.steps, spec.start_step + max(SIMULATED_STEPS, SCORED_STEPS + plan.sync.period))
     return simulate(plan, fleet, msgspec.structs.replace(spec, steps=steps), simulation_options(prepared, plan))
 
 

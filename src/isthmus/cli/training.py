@@ -98,7 +98,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
                 noted=progress.note,
             ),
         )  # fmt: skip
-    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans)
+    measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured)
     _report(folder, prepared, (predicted, measured), plan, choices, out)
     _warn_late(notes, outcome)

@@ -10,7 +10,7 @@ import msgspec
 from isthmus.cost import step_price
 from isthmus.fleet import Fleet
 from isthmus.plan import Certificate, Plan, Prediction, Replica, Terms
-from isthmus.trace import Span, Trace, busy_share, link_bytes, steady_step_s
+from isthmus.trace import Span, Trace, busy_share, in_periods, link_bytes, steady_step_s
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -242,13 +242,18 @@ def _device_order(plan: Plan) -> dict[str, int]:
 
 
 def _bytes_per_step(trace: Trace) -> dict[tuple[str, str], int]:
-    """The median over the steps: an evaluation between two of them, which also sends, does not count."""
+    """The mean over a period of averaging, the median of periods: an evaluation between two steps, which also sends,
+    does not count."""
     by_step: dict[int, list[Span]] = {}
     for span in trace.spans:
         by_step.setdefault(span.step, []).append(span)
-    per_step = [link_bytes(msgspec.structs.replace(trace, spans=tuple(spans))) for spans in by_step.values()]
+    per_step = [link_bytes(msgspec.structs.replace(trace, spans=tuple(by_step[step]))) for step in sorted(by_step)]
     pairs = dict.fromkeys(pair for step in per_step for pair in step)
-    return {pair: int(statistics.median_low(step.get(pair, 0) for step in per_step)) for pair in pairs}
+    periods = in_periods(per_step, trace.period)
+    return {
+        pair: statistics.median_low(sum(step.get(pair, 0) for step in steps) // len(steps) for steps in periods)
+        for pair in pairs
+    }
 
 
 def _rates(trace: Trace) -> dict[tuple[str, str], float]:

@@ -100,6 +100,7 @@ class _Simulation:
     def __init__(self, plan: Plan, fleet: Fleet, spec: RunSpec, options: SimulationOptions) -> None:
         self._options = options
         self._devices = plan.devices
+        self._period = plan.sync.period
         self._workers_of = _workers_of(plan)
         self._lanes = {device: ComputeLane() for device in self._workers_of}
         self._reports: dict[tuple[str, int], int] = {}
@@ -129,7 +130,9 @@ class _Simulation:
         if self._finish is None:
             waits = ", ".join(f"stage {s}: {w.phase} after item {w.item}" for s, w in enumerate(workers))
             raise InternalError(f"simulation: no machine has anything left to do, but the run is not over ({waits})")
-        trace = Trace(source="simulator", run=self._options.run, spans=tuple(self._spans))
+        trace = Trace(
+            source="simulator", run=self._options.run, spans=tuple(self._spans), period=self._period
+        )  # fmt: skip
         coordinator = self._coordinator.statistics()
         return SimulatedRun(trace=trace, finish=self._finish, coordinator=coordinator, workers=workers)
 

@@ -13,8 +13,9 @@ from torch import nn
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
+from isthmus.planners.sync import sync_planner_names
 from isthmus.sync.averaging import Averager
-from isthmus.sync.compressed import DeltaCodec
+from isthmus.sync.compressed import DeltaCodec, codec_name
 from isthmus.sync.dream import Dream
 from isthmus.sync.every_step import EveryStep
 from isthmus.sync.exchange import gather
@@ -70,8 +71,10 @@ def attach(
     """
     if mode not in _MODES:
         raise unknown_name("sync mode", mode, _MODES)
-    if period < 1:
-        raise UserError(f"period: got {period}, expected at least 1 step")
+    if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period < 1 << 31:  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"period: got {period!r}, expected at least 1 step, in whole numbers")
+    if mode == "dream" and options.planner not in sync_planner_names():
+        raise unknown_name("sync option 'planner'", options.planner, sync_planner_names())
     if not dist.is_initialized():
         raise UserError(
             "isthmus.sync.attach: no process group. Call torch.distributed.init_process_group(...) first, and start "
@@ -83,8 +86,10 @@ def attach(
         raise UserError(f"sync option 'balance': got it with mode {mode!r}, expected 'local' or 'outer'")
     if codec is not None and mode not in ("outer", "streaming"):
         raise UserError(f"codec: got one with mode {mode!r}, expected 'outer' or 'streaming': only deltas are packed")
+    if (codec is not None and not callable(getattr(codec, "encode", None))) or isinstance(codec, str):
+        raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
     private = _private(group)
-    workers = _check_alike(model, _Settings(mode, period, options), private)
+    workers = _check_alike(model, _Settings(mode, period, codec_name(codec), options), private)
     _start_alike(model, private)
     flat = flatten(model, options.smallest_layer_bytes)
     averager = Averager(private, options.weight)
@@ -107,6 +112,7 @@ def _private(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
 class _Settings(msgspec.Struct, frozen=True):
     mode: str
     period: int
+    codec: str
     options: Options
 
 
@@ -138,7 +144,7 @@ def _compare(first: _Worker, other: _Worker, rank: int) -> None:
                 "model on every worker"
             )
     mine, theirs = (msgspec.to_builtins(worker.settings) for worker in (first, other))
-    for field in ("mode", "period"):
+    for field in ("mode", "period", "codec"):
         if mine[field] != theirs[field]:
             raise UserError(f"{field}: worker 0 has {mine[field]!r}, worker {rank} {theirs[field]!r}: must be alike")
     for field, value in mine["options"].items():

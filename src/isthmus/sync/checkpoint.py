@@ -17,14 +17,22 @@ from torch.optim import Optimizer
 from isthmus.errors import UserError
 from isthmus.sync.sync import Sync
 
+NUMBER = " (number)"
+"""Behind the name of what is no tensor in the optimizer's state."""
 
-def save_worker(path: Path, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
-    """Write this worker's state, whole or not at all. To be called by every worker after the same step."""
+
+def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
+    """Write this worker's state, whole or not at all. To be called by every worker after the same step.
+
+    Raises UserError for an optimizer that remembers anything but tensors and numbers, as LBFGS does.
+    """
+    path = Path(path)
     state = {f"model.{name}": tensor for name, tensor in _tensors(model).items()}
     for name, parameter in model.named_parameters():
         for key, value in optimizer.state.get(parameter, {}).items():
-            if isinstance(value, Tensor):
-                state[f"optimizer.{name}.{key}"] = value
+            if value is not None:
+                suffix = "" if isinstance(value, Tensor) else NUMBER
+                state[f"optimizer.{name}.{key}{suffix}"] = _kept(value, optimizer, key)
     state.update({f"sync.{name}": tensor for name, tensor in sync.state_dict().items()})
     path.parent.mkdir(parents=True, exist_ok=True)
     partial = path.with_suffix(f".{os.getpid()}.partial")
@@ -34,8 +42,9 @@ def save_worker(path: Path, model: nn.Module, optimizer: Optimizer, sync: Sync) 
 
 
 @torch.no_grad()
-def load_worker(path: Path, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
+def load_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: Sync) -> None:
     """Read what `save_worker` wrote, after `attach`. Raises UserError for a file that does not fit."""
+    path = Path(path)
     try:
         state = load_file(path)
     except (OSError, SafetensorError) as error:
@@ -53,10 +62,22 @@ def load_worker(path: Path, model: nn.Module, optimizer: Optimizer, sync: Sync) 
         if kept:
             # Counters stay on the host, as torch's optimizers make them.
             optimizer.state[parameter] = {
-                key: value.to(parameter.device) if value.shape == parameter.shape else value
+                key.removesuffix(NUMBER): value.item() if key.endswith(NUMBER)
+                else value.to(parameter.device) if value.shape == parameter.shape else value
                 for key, value in kept.items()
-            }
+            }  # fmt: skip
     sync.load_state_dict({name.removeprefix("sync."): t for name, t in state.items() if name.startswith("sync.")})
+
+
+def _kept(value: object, optimizer: Optimizer, key: str) -> Tensor:
+    if isinstance(value, Tensor):
+        return value
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    raise UserError(
+        f"optimizer {type(optimizer).__name__}: its state {key!r} is a {type(value).__name__}: expected tensors and "
+        "numbers, which a checkpoint can keep"
+    )
 
 
 def _tensors(model: nn.Module) -> dict[str, Tensor]:

@@ -29,6 +29,12 @@ class DeltaCodec(Protocol):
         ...
 
 
+def codec_name(codec: DeltaCodec | None) -> str:
+    """What must be alike between workers, and between a saved state and who reads it."""
+    kind = type(codec)
+    return kind.__qualname__ if kind.__repr__ is object.__repr__ else repr(codec)  # object's names an address
+
+
 class CompressedAverager:
     """Averages of the same tensors, again and again, with a memory of what was left out of each.
 

@@ -161,6 +161,7 @@ class DirectSums:
                 now.send_shards()
                 if before is not None:
                     before.end()
+                    before = None
                 if waiting := not self._queue.empty():
                     following = self._queue.get()
                     if following is not None:
@@ -168,10 +169,12 @@ class DirectSums:
                 now.send_sum()
             except Exception as raised:  # whatever it was, somebody waits for it
                 error = raised
+                if before is not None:
+                    before.end(error)
+                    before = None
             if error is None and following is not None:
                 before = now
             else:
                 now.end(error)
-                before = None
             offered = following is not None
             now = following if waiting else self._queue.get()

@@ -20,7 +20,9 @@ from isthmus.sync.exchange import message_device
 
 LOG = logging.getLogger("isthmus.sync")
 BEHIND = 1.2
-"""A worker whose computation takes this many times the median, in two periods running, is named."""
+"""A worker whose computation takes this many times the others' median, in two periods running, is named."""
+LEAST_BEHIND_S = 2e-3
+"""Less a step is not worth a line."""
 
 
 class PeriodReport(msgspec.Struct, frozen=True, kw_only=True):
@@ -38,9 +40,14 @@ class PeriodReport(msgspec.Struct, frozen=True, kw_only=True):
     """How long averages were on the way in the whole period, as the last worker to start them saw it."""
 
     @property
+    def usual_s(self) -> float:
+        """The median without the slowest worker: of two, the other one."""
+        return statistics.median(sorted(self.compute_s)[:-1] or self.compute_s)
+
+    @property
     def behind_s(self) -> float:
-        """What the slowest worker costs the others per step: its time over the median."""
-        return max(self.compute_s) - statistics.median(self.compute_s)
+        """What the slowest worker costs the others per step: its time over theirs."""
+        return max(self.compute_s) - self.usual_s
 
 
 class Monitor:
@@ -127,8 +134,9 @@ class Monitor:
         return self.last
 
     def _name_slowest(self, report: PeriodReport) -> None:
-        usual_s, most_s = statistics.median(report.compute_s), max(report.compute_s)
-        slowest = report.compute_s.index(most_s) if most_s > BEHIND * usual_s else -1
+        usual_s, most_s = report.usual_s, max(report.compute_s)
+        behind = most_s > max(BEHIND * usual_s, usual_s + LEAST_BEHIND_S)
+        slowest = report.compute_s.index(most_s) if behind else -1
         again, self._seen = slowest == self._seen, slowest
         if not again:
             return

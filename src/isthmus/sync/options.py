@@ -55,6 +55,14 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`streaming`: share of the local parameters that stays when the others' arrive (alpha)."""
 
     def __post_init__(self) -> None:
+        for field in msgspec.structs.fields(self):
+            value = getattr(self, field.name)
+            try:
+                msgspec.convert(value, field.type)
+            except msgspec.ValidationError as wrong:
+                raise UserError(f"sync option {field.name!r}: got {value!r}: {wrong}") from None
+            if isinstance(value, float) and not math.isfinite(value):
+                raise UserError(f"sync option {field.name!r}: got {value}, expected a finite number")
         at_least: dict[str, float] = {
             "smallest_layer_bytes": 0, "bucket_bytes": 1, "warm_up_steps": 2, "drift": 0, "outer_rate": 0,
             "outer_momentum": 0, "error_decay": 0, "fragments": 0, "delay": 0, "mixing": 0, "spare": 0,
@@ -68,5 +76,5 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         for field in ("outer_momentum", "mixing"):
             if getattr(self, field) >= 1:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
-        if not (self.weight > 0 and math.isfinite(self.weight)):
-            raise UserError(f"sync option 'weight': got {self.weight}, expected a finite number above 0")
+        if not self.weight > 0:
+            raise UserError(f"sync option 'weight': got {self.weight}, expected a number above 0")

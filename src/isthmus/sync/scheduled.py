@@ -11,7 +11,7 @@ it (`gates`).
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import NamedTuple
 
@@ -78,6 +78,10 @@ class Scheduled(Mode):
     def follow(self, plan: SyncPlan) -> None:
         """From the next step on. All workers must do so at the same step."""
         self.plan, self.origin = plan, self.steps
+        self._begin()
+
+    def load(self, state: Mapping[str, Tensor]) -> None:
+        """The steps are counted already: what is due next follows from them."""
         self._begin()
 
     def _begin(self) -> None:

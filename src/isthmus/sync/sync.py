@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
+import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -12,6 +13,7 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError
 from isthmus.sync.averaging import Pending
+from isthmus.sync.compressed import codec_name
 from isthmus.sync.dream import Dream
 from isthmus.sync.hooks import GradientHooks
 from isthmus.sync.mode import Mode, Setting
@@ -68,11 +70,11 @@ class Sync:
         if self._hooks is None:
             yield
             return
-        self._hooks.accumulating = True
+        outside, self._hooks.accumulating = self._hooks.accumulating, True
         try:
             yield
         finally:
-            self._hooks.accumulating = False
+            self._hooks.accumulating = outside
 
     @property
     def optimizer(self) -> Optimizer:
@@ -106,19 +108,30 @@ class Sync:
     def state_dict(self) -> dict[str, Tensor]:
         """What this worker must keep besides its own model and optimizer, in the middle of a period too."""
         self.wait()
-        return {"counts": self._mode.counts(), **self._mode.state()}
+        return {"made": _packed(self._made), "counts": self._mode.counts(), **self._mode.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken. Load the model and the optimizer of this very worker first, in place.
 
-        Raises UserError for the state of another mode or model.
+        Raises UserError for the state of another mode, period, codec or model.
         """
-        if "counts" not in state:
-            raise UserError("saved sync state: 'counts' is missing: expected what Sync.state_dict() gave")
+        for name in ("made", "counts"):
+            if name not in state:
+                raise UserError(f"saved sync state: {name!r} is missing: expected what Sync.state_dict() gave")
+        saved = _unpacked(state["made"])
+        for field, value in self._made.items():
+            if saved.get(field) != value:
+                raise UserError(f"saved sync state: {field}: was made with {saved.get(field)}, expected {value}")
         self._setting.model.check_in_place()
         self.wait()
         self._mode.recount(state["counts"])
         self._mode.load(state)
+
+    @property
+    def _made(self) -> dict[str, str]:
+        """What must be as it was for a saved state to mean the same."""
+        setting = self._setting
+        return {"mode": self.mode_name, "period": str(setting.period), "codec": codec_name(setting.codec)}
 
     def close(self) -> None:
         """Take the hooks away. The parameters stay where they are; the process group may be destroyed then."""
@@ -156,3 +169,14 @@ class Sync:
                 pending.wait()
             packed.copy_to(self._buffers)
             self._buffers_sent = None
+
+
+def _packed(made: Mapping[str, str]) -> Tensor:
+    return torch.frombuffer(bytearray(msgspec.json.encode(made)), dtype=torch.uint8)
+
+
+def _unpacked(told: Tensor) -> dict[str, str]:
+    try:
+        return msgspec.json.decode(told.cpu().numpy().tobytes(), type=dict[str, str])
+    except msgspec.MsgspecError:
+        raise UserError("saved sync state: 'made': expected what Sync.state_dict() gave") from None
