@@ -6,11 +6,14 @@ can look at it, not for a run that decides whether a change lands.
 
 import logging
 import os
+import signal
 
 import torch
 from hypothesis import settings
 
 torch.set_num_threads(1)
+# A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
+signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
 if os.environ.get("CI"):
     settings.register_profile("ci", derandomize=True)
