@@ -1,8 +1,8 @@
 """DreamDDP: scheduled partial synchronisation, planned for what was measured (sections 3.3 and 3.4).
 
-    steps 0 .. W-1   updates in backward, nothing averaged but the whole model at a period's end; layers are timed
-    step W           links are probed, worker 0 plans over all workers' times, all follow its plan
-    each period      link time is compared with that of the plan's first periods; another 20 % away, plan again
+steps 0 .. W-1   updates in backward, nothing averaged but the whole model at a period's end; layers are timed
+step W           links are probed, worker 0 plans over all workers' times, all follow its plan
+each period      link time is compared with that of the plan's first periods; another 20 % away, plan again
 """
 
 from __future__ import annotations
@@ -13,16 +13,15 @@ from collections import deque
 from collections.abc import Mapping, Sequence
 
 import msgspec
-import torch
 import torch.distributed as dist
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import SyncProblem, plan_sync
-from isthmus.sync.exchange import broadcast, gather
+from isthmus.sync.exchange import broadcast, gather, to_bytes
 from isthmus.sync.link import LinkModel, probe
-from isthmus.sync.mode import Setting
+from isthmus.sync.mode import Setting, restored_document
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.profile import Profiler, WorkerTimes, worker_profile
 from isthmus.sync.scheduled import JOINED, Scheduled, layers_of
@@ -139,17 +138,15 @@ class Dream(Scheduled):
 
     def state(self) -> dict[str, Tensor]:
         saved = _Saved(plan=self.plan, origin=self.origin, busy_s=self._busy_s)
-        return {"dream": torch.frombuffer(bytearray(msgspec.json.encode(saved)), dtype=torch.uint8)}
+        return {"dream": to_bytes(saved)}
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        if "dream" not in state:
-            raise UserError("saved sync state: 'dream' is missing. Was it saved in this mode?")
-        saved = msgspec.json.decode(state["dream"].cpu().numpy().tobytes(), type=_Saved)
+        saved = restored_document(state, "dream", _Saved)
         self._busy_s = saved.busy_s
         if saved.plan is not None:
             self.follow(_checked(saved.plan, self.setting))
             self.origin = saved.origin
-        self._begin()
+        super().load(state)
 
     def detach(self) -> None:
         super().detach()

@@ -17,7 +17,7 @@ T = TypeVar("T")
 def gather(value: T, kind: type[T], group: dist.ProcessGroup) -> list[T]:
     """Every worker's value, in the order of their ranks in the group. Raises PeerError for what cannot be decoded."""
     workers, device = dist.get_world_size(group), message_device(group)
-    own = _to_bytes(value).to(device)
+    own = to_bytes(value).to(device)
     sizes = [torch.zeros(1, dtype=torch.int64, device=device) for _ in range(workers)]
     dist.all_gather(sizes, torch.tensor([len(own)], device=device), group=group)
     lengths = [int(size) for size in sizes]
@@ -25,18 +25,18 @@ def gather(value: T, kind: type[T], group: dist.ProcessGroup) -> list[T]:
     padded[: len(own)] = own
     found = [torch.zeros_like(padded) for _ in range(workers)]
     dist.all_gather(found, padded, group=group)
-    return [_from_bytes(data[:n], kind, rank) for rank, (data, n) in enumerate(zip(found, lengths, strict=True))]
+    return [_of_worker(data[:n], kind, rank) for rank, (data, n) in enumerate(zip(found, lengths, strict=True))]
 
 
 def broadcast(value: T | None, kind: type[T], group: dist.ProcessGroup) -> T:
     """The value of the group's first worker; the others give None."""
     device, source = message_device(group), dist.get_global_rank(group, 0)
-    own = _to_bytes(value).to(device)
+    own = to_bytes(value).to(device)
     size = torch.tensor([len(own)], device=device)
     dist.broadcast(size, source, group=group)
     data = own if value is not None else torch.zeros(int(size), dtype=torch.uint8, device=device)
     dist.broadcast(data, source, group=group)
-    return _from_bytes(data, kind, 0)
+    return _of_worker(data, kind, 0)
 
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
@@ -44,12 +44,18 @@ def message_device(group: dist.ProcessGroup) -> torch.device:
     return torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
 
 
-def _to_bytes(value: object) -> Tensor:
+def to_bytes(value: object) -> Tensor:
+    """A struct or built-in value, uint8 [bytes]."""
     return torch.frombuffer(bytearray(msgspec.msgpack.encode(value)), dtype=torch.uint8)
 
 
-def _from_bytes(data: Tensor, kind: type[T], rank: int) -> T:
+def from_bytes(data: Tensor, kind: type[T]) -> T:
+    """What `to_bytes` was given. Raises msgspec.DecodeError for anything else."""
+    return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind)
+
+
+def _of_worker(data: Tensor, kind: type[T], rank: int) -> T:
     try:
-        return msgspec.msgpack.decode(data.cpu().numpy().tobytes(), type=kind)
+        return from_bytes(data, kind)
     except msgspec.DecodeError as error:
         raise PeerError(f"worker {rank}: sent what is no {kind}: {error}. Do all run the same version?") from None

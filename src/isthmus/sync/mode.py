@@ -4,7 +4,9 @@ from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
+from typing import TypeVar
 
+import msgspec
 import torch
 from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
@@ -14,10 +16,13 @@ from isthmus.plan.sync import SyncPlan
 from isthmus.sync.averaging import Averager
 from isthmus.sync.compressed import CompressedAverager, DeltaCodec
 from isthmus.sync.divergence import MeasuredAverage
+from isthmus.sync.exchange import from_bytes
 from isthmus.sync.layers import FlatModel, Layer, spans
 from isthmus.sync.monitor import Monitor, PeriodReport
 from isthmus.sync.options import Options
 from isthmus.sync.updates import Closure, Updates
+
+T = TypeVar("T")
 
 
 @dataclass(frozen=True)
@@ -125,3 +130,13 @@ def restored(state: Mapping[str, Tensor], name: str, like: Tensor) -> Tensor:
             "the same model?"
         )
     return state[name].to(like.device, like.dtype)
+
+
+def restored_document(state: Mapping[str, Tensor], name: str, kind: type[T]) -> T:
+    """What `exchange.to_bytes` packed under this name. Raises UserError unless it is there and of this kind."""
+    if name not in state:
+        raise UserError(f"saved sync state: {name!r} is missing. Was it saved in this mode?")
+    try:
+        return from_bytes(state[name], kind)
+    except msgspec.DecodeError as error:
+        raise UserError(f"saved sync state: {name!r}: {error}: expected what Sync.state_dict() gave") from None

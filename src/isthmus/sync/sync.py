@@ -5,7 +5,6 @@ from __future__ import annotations
 from collections.abc import Generator, Mapping
 from contextlib import contextmanager
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -15,8 +14,9 @@ from isthmus.errors import UserError
 from isthmus.sync.averaging import Pending
 from isthmus.sync.compressed import codec_name
 from isthmus.sync.dream import Dream
+from isthmus.sync.exchange import to_bytes
 from isthmus.sync.hooks import GradientHooks
-from isthmus.sync.mode import Mode, Setting
+from isthmus.sync.mode import Mode, Setting, restored_document
 from isthmus.sync.packing import Packed, pack
 from isthmus.sync.statistics import SyncStatistics
 from isthmus.sync.updates import Closure
@@ -108,7 +108,7 @@ class Sync:
     def state_dict(self) -> dict[str, Tensor]:
         """What this worker must keep besides its own model and optimizer, in the middle of a period too."""
         self.wait()
-        return {"made": _packed(self._made), "counts": self._mode.counts(), **self._mode.state()}
+        return {"made": to_bytes(self._made), "counts": self._mode.counts(), **self._mode.state()}
 
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken. Load the model and the optimizer of this very worker first, in place.
@@ -118,7 +118,7 @@ class Sync:
         for name in ("made", "counts"):
             if name not in state:
                 raise UserError(f"saved sync state: {name!r} is missing: expected what Sync.state_dict() gave")
-        saved = _unpacked(state["made"])
+        saved = restored_document(state, "made", dict[str, str])
         for field, value in self._made.items():
             if saved.get(field) != value:
                 raise UserError(f"saved sync state: {field}: was made with {saved.get(field)}, expected {value}")
@@ -169,14 +169,3 @@ class Sync:
                 pending.wait()
             packed.copy_to(self._buffers)
             self._buffers_sent = None
-
-
-def _packed(made: Mapping[str, str]) -> Tensor:
-    return torch.frombuffer(bytearray(msgspec.json.encode(made)), dtype=torch.uint8)
-
-
-def _unpacked(told: Tensor) -> dict[str, str]:
-    try:
-        return msgspec.json.decode(told.cpu().numpy().tobytes(), type=dict[str, str])
-    except msgspec.MsgspecError:
-        raise UserError("saved sync state: 'made': expected what Sync.state_dict() gave") from None

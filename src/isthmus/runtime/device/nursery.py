@@ -13,16 +13,14 @@ import os
 import selectors
 import signal
 import socket
-import sys
-import traceback
-from typing import NoReturn
+from functools import partial
 
 import msgspec
 import setproctitle
 
-from isthmus.errors import InternalError
 from isthmus.runtime.device import device
 from isthmus.runtime.processes.births import MESSAGE_BYTES, Birth, Born, Died
+from isthmus.runtime.processes.forked import end_after
 
 
 def main() -> None:
@@ -50,7 +48,7 @@ def main() -> None:
                 if not pid:
                     waiting.close()
                     line.detach()
-                    _live(birth, descriptors)
+                    end_after(partial(_live, birth, descriptors))
                 for descriptor in descriptors:
                     os.close(descriptor)
                 numbers[pid] = birth.number
@@ -62,27 +60,16 @@ def _say(line: socket.socket, what: Born | Died) -> None:
     line.send(msgspec.json.encode(what))
 
 
-def _live(birth: Birth, descriptors: list[int]) -> NoReturn:
-    """The copy's whole life."""
-    code = InternalError.exit_code
-    try:
-        os.setpgid(0, 0)
-        for target, descriptor in zip((0, 2), descriptors, strict=False):
-            os.dup2(descriptor, target)
-            os.close(descriptor)
-        if birth.folder is not None:
-            os.chdir(birth.folder)
-        setproctitle.setproctitle(birth.title)
-        device.main(birth.arguments)
-        code = 0
-    except SystemExit as e:
-        code = e.code if isinstance(e.code, int) else 1
-    except BaseException:
-        traceback.print_exc()
-    finally:
-        with contextlib.suppress(Exception):
-            sys.stderr.flush()
-        os._exit(code)
+def _live(birth: Birth, descriptors: list[int]) -> None:
+    """What the copy does with its life."""
+    os.setpgid(0, 0)
+    for target, descriptor in zip((0, 2), descriptors, strict=False):
+        os.dup2(descriptor, target)
+        os.close(descriptor)
+    if birth.folder is not None:
+        os.chdir(birth.folder)
+    setproctitle.setproctitle(birth.title)
+    device.main(birth.arguments)
 
 
 if __name__ == "__main__":

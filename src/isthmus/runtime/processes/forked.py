@@ -15,8 +15,10 @@ import threading
 import time
 import traceback
 from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 from types import TracebackType
+from typing import NoReturn
 
 from isthmus.errors import InternalError, IsthmusError, PeerError
 
@@ -40,7 +42,7 @@ class Forked:
                 os.close(leash)
                 for other in self._leashes.values():  # else a copy would keep its siblings alive
                     os.close(other)
-                _live(act, end, self._logs[name])
+                end_after(partial(_live, act, end, self._logs[name]))
             os.close(end)
             self._pids[name], self._leashes[name] = pid, leash
         gc.unfreeze()
@@ -112,24 +114,31 @@ def asked(question: Callable[[], int]) -> int:
 
 
 def _live(act: Callable[[str], None], leash: int, log: Path) -> None:
-    """The copy's whole life. Does not return."""
+    """What the copy does with its life."""
+    os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
+    signal.signal(signal.SIGINT, signal.SIG_IGN)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+    os.dup2(output, 2)
+    os.dup2(output, 1)  # stdout is the parent's data
+    address = bytearray()
+    while not address.endswith(b"\n"):
+        read = os.read(leash, 256)
+        if not read:
+            return  # nobody is left to work for
+        address += read
+    threading.Thread(target=_end_with, args=(leash,), name="leash", daemon=True).start()
+    act(address.decode().strip())
+
+
+def end_after(live: Callable[[], None]) -> NoReturn:
+    """Do it, and end this process with the exit code: a copy must never go on where it was forked."""
     code = InternalError.exit_code
     try:
-        os.setpgid(0, 0)  # Ctrl-C is the parent's to handle
-        signal.signal(signal.SIGINT, signal.SIG_IGN)
-        signal.signal(signal.SIGTERM, signal.SIG_DFL)
-        output = os.open(log, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.dup2(output, 2)
-        os.dup2(output, 1)  # stdout is the parent's data
-        address = bytearray()
-        while not address.endswith(b"\n"):
-            read = os.read(leash, 256)
-            if not read:
-                os._exit(0)  # nobody is left to work for
-            address += read
-        threading.Thread(target=_end_with, args=(leash,), name="leash", daemon=True).start()
-        act(address.decode().strip())
+        live()
         code = 0
+    except SystemExit as e:
+        code = e.code if isinstance(e.code, int) else 1
     except IsthmusError as e:
         print(e, file=sys.stderr)
         code = e.exit_code
