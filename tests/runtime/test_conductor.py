@@ -104,7 +104,13 @@ class FakeDevice:
         self.answer = answer or FakeDevice.report
         self.ended: AnyMessage | Exception | None = None
         self.say(Join(run=RUN, device=name, host="127.0.0.1", port=1))
-        threading.Thread(target=self._live, daemon=True).start()
+        self._thread = threading.Thread(target=self._live, daemon=True)
+        self._thread.start()
+
+    def end(self) -> AnyMessage | Exception | None:
+        """How the device ended, once it has: the run's own end may be known before a device has read of it."""
+        self._thread.join(20)
+        return self.ended
 
     def say(self, message: AnyMessage, tensors: Mapping[str, Tensor] = {}) -> None:
         self.channel.send(message, [pack(t) for t in tensors.values()])
@@ -161,7 +167,7 @@ def test_a_run(conducted: Conducted) -> None:
     script = conducted.script
     assert script.losses == [0.0, 1.0, 2.0]
     assert sorted(script.saved_by) == [(2, "a"), (2, "b"), (3, "a"), (3, "b")] and script.commits == [2, 3]
-    assert all(isinstance(device.ended, HaltMessage) for device in devices)
+    assert all(isinstance(device.end(), HaltMessage) for device in devices)
     late = Join(run=RUN, device="a", host="127.0.0.1", port=1)
     _stranger(conducted.port, b"".join(frame(late, [])))
 
@@ -195,7 +201,7 @@ def test_strangers_change_nothing(conducted: Conducted) -> None:
         _stranger(conducted.port, draw.randbytes(size))
     FakeDevice(conducted.port, "b")
     assert conducted.outcome().outcome == "done"
-    assert isinstance(first.ended, HaltMessage), "its connection was not taken over"
+    assert isinstance(first.end(), HaltMessage), "its connection was not taken over"
     silent.close()
 
 
@@ -293,7 +299,7 @@ def test_a_slow_hook_does_not_look_like_a_dead_coordinator() -> None:
     slow = Conducted(patience_s=1.0, slow_s=1.5)
     devices = [_beat(FakeDevice(slow.port, name, patience_s=1.0)) for name in "ab"]
     assert slow.outcome().outcome == "done"
-    assert all(isinstance(device.ended, HaltMessage) for device in devices)
+    assert all(isinstance(device.end(), HaltMessage) for device in devices)
 
 
 class TestLosses:
