@@ -43,7 +43,7 @@ def worker(kind: str, rank: int, store: str) -> None:
     model: nn.Module = net()
     if kind == "torch DDP":
         model = nn.parallel.DistributedDataParallel(model)
-    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4, foreach=False)
+    optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
     step = optimizer.step if kind in ("plain", "torch DDP") else isthmus.sync.attach(model, optimizer, mode=kind).step
     for _ in range(STEPS):
         optimizer.zero_grad()

@@ -129,6 +129,14 @@ def test_equal_workers_keep_the_period() -> None:
 
 WIDTH = 160
 
+Made = Callable[[nn.Module, bool | None], torch.optim.Optimizer]
+MADE: dict[str, Made] = {
+    "momentum": lambda of, foreach: torch.optim.SGD(of.parameters(), 0.1, 0.9, weight_decay=0.1, foreach=foreach),
+    "adam": lambda of, foreach: torch.optim.Adam(of.parameters(), weight_decay=0.1, foreach=foreach),
+    "adamw": lambda of, foreach: torch.optim.AdamW(of.parameters(), amsgrad=True, foreach=foreach),
+    "adagrad": lambda of, foreach: torch.optim.Adagrad(of.parameters(), foreach=foreach),
+}
+
 
 def net() -> nn.Sequential:
     torch.manual_seed(0)
@@ -174,11 +182,11 @@ class TestDream:
         """Between steps, all that it keeps is what plain training keeps."""
         before = tensor_bytes()
         plain = net()
-        optimizer = torch.optim.Adam(plain.parameters())
+        optimizer = torch.optim.Adam(plain.parameters(), foreach=False)
         train(plain, optimizer.step, optimizer, 12)
         needed = tensor_bytes() - before
         synced = net()
-        own = torch.optim.Adam(synced.parameters())
+        own = torch.optim.Adam(synced.parameters(), foreach=False)
         sync = attach(synced, own, mode="dream", period=3, options=Options(smallest_layer_bytes=0))
         train(synced, sync.step, own, 12)
         sync.wait()
@@ -188,11 +196,28 @@ class TestDream:
     def test_averaged_state_is_updated_once_a_step(self) -> None:
         """With one worker all modes are plain training, in and after the warm-up."""
         plain, synced = net(), net()
-        optimizer, own = torch.optim.Adam(plain.parameters()), torch.optim.Adam(synced.parameters())
+        optimizer, own = (torch.optim.Adam(model.parameters(), foreach=False) for model in (plain, synced))
         train(plain, optimizer.step, optimizer, 12)
         sync = attach(synced, own, mode="dream", period=3, options=Options(smallest_layer_bytes=0, average_state=True))
         train(synced, sync.step, own, 12)
         assert all(a.equal(b) for a, b in zip(plain.parameters(), synced.parameters(), strict=True))
+
+    @pytest.mark.parametrize("made", list(MADE.values()), ids=list(MADE))
+    def test_fused_kernels_where_the_choice_is_left_to_torch(self, made: Made) -> None:
+        """No temporaries between gradients. They round otherwise, so what the user chose counts, bit for bit."""
+        plain, left, chosen = net(), net(), net()
+        optimizer = made(plain, False)
+        train(plain, optimizer.step, optimizer, 6)
+        for model, foreach in ((left, None), (chosen, False)):
+            own = made(model, foreach)
+            used: list[object] = []
+            own.register_step_pre_hook(lambda o, *_, into=used: into.append(o.param_groups[0]["fused"]))
+            train(model, attach(model, own, mode="dream", period=3).step, own, 6)
+            assert {*used} == ({True} if foreach is None else {None})
+            assert own.param_groups[0]["fused"] is None
+        for a, b, c in zip(plain.parameters(), left.parameters(), chosen.parameters(), strict=True):
+            torch.testing.assert_close(a, b, rtol=1e-4, atol=1e-6)
+            assert a.equal(c)
 
     def test_plans_once_and_follows(self) -> None:
         model = net()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
 
@@ -51,7 +51,12 @@ class Updates:
             return None
 
     def only(self, layers: Sequence[Layer]) -> None:
-        """One step of these layers. Rates and whatever else was changed in `param_groups` count as ever."""
+        """One step of these layers. Rates and whatever else was changed in `param_groups` count as ever.
+
+        On a CPU torch's default is a loop whose temporaries, as large as the parameters, would come between backward's
+        gradients and leave gaps in the heap that stay resident. Where the choice is left to torch we take its fused
+        kernels: no temporaries, and a third of the time for Adam.
+        """
         if not layers:
             return
         groups = self.optimizer.param_groups
@@ -60,7 +65,8 @@ class Updates:
             for number, parameters in self._members[layer.name]:
                 members.setdefault(number, []).extend(parameters)
         self.optimizer.param_groups = [
-            {**groups[number], "params": parameters} for number, parameters in sorted(members.items())
+            {**groups[number], "params": parameters, **_kernels(groups[number], parameters)}
+            for number, parameters in sorted(members.items())
         ]
         try:
             with self._stepping():
@@ -90,6 +96,19 @@ class Updates:
                 "optimizer.step() was called directly: sync.step() takes its place, as sync.step(scaler=scaler) does "
                 "that of scaler.step(optimizer)"
             )
+
+
+def _kernels(group: Mapping[str, object], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
+    """What to change in a group of `param_groups`, so that these parameters are updated by fused kernels if they can be."""
+    undecided = all(group.get(choice, False) is None for choice in ("foreach", "fused"))
+    special = any(group.get(option) for option in ("differentiable", "capturable"))
+    if not undecided or special:
+        return {}
+    plain = all(
+        p.device.type == "cpu" and p.is_floating_point() and p.grad is not None and p.grad.layout == torch.strided
+        for p in parameters
+    )
+    return {"fused": True} if plain else {}
 
 
 def per_parameter(optimizer: Optimizer) -> bool:

@@ -89,6 +89,11 @@ def test_filling_as_the_paper_does_takes_at_least_equation_12(problem: SyncProbl
     assert {*filled} <= {*fill_bubbles(line, range(start, end), past_gaps=True)}
 
 
+def test_the_papers_rule_stops_at_a_scheduled_layer_that_needs_no_average() -> None:
+    line = timeline([profile(forward=[0] * 3, backward=[1, 0, 0], average=[0, 1, 0])], forward_overlap=False)
+    assert fill_bubbles(line, range(1), past_gaps=False) == ()
+
+
 def test_a_large_output_layer_does_not_keep_others_from_being_filled() -> None:
     worker = profile(forward=[0] * 4, backward=[2, 2, 2, 2], average=[1, 1, 1, 9])
     line = timeline([worker], forward_overlap=False)
@@ -150,7 +155,7 @@ def test_overlap_with_the_next_forward_hides_more() -> None:
 def test_the_plan_is_one_json_document() -> None:
     plan = plan_sync("dream", problem_of(profile([1, 1], [2, 2], [3, 1]), iterations=2))
     assert msgspec.json.decode(msgspec.json.encode(plan), type=SyncPlan) == plan
-    assert plan.averaged(0) == ("layer-1", "layer-0") and plan.averaged(3) == ("layer-1",)
+    assert plan.averaged(0) == ("layer-1",) and plan.averaged(3) == ("layer-1", "layer-0")
 
 
 def test_planners_are_listed_and_described() -> None:

@@ -16,8 +16,8 @@ def fill_bubbles(line: Timeline, chosen: Sequence[int], *, past_gaps: bool, spar
     before the iteration's end.
     """
     limit_s = iteration_s(line, chosen) * (1 + ROUNDING) - spare_s
-    scheduled = frozenset(layer for layer in chosen if line.average_s[layer] > 0)
-    last = max(scheduled, default=-1)
+    scheduled = frozenset(chosen)
+    last = max((layer for layer in scheduled if line.average_s[layer] > 0), default=-1)
     to_come_s = sum(float(line.average_s[layer]) for layer in scheduled)
     channel_s = 0.0
     filled: list[int] = []
@@ -26,8 +26,9 @@ def fill_bubbles(line: Timeline, chosen: Sequence[int], *, past_gaps: bool, spar
         if layer in scheduled:
             if not past_gaps:
                 break
-            to_come_s -= average_s
-            channel_s = through_s
+            if average_s > 0:
+                to_come_s -= average_s
+                channel_s = through_s
         elif average_s > 0:
             if through_s + to_come_s + float(line.tail_s[max(layer, last)]) <= limit_s:
                 filled.append(layer)

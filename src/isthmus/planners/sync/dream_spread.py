@@ -35,7 +35,7 @@ def dream_spread(problem: SyncProblem) -> SyncPlan:
 
 def improved(line: Timeline, iterations: int) -> Places:
     """The best places found from three starts: the exact intervals, and two greedy ones."""
-    ends = cheapest_ends(interval_exposed_s(line), iterations)
+    ends = cheapest_ends(interval_exposed_s(line), line.elapsed_s, iterations)
     starts: list[Places] = [np.searchsorted(ends, np.arange(line.count), side="right")]
     starts += [greedy_places(line, iterations, fullest=fullest) for fullest in (False, True)]
     board = min((_descended(line, iterations, places) for places in starts), key=Board.through_s)
