@@ -99,7 +99,7 @@ class Updates:
 
 
 def _kernels(group: Mapping[str, object], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
-    """What to change in a group of `param_groups`, so that these parameters are updated by fused kernels if they can be."""
+    """What to change in a group of `param_groups`, so that fused kernels update these parameters if they can."""
     undecided = all(group.get(choice, False) is None for choice in ("foreach", "fused"))
     special = any(group.get(option) for option in ("differentiable", "capturable"))
     if not undecided or special:
