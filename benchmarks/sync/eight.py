@@ -17,10 +17,11 @@ from workload import PERIOD
 
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
 from isthmus.simulator.sync_modes import SyncChoices, SyncedModel, simulate_sync
+from isthmus.sync import Options
 
 WORKERS = 8
 MODES = ("every-step", "local", "streaming", "partial", "dream")
-PLANNERS = {"partial": "equal-number", "dream": "dream"}
+PLANNERS = {"partial": "equal-number", "dream": Options().planner}
 
 
 def of_eight(model: SyncedModel, measured_workers: int) -> SyncedModel:

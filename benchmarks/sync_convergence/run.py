@@ -36,7 +36,7 @@ MBIT = 100.0
 """The link that wall times are told for, from benchmarks/sync."""
 MODES = {"every-step": "S-SGD", "local": "LSGD", "partial": "PLSGD-ENP", "outer": "DiLoCo",
          "streaming": "Streaming DiLoCo", "dream": "dream"}  # fmt: skip
-SHAPE: dict[Kind, tuple[int, int, int]] = {"gpt": (240, 8, 12), "resnet": (144, 16, 12)}
+SHAPE: dict[Kind, tuple[int, int, int]] = {"gpt": (800, 8, 36), "resnet": (144, 16, 12)}
 """Steps, samples of one worker in a step, steps between evaluations: no multiple of the period, but for each fifth."""
 
 
@@ -195,10 +195,13 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--quick", action="store_true", help="one seed, a fifth of the steps; no picture")
     parser.add_argument("--model", choices=("gpt", "resnet"), help="this model only; the other's curves are kept")
+    parser.add_argument("--tell", action="store_true", help="run nothing: tell of the curves with the newest times")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     times = msgspec.json.decode(TIMES.read_bytes(), type=_Times)
     kinds: list[Kind] = [options.model] if options.model else ["gpt", "resnet"]
+    if options.tell:
+        kinds = []
     settings = [
         Setting(
             kind=kind, mode=mode, seed=seed, steps=SHAPE[kind][0] // (5 if options.quick else 1),
@@ -206,8 +209,8 @@ def main() -> int:
         )
         for kind in kinds for seed in range(1 if options.quick else 3) for mode in MODES
     ]  # fmt: skip
-    curves = run(settings)
-    if options.json.exists() and options.model:
+    curves = run(settings) if settings else []
+    if options.json.exists() and len(kinds) < len(SHAPE):
         before = msgspec.json.decode(options.json.read_bytes(), type=Report).curves
         curves = sorted([*curves, *(c for c in before if c.setting.kind not in kinds)], key=lambda c: c.setting.kind)
     rows, targets = rows_of(curves, times)

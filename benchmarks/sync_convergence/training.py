@@ -19,6 +19,8 @@ from isthmus.sync import Options
 Kind = Literal["gpt", "resnet"]
 PERIOD = 5
 HELD_OUT = 256
+WARM_UP = 40
+"""The GPT's rate rises over so many steps; without, it is luck when a run leaves the bytes' mere frequencies behind."""
 
 
 class Setting(msgspec.Struct, frozen=True, kw_only=True):
@@ -92,12 +94,15 @@ def train(setting: Setting, make: Callable[[], nn.Module]) -> Curve:
         optimizer: torch.optim.Optimizer = torch.optim.AdamW(model.parameters(), lr=2e-3, weight_decay=0.01)
     else:
         optimizer = torch.optim.SGD(model.parameters(), lr=0.05, momentum=0.9, weight_decay=5e-4)
+    rate = float(optimizer.param_groups[0]["lr"])
     options = Options(overlap=setting.mode == "partial", plan=setting.plan)
     sync = isthmus.sync.attach(model, optimizer, mode=setting.mode, period=PERIOD, options=options)
     steps: list[int] = []
     losses: list[float] = []
     divergences: list[float] = []
     for step in range(setting.steps):
+        for group in optimizer.param_groups:
+            group["lr"] = rate * min(1.0, (step + 1) / WARM_UP if setting.kind == "gpt" else 1.0)
         optimizer.zero_grad()
         task.loss(model, step, setting.batch).backward()
         sync.step()

@@ -177,6 +177,18 @@ def test_attached_anew_in_another_mode() -> None:
 
 
 @pytest.mark.usefixtures("alone")
+def test_attached_twice() -> None:
+    model = net()
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.01)
+    sync = attach(model, optimizer, mode="local")
+    with pytest.raises(UserError, match="this optimizer is attached already"):
+        attach(model, optimizer, mode="dream")
+    train(model, sync.step, optimizer, 1)
+    sync.close()
+    attach(model, optimizer, mode="dream")
+
+
+@pytest.mark.usefixtures("alone")
 class TestDream:
     def test_no_second_copy_of_the_model(self) -> None:
         """Between steps, all that it keeps is what plain training keeps."""

@@ -28,7 +28,7 @@ from isthmus.sync.outer import Outer
 from isthmus.sync.partial import OverlappedPartial, Partial
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync
-from isthmus.sync.updates import Updates
+from isthmus.sync.updates import Updates, attached
 
 _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
     "every-step": lambda setting, _: EveryStep(setting),
@@ -88,6 +88,8 @@ def attach(
         raise UserError(f"codec: got one with mode {mode!r}, expected 'outer' or 'streaming': only deltas are packed")
     if (codec is not None and not callable(getattr(codec, "encode", None))) or isinstance(codec, str):
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
+    if attached(optimizer):
+        raise UserError("isthmus.sync.attach: this optimizer is attached already: close() its Sync first")
     private = _private(group)
     workers = _check_alike(model, _Settings(mode, period, codec_name(codec), options), private)
     _start_alike(model, private)

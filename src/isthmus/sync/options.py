@@ -38,8 +38,9 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     """`dream`: steps that are measured before the first plan. The first of them is thrown away."""
     drift: float = 0.2
     """`dream`: plan again when the link's time changes by more than this share, and that is not a mere flicker."""
-    planner: str = "dream"
-    """`dream`: a sync planner by name."""
+    planner: str = "dream-spread"
+    """`dream`: a sync planner by name. The default begins with `dream`'s exact schedule in intervals, and stays
+    with it where nothing else can hide more."""
     plan: SyncPlan | None = None
     """`dream`: a plan made earlier for this model, which is kept: nothing is measured, and no other plan made."""
     outer_rate: float = 0.7

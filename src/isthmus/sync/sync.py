@@ -134,7 +134,10 @@ class Sync:
         return {"mode": self.mode_name, "period": str(setting.period), "codec": codec_name(setting.codec)}
 
     def close(self) -> None:
-        """Take the hooks away. The parameters stay where they are; the process group may be destroyed then."""
+        """Take the hooks away. The parameters stay where they are; the process group may be destroyed then.
+
+        What `streaming` has on its way to a later step is left out: the workers keep their own.
+        """
         self.wait()
         self._setting.monitor.flush()
         self._setting.updates.detach()

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Generator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import cast
+from weakref import WeakSet
 
 import torch
 from torch import Tensor, nn
@@ -24,6 +25,8 @@ PER_PARAMETER: tuple[type[Optimizer], ...] = (
 
 Closure = Callable[[], Tensor]
 
+_ATTACHED: WeakSet[Optimizer] = WeakSet()
+
 
 class Updates:
     """Steps of one optimizer. A step that the user takes past us raises UserError: it would be one too many."""
@@ -33,6 +36,7 @@ class Updates:
         self.optimizer = optimizer
         self._allowed = False
         self._guard = optimizer.register_step_pre_hook(self._check_allowed)
+        _ATTACHED.add(optimizer)
         group_of = {p: number for number, group in enumerate(optimizer.param_groups) for p in group["params"]}
         self._members: dict[str, list[tuple[int, list[nn.Parameter]]]] = {}
         for layer in model.layers:
@@ -81,6 +85,7 @@ class Updates:
 
     def detach(self) -> None:
         self._guard.remove()
+        _ATTACHED.discard(self.optimizer)
 
     @contextmanager
     def _stepping(self) -> Generator[None]:
@@ -109,6 +114,11 @@ def _kernels(group: Mapping[str, object], parameters: Sequence[nn.Parameter]) ->
         for p in parameters
     )
     return {"fused": True} if plain else {}
+
+
+def attached(optimizer: Optimizer) -> bool:
+    """Whether somebody steps this optimizer in the user's place already."""
+    return optimizer in _ATTACHED
 
 
 def per_parameter(optimizer: Optimizer) -> bool:
