@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -73,6 +74,9 @@ def test_sites_that_cannot_reach_each_other_train_as_the_plain_loop_does(lab: La
 
 
 def _like_the_link(link: Link, hops: int) -> None:
-    """No better than it is; how much worse a busy machine may measure it says little."""
-    assert 0.9 * hops * LINK.latency_s < link.latency_s < 5 * hops * LINK.latency_s
-    assert LINK.bandwidth_bytes_per_s / 5 < link.bandwidth_bytes_per_s < 1.1 * LINK.bandwidth_bytes_per_s
+    """Within a tenth, or a millisecond, of what was shaped. The wire carries headers too, which a message does not
+    count: 1448 of 1514 bytes are TCP's payload."""
+    print(f"{hops} hops: {link.latency_s * 1e3:.2f} ms, {link.bandwidth_bytes_per_s / 1e6:.3f} MB/s", file=sys.stderr)
+    latency_s = hops * LINK.latency_s
+    assert abs(link.latency_s - latency_s) <= max(0.1 * latency_s, 1e-3), link
+    assert abs(link.bandwidth_bytes_per_s / LINK.bandwidth_bytes_per_s - 1) <= 0.1, link

@@ -7,7 +7,7 @@ import random
 import socket
 import threading
 import time
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 
 import pytest
 import torch
@@ -35,6 +35,7 @@ from isthmus.runtime.messages.run import (
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, dial, frame
 from isthmus.runtime.transport.listener import Listener
 from isthmus.trace import Span
+from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader, header_of, pack
 
 from .wire import assignment
@@ -70,6 +71,12 @@ class NotedScript:
 
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         pass
+
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        return {}
+
+    def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        return frozenset(), EngineConfig()
 
     def note(self, text: str) -> None:
         pass

@@ -11,8 +11,9 @@ device has reported its part.
 A lost device is fenced: a new plan epoch begins, and whatever is of an older one is dropped, from whomever. Those
 left stop, say what they hold (`recovery`), get a plan made for them, and go on from the latest step whose state is
 whole, in memory or in the last checkpoint. A plan that is changed for a better one, for one who leaves or for one who
-came goes the same way, but that all finish what is leased first: then nothing is lost. A device may be lost at any
-point of that; it is then begun again, in one more epoch.
+came goes the same way, but that all finish what is leased first: then nothing is lost. What a newcomer needs it gets
+before that, while the others train (`following`). A device may be lost at any point; all is then begun again, in one
+more epoch.
 
 Why each sample range enters the model once: a training item's range is a function of its step, an epoch leases the
 steps from where it began in order, and states of steps that were done on another line do not count.
@@ -38,12 +39,16 @@ from isthmus.protocol.coordinator_events import (
     Fetch,
     Fetched,
     Finish,
+    Follow,
+    Followed,
+    FollowingEnded,
     Halt,
     Held,
     Hold,
     Interrupted,
     Joined,
     Leaving,
+    Lend,
     Lost,
     MakePlan,
     Mirrored,
@@ -57,6 +62,7 @@ from isthmus.protocol.coordinator_events import (
     Reported,
     Retire,
 )
+from isthmus.protocol.following import Following
 from isthmus.protocol.leases import Leases
 from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
 from isthmus.protocol.work import RunSpec
@@ -102,6 +108,9 @@ class Coordinator:
         self._leaving: set[str] = set()
         self._held: dict[str, Sequence[Holding]] = {}
         self._next: Layout | None = None
+        self._following: Following | None = None
+        """What newcomers of the next plan get beforehand."""
+        self._done_step = spec.start_step
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
         self._reports: dict[int, dict[str, Reported]] = {}
@@ -129,6 +138,8 @@ class Coordinator:
             return frozenset(self.devices) - self._present
         if self._phase == "holding":
             return frozenset(self._present - self._held.keys())
+        if self._phase == "settling" and self._following is not None and not self._leases.open:
+            return self._following.waited_for
         return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
 
     def statistics(self) -> CoordinatorStatistics:
@@ -164,6 +175,10 @@ class Coordinator:
                 return self._on_fetched(device)
             case Mirrored(of=of, step=step):
                 return self._acknowledged(self._leases.mirrored(of, step))
+            case Followed(device=device, of=of, step=step):
+                return self._on_followed(device, of, step)
+            case FollowingEnded():
+                return self._follow_no_more()
             case Offered(device=device):
                 self._offered.add(device)
                 if self._phase == "joining" and device in self.awaited:
@@ -187,7 +202,7 @@ class Coordinator:
             return self._on_held()
         called = self._next is not None and device in self._next.parts
         if self._phase == "running" and called and self._next is not None:  # the work went on while it started
-            return self._settle() if self._present.issuperset(self._next.parts) else []
+            return self._bring() if self._present.issuperset(self._next.parts) else []
         return self._reconsider()
 
     def _restore(self) -> Out:
@@ -204,6 +219,7 @@ class Coordinator:
         self._own = held_at(self._step, held, self._lineage) if from_memory else {}
         lent = loans(self._layout.parts, self._own) if from_memory else {}
         self._lineage.begin(self._epoch, self._step)
+        self._done_step = self._step
         self._leases.begin(self._step, self._layout, due=self._began)
         out: Out = []
         if self._survives:
@@ -252,6 +268,8 @@ class Coordinator:
         if item.kind == "save":
             self._saved = item.step
             out.append(Commit(item))
+        elif item.kind == "train":
+            self._done_step = item.step + 1
         elif item.kind == "keep":
             out += self._acknowledged(self._leases.kept(item.step))
         if self._phase == "running" or (self._phase == "settling" and not self._leases.at_period):
@@ -298,7 +316,7 @@ class Coordinator:
 
     def _reconsider(self, *, must: bool = False) -> Out:
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
-        if self._phase != "running" or not self._survives:
+        if self._phase != "running" or not self._survives or (self._following is not None and not must):
             return []
         return [MakePlan(tuple(sorted((self._present | self._offered) - self._leaving)), must=must)]
 
@@ -307,12 +325,53 @@ class Coordinator:
             return self._adopt(layout)
         if self._phase != "running" or not pays:
             return []
+        out = self._lend_no_more()
         self._next = layout
         missing = [d for d in layout.parts if d not in self._present]
-        return [Call(d) for d in missing] if missing else self._settle()
+        return out + ([Call(d) for d in missing] if missing else self._bring())
+
+    def _bring(self) -> Out:
+        """Whom the better plan needs is here: bring newcomers near to the others' state, then finish what is leased."""
+        assert self._next is not None, "there is a better plan"
+        if self._following is not None:
+            return []
+        needs = {d: parts for d, parts in self._next.parts.items() if parts and d not in self.devices}
+        if not needs or not self._layout.repeats:
+            return self._settle()
+        holds = {d: self._layout.parts.get(d, frozenset[str]()) for d in self.devices}
+        following = self._following = Following(self._leases.last_step, needs, holds)
+        out: Out = [
+            Follow(device, following.step, {d: following.lent[d] for d in lenders})
+            for device, lenders in following.lenders.items()
+        ]
+        return out + [Lend(d, following.step, parts) for d, parts in sorted(following.lent.items())]
+
+    def _on_followed(self, device: str, of: str, step: int) -> Out:
+        following = self._following
+        if following is None:
+            return []
+        following.followed(device, of, step)
+        if self._phase == "settling":
+            return [] if self._leases.open else self._move()
+        if self._phase != "running":
+            return []
+        if following.is_close(self._done_step):
+            return self._settle()
+        return self._follow_no_more() if following.is_hopeless(self._done_step) else []
+
+    def _follow_no_more(self) -> Out:
+        """Who follows will never be near: the state that it needs is brought while all wait."""
+        stopped = self._lend_no_more()
+        if not stopped or self._phase not in ("running", "settling"):
+            return stopped
+        return stopped + self._settle()
+
+    def _lend_no_more(self) -> Out:
+        following, self._following = self._following, None
+        return [Lend(d, following.step, frozenset()) for d in sorted(following.lent)] if following is not None else []
 
     def _settle(self) -> Out:
-        """Whom the better plan needs is here: finish what is leased."""
+        """Finish what is leased."""
         self._phase = "settling"
         return [] if self._leases.open else self._move()
 
@@ -323,8 +382,11 @@ class Coordinator:
         return []
 
     def _move(self) -> Out:
-        """All leased work is done, and all devices have the state of the same step."""
-        return self._end(self._ending) if self._leases.exhausted else self._hold()
+        """All leased work is done, and all devices have the state of the same step; newcomers soon will."""
+        if self._leases.exhausted:
+            return self._end(self._ending)
+        following = self._following
+        return self._hold() if following is None or following.reached() == self._leases.last_step else []
 
     def _on_lost(self, device: str, reason: str) -> Out:
         if not self._survives:
@@ -335,7 +397,10 @@ class Coordinator:
             return [Fence(device)]
         at_work = self._phase in ("running", "settling", "closing")
         if at_work and device not in self.devices:
-            return [Fence(device)]
+            if self._next is not None:
+                return [Fence(device)]
+            out: Out = [Fence(device), *self._lend_no_more()]
+            return out + self._move() if self._phase == "settling" and not self._leases.open else out
         self._reason = f"device {device!r} was lost: {reason}"
         if self._phase == "joining" and not self._began and device in self.devices:
             self._began = True  # it never came: go on with those who did
@@ -350,7 +415,7 @@ class Coordinator:
 
     def _hold(self) -> Out:
         self._epoch += 1
-        self._phase, self._restarted = "holding", False
+        self._phase, self._restarted, self._following = "holding", False, None
         self._reports.clear()
         self._held.clear()
         return [Hold(d) for d in sorted(self._present)] if self._present else self._on_held()

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from typing import Literal
 
 import msgspec
@@ -75,6 +76,20 @@ class Mirrored(Event, frozen=True, kw_only=True):
     device: str
     of: str
     step: int
+
+
+class Followed(Event, frozen=True, kw_only=True):
+    """A newcomer has what another device lends it, as it is after `step` steps."""
+
+    device: str
+    of: str
+    step: int
+
+
+class FollowingEnded(Event, frozen=True, kw_only=True):
+    """The device lends no more: its steps are quicker than what it sends of them."""
+
+    device: str
 
 
 class Offered(Event, frozen=True, kw_only=True):
@@ -176,6 +191,24 @@ class Fetch(msgspec.Struct, frozen=True):
     parts: frozenset[str]
 
 
+class Follow(msgspec.Struct, frozen=True):
+    """Have a newcomer get the state of these devices' lent parts after `step` steps, and repeat what they do then."""
+
+    device: str
+    step: int
+    lent: Mapping[str, frozenset[str]]
+    """By device."""
+
+
+class Lend(msgspec.Struct, frozen=True):
+    """Have the device give these parts of its state after `step` steps, which it has not gone beyond, and each later
+    step's gradients, beside its work. No parts: give no more."""
+
+    device: str
+    step: int
+    parts: frozenset[str]
+
+
 class Retire(msgspec.Struct, frozen=True):
     """A snapshot is complete, with its copies: devices may forget those before."""
 
@@ -198,10 +231,10 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 CoordinatorEvent = (
-    Joined | Ready | Reported | Lost | Interrupted | Held | Planned | NoPlan | Fetched | Mirrored | Offered | Leaving
-    | Changed
+    Joined | Ready | Reported | Lost | Interrupted | Held | Planned | NoPlan | Fetched | Mirrored | Followed
+    | FollowingEnded | Offered | Leaving | Changed
 )  # fmt: skip
 CoordinatorInstruction = (
-    Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Begin | Fetch | Retire | Release | Halt
-    | Finish
+    Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Begin | Fetch | Follow | Lend | Retire
+    | Release | Halt | Finish
 )  # fmt: skip

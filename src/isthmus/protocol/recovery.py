@@ -39,6 +39,9 @@ class Layout(msgspec.Struct, frozen=True, kw_only=True):
     """Of the plan, as whoever made it counts."""
     period: int = 1
     """Steps after which replicas are equal: snapshots and changes of plan wait for it."""
+    repeats: bool = False
+    """Whether who has a state and each step's gradients can do the steps again: so newcomers get theirs, while the
+    others train."""
 
     @property
     def all_parts(self) -> frozenset[str]:

@@ -83,6 +83,10 @@ class Engine(Protocol):
         """Final gradients of the step; returns the norms of owned parameters, -1 where there is no gradient."""
         ...
 
+    def gradients(self) -> dict[str, Tensor]:
+        """Those of owned parameters after `collect`, under their own names; `update` clips them in place."""
+        ...
+
     def update(self, step: int, norms: Tensor | None) -> None:
         """Apply the optimizers; to clip, `norms` are those of the whole model in the order of `OpGraph.trainable`."""
         ...
@@ -334,7 +338,6 @@ class TorchEngine:
         return found | self._optimizers.state()
 
     def gradients(self) -> dict[str, Tensor]:
-        """Gradients of the owned parameters after `collect`, under their own names."""
         return {n: g for n in self.owned if (g := self._master[n].grad) is not None}
 
 

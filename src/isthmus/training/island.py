@@ -341,6 +341,9 @@ class IslandEngine:
         self._sum()
         return self._engine.collect(count)
 
+    def gradients(self) -> dict[str, Tensor]:
+        return self._engine.gradients()
+
     def update(self, step: int, norms: Tensor | None) -> None:
         self._engine.update(step, norms)
         self._spread([name for name in self._engine.trainable if name not in self._engine.train.borrows])

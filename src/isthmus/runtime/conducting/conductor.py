@@ -26,12 +26,16 @@ from isthmus.protocol.coordinator_events import (
     Fetch,
     Fetched,
     Finish,
+    Follow,
+    Followed,
+    FollowingEnded,
     Halt,
     Held,
     Hold,
     Interrupted,
     Joined,
     Leaving,
+    Lend,
     Lost,
     MakePlan,
     Mirrored,
@@ -52,6 +56,14 @@ from isthmus.runtime.conducting.losses import Losses
 from isthmus.runtime.conducting.script import Address, Outcome, Recovery, Script
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.following import (
+    FollowedMessage,
+    FollowingEndedMessage,
+    FollowMessage,
+    LendMessage,
+    LentMessage,
+    LentPart,
+)
 from isthmus.runtime.messages.recovery import (
     FetchMessage,
     GivenMessage,
@@ -81,6 +93,13 @@ TICK_S = 0.25
 """How often to look whether everybody is still there."""
 MOST_SPANS = 500_000
 """What is kept of a trace: days of training would not fit in memory."""
+MOST_STRETCH_BYTES = 1 << 20
+"""Of a state that is lent, at once."""
+SAID = (
+    ReadyMessage | ReportMessage | Failed | Heartbeat | HeldMessage | GivenMessage | MirroredMessage | LentMessage
+    | LentPart | FollowedMessage | FollowingEndedMessage
+)  # fmt: skip
+"""What devices say to a coordinator."""
 LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
 
@@ -115,6 +134,8 @@ class Conductor:
         self._origin_s = 0.0
         self._failure: IsthmusError | None = None
         self._assigned: Mapping[str, Assignment] = {}
+        self._followed: dict[str, list[str]] = {}
+        """By device that lends its state: who gets it."""
         self._work: Work = NoWork()
         self._losses = Losses(self._ended)
         self._deadlines = Deadlines(patience_s, start_s, script.note)
@@ -219,9 +240,11 @@ class Conductor:
 
     def _guard(self, device: str, message: AnyMessage) -> None:
         """Refuse what no device sends, before its tensors are received. Any thread."""
-        known = ReadyMessage | ReportMessage | Failed | Heartbeat | HeldMessage | GivenMessage | MirroredMessage
-        if not isinstance(message, known):
+        if not isinstance(message, SAID):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
+        if isinstance(message, LentMessage | LentPart):
+            self._check_lent(device, message)
+            return
         item = self._items.get(message.item) if isinstance(message, ReportMessage) else None
         if isinstance(message, GivenMessage) or (item is not None and message.epoch != self.machine.epoch):
             self._script.check_parts(message.tensors)
@@ -229,6 +252,13 @@ class Conductor:
             self._script.check_state(device, message.tensors)
         elif message.tensors:
             raise PeerError(f"sent {type(message).__name__} with tensors")
+
+    def _check_lent(self, device: str, message: LentMessage | LentPart) -> None:
+        stretches = [h.shape for h in message.tensors if h.dtype == "uint8" and h.nbytes <= MOST_STRETCH_BYTES]
+        if message.of != device or len(stretches) != len(message.tensors) or len(stretches) > 1:
+            raise PeerError(f"lent what is not its own, or no stretch of bytes: {message.of!r}, {stretches}")
+        if isinstance(message, LentMessage) and message.epoch == self.machine.epoch:
+            self._script.check_parts(message.headers)
 
     def _translate(self, heard: Heard | CoordinatorEvent) -> list[CoordinatorEvent]:
         """What a device sent, as events for the machine."""
@@ -251,6 +281,13 @@ class Conductor:
                 return [Held(device=device, holdings=holdings, epoch=epoch)]
             case MirroredMessage(of=of, step=step):
                 return [Mirrored(device=device, of=of, step=step, epoch=epoch)]
+            case FollowedMessage(of=of, step=step):
+                return [Followed(device=device, of=of, step=step, epoch=epoch)]
+            case FollowingEndedMessage():
+                return [FollowingEnded(device=device, epoch=epoch)]
+            case LentMessage() | LentPart():
+                for newcomer in self._followed.get(device, ()) if epoch == self.machine.epoch else ():
+                    self._say(newcomer, message, tensors)
             case GivenMessage():
                 if epoch == self.machine.epoch:
                     self._script.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
@@ -328,6 +365,12 @@ class Conductor:
                 self._work.call(device)
             case Fetch(device=device, step=step, parts=parts):
                 self._say(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
+            case Follow():
+                self._follow(instruction, epoch)
+            case Lend(device=device, step=step, parts=parts):
+                if not parts:
+                    self._followed.pop(device, None)
+                self._say(device, LendMessage(run=run, epoch=epoch, step=step, parts=parts))
             case Retire(step=step):
                 for device in self._lanes:
                     self._say(device, RetireMessage(run=run, epoch=epoch, step=step))
@@ -342,6 +385,16 @@ class Conductor:
             case Finish():
                 return instruction
         return None
+
+    def _follow(self, follow: Follow, epoch: int) -> None:
+        for lender in follow.lent:
+            self._followed.setdefault(lender, []).append(follow.device)
+        lent = {lender: self._script.shapes(parts) for lender, parts in follow.lent.items()}
+        trained, config = self._script.updates()
+        self._say(follow.device, FollowMessage(
+            run=self._run, epoch=epoch, lent=lent, trained=trained, config=config
+        ))  # fmt: skip
+        self._script.note(f"{follow.device} gets its state, from step {follow.step} on, while the others train")
 
     def _say(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """To one who may have gone meanwhile."""
@@ -368,6 +421,7 @@ class Conductor:
     def _begin(self, begin: Begin) -> None:
         self._script.begin(begin, self.machine.layout)
         self._assigned = {}
+        self._followed.clear()
         self._reports = dict.fromkeys(self.machine.devices, begin.first_item)
         self._begun = (begin, max(0, self._reached - begin.step))
         self._reached = begin.step

@@ -10,7 +10,7 @@ REMIND_S = 30.0
 """How often to say who is waited for."""
 WHAT = {
     "joining": "to join", "holding": "to stop", "planning": "for a plan", "fetching": "to give what they hold",
-    "placing": "to set up their stages", "settling": "to finish what is leased",
+    "placing": "to set up their stages", "settling": "to be at the same step",
 }  # fmt: skip
 BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop"}
 """What takes no longer than a message does. In the other phases data move: whoever makes no progress with them, or

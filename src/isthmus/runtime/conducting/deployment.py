@@ -66,12 +66,18 @@ class Deployment:
         self.layout = Layout(
             parts={device: pair.written for device, pair in self.by_device.items()}, mirrors=self._mirrors,
             keep_every=self._keep_every(), period=plan.sync.period, number=number,
+            repeats=plan.sync.averages == "gradients",
         )  # fmt: skip
 
     @property
     def written(self) -> frozenset[str]:
         """Names of all that training changes."""
         return self.layout.all_parts
+
+    @property
+    def owned(self) -> frozenset[str]:
+        """Of those, what optimizers update."""
+        return frozenset(name for pair in self.stages for name in pair.owned)
 
     def repriced(self, fleet: Fleet) -> float:
         """Seconds per step of this very plan on a fleet with other figures, in closed form."""
@@ -144,9 +150,8 @@ class Deployment:
             found.append(2 * self._bytes_of(missing) / max(near) if near and missing else 0.0)
         return max(found)
 
-    def shapes(self, device: str) -> dict[str, tuple[int, ...]]:
-        """Of the parts that a device's stage changes."""
-        return {name: self._shapes[name] for name in sorted(self.by_device[device].written)}
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        return {name: self._shapes[name] for name in sorted(parts)}
 
     # Assignments
 
@@ -175,8 +180,8 @@ class Deployment:
                 groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair),
                 mirror=self._mirror(stage.device),
                 mirrored={
-                    self.by_device[of].view.stage: self.shapes(of) for of, m in self._mirrors.items()
-                    if m == stage.device
+                    self.by_device[of].view.stage: self.shapes(self.by_device[of].written)
+                    for of, m in self._mirrors.items() if m == stage.device
                 },
             )  # fmt: skip
         return found

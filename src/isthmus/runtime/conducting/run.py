@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import secrets
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -25,6 +25,7 @@ from isthmus.runtime.conducting.script import Address, Outcome
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, newest_checkpoint, read_manifest, replica_prefix
+from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
 from isthmus.training.snapshot import part_of
 from isthmus.training.weights import initial_weights, rest, resume
@@ -171,6 +172,12 @@ class TrainingScript:
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
         self.now.check_state(device, tensors)
+
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        return self.now.shapes(parts)
+
+    def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        return self.now.owned, self.job.engine()
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
         self._watcher.advanced(item, loss, spans)

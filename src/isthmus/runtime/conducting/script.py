@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol
 
 import msgspec
@@ -14,6 +14,7 @@ from isthmus.protocol.recovery import Layout
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
+from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
 
 
@@ -82,6 +83,14 @@ class Script(Protocol):
 
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         """Before they are received: PeerError unless they are parts of the model. Any thread."""
+        ...
+
+    def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
+        """Of parts of the model."""
+        ...
+
+    def updates(self) -> tuple[frozenset[str], EngineConfig]:
+        """What optimizers update, and how."""
         ...
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:

@@ -20,6 +20,7 @@ from isthmus.protocol.recovery import Holding
 from isthmus.runtime.device.executor import Order
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.following import FollowMessage, LendMessage, LentMessage, LentPart
 from isthmus.runtime.messages.recovery import FetchMessage, HoldMessage, RetireMessage
 from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, Join, OpenMessage, Weights
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
@@ -29,7 +30,10 @@ REDIAL_S = (0.2, 0.5, 1.0, 2.0)
 """Waits between attempts to reach the coordinator again; the last one again and again."""
 AWAY_PATIENCES = 10
 """For so many times its patience a device waits for a coordinator that went away."""
-ORDERS = AssignMessage | Weights | HoldMessage | FetchMessage | RetireMessage | HaltMessage
+ORDERS = (
+    AssignMessage | Weights | HoldMessage | FetchMessage | RetireMessage | HaltMessage | LendMessage | FollowMessage
+    | LentMessage | LentPart
+)  # fmt: skip
 
 
 class CoordinatorGone(PeerError):
@@ -59,6 +63,17 @@ class Control:
     def say(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """What is said while the coordinator is away is lost: it will ask anew."""
         self._lane.put(message, tensors)
+
+    def say_meanwhile(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        """What all else is said before."""
+        self._lane.put(message, tensors, background=True)
+
+    def meanwhile_bytes(self) -> int:
+        """Of that, what waits to be said."""
+        return self._lane.background_bytes()
+
+    def forget_meanwhile(self) -> None:
+        self._lane.drop_background()
 
     def outdated(self, epoch: int) -> bool:
         """Whether the coordinator has begun another epoch since, or the run is over."""

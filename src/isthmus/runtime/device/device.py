@@ -29,6 +29,7 @@ from isthmus.runtime.device.control import Control, CoordinatorGone
 from isthmus.runtime.device.data import stage_data
 from isthmus.runtime.device.executor import Done, Executor, Order
 from isthmus.runtime.device.expected import expected_parcels, expected_parts
+from isthmus.runtime.device.following import Borrower, Lender
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.meeting import Meeting
@@ -36,6 +37,14 @@ from isthmus.runtime.device.mirroring import MirrorReceiver
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.following import (
+    FollowedMessage,
+    FollowingEndedMessage,
+    FollowMessage,
+    LendMessage,
+    LentMessage,
+    LentPart,
+)
 from isthmus.runtime.messages.recovery import (
     FetchMessage,
     GivenMessage,
@@ -98,6 +107,8 @@ class Device:
         self._pending: tuple[Assignment, dict[int, SocketChannel]] | None = None
         """A stage whose weights are on the way."""
         self._executor: Executor | None = None
+        self._borrower: Borrower | None = None
+        """Of a newcomer: what it has of the run already."""
         self._epoch = 0
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, patience_s=patience_s
@@ -169,8 +180,40 @@ class Device:
                     self._start(values | joined(self._memory.values(step, own).values()))
             case RetireMessage(step=step):
                 self._memory.retire(step)
+            case LendMessage():
+                self._lend(message)
+            case FollowMessage():
+                self._epoch, self._borrower = message.epoch, Borrower(message)
+            case LentMessage() | LentPart():
+                self._borrow(message, order.tensors)
             case _:
                 raise AssertionError(f"{type(message).__name__} is no order")
+
+    def _lend(self, message: LendMessage) -> None:
+        if self._executor is None or message.epoch != self._epoch:
+            return
+        if not message.parts:
+            self._executor.lends(None)
+            self._control.forget_meanwhile()
+            return
+        lender = Lender(
+            self._run, self._epoch, self._site.device, step=message.step, parts=message.parts,
+            put=self._control.say_meanwhile, waiting=self._control.meanwhile_bytes,
+        )  # fmt: skip
+        self._executor.lends(lender, lambda: self._say(FollowingEndedMessage(run=self._run, epoch=message.epoch)))
+
+    def _borrow(self, message: LentMessage | LentPart, tensors: Sequence[Tensor]) -> None:
+        if self._borrower is None or message.epoch != self._epoch:
+            return
+        try:
+            step = self._borrower.accept(message, tensors)
+        except PeerError as e:  # it can take part all the same: its state then comes while all wait
+            print(f"device {self._site.device}: does not follow: {e}", file=sys.stderr)
+            self._borrower = None
+            self._say(FollowingEndedMessage(run=self._run, epoch=self._epoch))
+            return
+        if step is not None:
+            self._say(FollowedMessage(run=self._run, epoch=self._epoch, of=message.of, step=step))
 
     def _set_up(self, assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)
@@ -208,6 +251,10 @@ class Device:
 
     def _give_up(self) -> None:
         """Let go of the stage; its state stays in memory, if it is that of a whole step."""
+        self._control.forget_meanwhile()
+        borrower, self._borrower = self._borrower, None
+        for step, parts in borrower.states() if borrower is not None else ():
+            self._memory.keep(self._epoch, step, parts)
         executor, self._executor = self._executor, None
         pending, self._pending = self._pending, None
         for channel in (pending[1] if pending is not None else {}).values():

@@ -47,6 +47,7 @@ from isthmus.protocol.events import (
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.expected import label, sent_packings
+from isthmus.runtime.device.following import Lender
 from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.mirroring import MirrorSender
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
@@ -115,6 +116,8 @@ class Executor:
         """Behind the engine's state."""
         self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
         self._mirror: MirrorSender | None = None
+        self._lender: Lender | None = None
+        self._lends_no_more: Chore = lambda: None
         self._done: deque[WorkerEvent] = deque()
         """Ends of instructions that the machine has not heard of yet."""
         self._items: dict[int, Item] = {}
@@ -143,6 +146,28 @@ class Executor:
                 told.run, told.epoch, told.view.stage, mirror,
                 lambda message, tensors: self.links.mirror(target, message, tensors),
             )  # fmt: skip
+
+    def lends(self, lender: Lender | None, ended: Chore = lambda: None) -> None:
+        """From its step on, which is not over yet or the last one done; `ended` is called when it cannot go on."""
+        self._lender, self._lends_no_more = lender, ended
+        if lender is not None and lender.step == self._steps:
+            lender.begin(self._whole_state())
+
+    def _lend(self, given: Mapping[str, Tensor]) -> None:
+        """A step is done, with these gradients."""
+        lender = self._lender
+        if lender is None:
+            return
+        if not lender.begun:
+            if lender.step == self._steps:
+                lender.begin(self._whole_state())
+            return
+        train, state = self.assignment.train, self.engine.state()
+        mutated = {name for op in train.ops for name in op.mutates}
+        written = {op.target: state[op.target] for op in train.variables() if op.name in mutated}
+        if not lender.go_on({**written, **given}):
+            self._lender = None
+            self._lends_no_more()
 
     def live(self) -> tuple[int, dict[str, Tensor]] | None:
         """How many steps are done and the state after them, if that is what the engine has at this moment.
@@ -406,8 +431,10 @@ class Executor:
             for stage, where in positions.items():
                 told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
                 norms[list(where)] = told
+        given = self.engine.gradients() if self._lender is not None else {}
         self.engine.update(self._items[item].step, norms)
         self._steps = self._items[item].step + 1
+        self._lend(given)
         self._span("update", start_s, item)
 
     def _finish(self, item: int) -> None:

@@ -145,6 +145,16 @@ class SendLane:
                 (self._urgent if isinstance(message, Credit | Heartbeat) else queue).append(entry)
                 self._changed.notify_all()
 
+    def background_bytes(self) -> int:
+        """What waits to be sent when nothing else is."""
+        with self._changed:
+            return sum(entry.size_bytes for entry in self._background)
+
+    def drop_background(self) -> None:
+        """Forget it."""
+        with self._changed:
+            self._background.clear()
+
     def reshape(self, shape: Link) -> None:
         """Emulation: what leaves from now on leaves on such a link."""
         assert self._link is not None, "only an emulated link has a shape"

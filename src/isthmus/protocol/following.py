@@ -1,0 +1,67 @@
+"""A newcomer that gets the state of the run while the others train: who gives what, and when it is close enough.
+
+    others     step k ───── k+1 ───── k+2 ───── ... ───── n   (stop, change the plan)
+                 │ a copy      │ gradients of each step      │
+    newcomer     └──────► state of k ──► repeats k+1, k+2 ... ──► state of n
+
+A step's gradients are a third of the state with Adam, and less is to be waited for: those of the last step alone. It
+comes to nothing where gradients take longer than steps; then the state travels while all wait, as it does without.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Set
+
+from isthmus.protocol.recovery import loans
+
+CLOSE_STEPS = 1
+"""So far behind the others a newcomer may be for them to stop and let it in."""
+MOST_TIMES = 20
+"""A newcomer that is not close after so many times the steps that the first copy took never will be."""
+
+
+class Following:
+    """The newcomers of one change of plan, from the state after `step` steps on."""
+
+    def __init__(self, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> None:
+        """By device: the parts that newcomers need, and those that devices at work have."""
+        self.step = step
+        self.lent = loans(needs, holds)
+        """By device at work, the parts that it gives."""
+        self.lenders = {
+            device: tuple(lender for lender, parts in sorted(self.lent.items()) if parts & wanted)
+            for device, wanted in sorted(needs.items())
+        }
+        """By newcomer, whom it follows."""
+        self._at: dict[tuple[str, str], int] = {}
+        self._copied: int | None = None
+        """Steps that the first copies took."""
+        self._first_lag = 0
+
+    def followed(self, device: str, of: str, step: int) -> None:
+        """The newcomer has the state of that device's parts after so many steps."""
+        if of in self.lenders.get(device, ()):
+            self._at[device, of] = step
+
+    def reached(self) -> int | None:
+        """The step whose state all newcomers have at least; None before they have any."""
+        pairs = [(device, of) for device, lenders in self.lenders.items() for of in lenders]
+        return min((self._at[pair] for pair in pairs), default=None) if self._at.keys() >= set(pairs) else None
+
+    def is_close(self, done: int) -> bool:
+        """Whether the newcomers are nearly there, with so many steps done."""
+        reached = self.reached()
+        return reached is not None and reached >= done - CLOSE_STEPS
+
+    def is_hopeless(self, done: int) -> bool:
+        """Whether steps are quicker than their gradients travel."""
+        reached = self.reached()
+        if reached is None:
+            return False
+        if self._copied is None:
+            self._copied, self._first_lag = done - self.step, done - reached
+        return done - reached > self._first_lag + CLOSE_STEPS or done - self.step > MOST_TIMES * (self._copied + 1)
+
+    @property
+    def waited_for(self) -> frozenset[str]:
+        return frozenset(self.lenders)

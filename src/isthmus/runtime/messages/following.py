@@ -1,0 +1,68 @@
+"""What travels so that a newcomer has the state of the run by the time at which it takes part."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+
+from isthmus.runtime.messages.message import Message
+from isthmus.training.engine import EngineConfig
+from isthmus.training.layout import TensorHeader
+
+NotNegative = Annotated[int, msgspec.Meta(ge=0)]
+
+# Coordinator to device
+
+
+class LendMessage(Message, frozen=True, kw_only=True):
+    """Give these parts of your state after `step` steps, and the gradients of each later step; none: give no more."""
+
+    step: NotNegative
+    parts: frozenset[str]
+
+
+class FollowMessage(Message, frozen=True, kw_only=True):
+    """Parts of these devices' states will come, and gradients to repeat their steps with."""
+
+    lent: dict[str, dict[str, tuple[int, ...]]]
+    """By device, the shapes of what it gives."""
+    trained: frozenset[str]
+    """Of these names, those that optimizers update."""
+    config: EngineConfig
+
+
+# Device to coordinator, and on to the newcomers
+
+
+class LentMessage(Message, frozen=True, kw_only=True):
+    """The state after `step` steps begins, or the gradients that led to it; bytes follow in stretches."""
+
+    of: str
+    kind: Literal["state", "gradients"]
+    step: NotNegative
+    headers: tuple[TensorHeader, ...]
+
+
+class LentPart(Message, frozen=True, kw_only=True):
+    """The next stretch, as one tensor of bytes."""
+
+    of: str
+    offset: NotNegative
+
+
+# Device to coordinator
+
+
+class FollowedMessage(Message, frozen=True, kw_only=True):
+    """The state of that device's parts after so many steps is here."""
+
+    of: str
+    step: NotNegative
+
+
+class FollowingEndedMessage(Message, frozen=True, kw_only=True):
+    """It cannot be followed, or cannot follow."""
+
+
+FollowingMessage = LendMessage | FollowMessage | LentMessage | LentPart | FollowedMessage | FollowingEndedMessage

@@ -1,0 +1,156 @@
+"""A newcomer gets the run's state while the others train; what it may cost them, and what ends it."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.protocol import Coordinator, Holding, Layout, RunSpec
+from isthmus.protocol.coordinator_events import (
+    CoordinatorEvent,
+    CoordinatorInstruction,
+    Fetch,
+    Follow,
+    Followed,
+    FollowingEnded,
+    Held,
+    Hold,
+    Joined,
+    Leaving,
+    Lend,
+    Lost,
+    MakePlan,
+    Offered,
+    Open,
+    Place,
+    Planned,
+    Ready,
+    Reported,
+)
+from isthmus.protocol.following import CLOSE_STEPS, Following
+
+PARTS = frozenset({"w", "v"})
+ALONE = Layout(parts={"oslo": PARTS}, repeats=True)
+BOTH = Layout(parts={"oslo": PARTS, "rome": PARTS}, number=1, repeats=True)
+SPEC = RunSpec(steps=40, micro_batches=1, micro_batch_size=1, lease_ahead=2)
+
+
+class Run:
+    """One device at work, which reports its items in order."""
+
+    def __init__(self, layout: Layout = ALONE) -> None:
+        self.machine = Coordinator(("oslo",), SPEC, layout=layout)
+        self.said: list[CoordinatorInstruction] = []
+        self.tell(Joined(device="oslo"))
+        self.tell(Ready(device="oslo"))
+        self.reported = 0
+
+    def tell(self, event: CoordinatorEvent) -> list[CoordinatorInstruction]:
+        found = self.machine.handle(event)
+        self.said += found
+        return found
+
+    def work(self, items: int = 1) -> None:
+        for _ in range(items):
+            self.tell(Reported(device="oslo", item=self.reported))
+            self.reported += 1
+
+    def finish_leased(self) -> None:
+        while any(isinstance(i, Open) and i.item.index >= self.reported for i in self.said):
+            self.work()
+
+    def rome_is_wanted(self) -> list[CoordinatorInstruction]:
+        assert MakePlan(("oslo", "rome"), must=False) in self.tell(Offered(device="rome"))
+        self.tell(Planned(layout=BOTH))
+        return self.tell(Joined(device="rome"))
+
+    @property
+    def held(self) -> bool:
+        return any(isinstance(i, Hold) for i in self.said)
+
+
+def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() -> None:
+    run = Run()
+    run.work(3)
+    lent = run.rome_is_wanted()
+    assert lent == [Follow("rome", 5, {"oslo": PARTS}), Lend("oslo", 5, PARTS)], "all that is leased counts"
+    run.work(8)
+    assert run.machine.statistics().phase == "running"
+    run.tell(Followed(device="rome", of="oslo", step=5))
+    run.work()
+    assert run.machine.statistics().phase == "running", "it is behind"
+    run.tell(Followed(device="rome", of="oslo", step=12 - CLOSE_STEPS))
+    assert run.machine.statistics().phase == "settling"
+    run.finish_leased()
+    assert not run.held, "the newcomer lacks the last steps"
+    assert run.machine.awaited == {"rome"}
+    run.tell(Followed(device="rome", of="oslo", step=13))
+    assert not run.held
+    assert run.tell(Followed(device="rome", of="oslo", step=14)) == [Hold("oslo"), Hold("rome")]
+    for device in ("oslo", "rome"):
+        run.tell(Held(device=device, holdings=(Holding(epoch=0, step=14, parts=PARTS),), epoch=1))
+    assert not any(isinstance(i, Fetch) for i in run.said), "nothing has to travel"
+    assert Place("rome", PARTS) in run.said
+
+
+def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> None:
+    run = Run(Layout(parts=ALONE.parts))
+    run.work(3)
+    assert run.rome_is_wanted() == []
+    run.finish_leased()
+    assert run.held
+
+
+def test_a_lender_that_cannot_go_on_ends_it() -> None:
+    run = Run()
+    run.rome_is_wanted()
+    assert run.tell(FollowingEnded(device="oslo")) == [Lend("oslo", 2, frozenset())]
+    run.finish_leased()
+    assert run.held
+
+
+@pytest.mark.parametrize("settling", [False, True])
+def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> None:
+    run = Run()
+    run.rome_is_wanted()
+    if settling:
+        run.work(3)
+        run.tell(Followed(device="rome", of="oslo", step=2))
+        run.finish_leased()
+        assert run.machine.awaited == {"rome"}
+    out = run.tell(Lost(device="rome", reason="gone"))
+    assert Lend("oslo", 2, frozenset()) in out
+    if settling:
+        assert out[-1] == Hold("oslo"), "the run goes on by another plan"
+    else:
+        run.work(2)
+        assert run.machine.statistics().phase == "running"
+        assert not run.held
+
+
+def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
+    run = Run()
+    run.rome_is_wanted()
+    assert run.tell(Offered(device="cairo")) == []
+    assert run.tell(Leaving(device="cairo")) == [MakePlan(("oslo", "rome"), must=True)]
+    again = run.tell(Planned(layout=BOTH))
+    assert again[0] == Lend("oslo", 2, frozenset())
+    assert again[1:] == [Follow("rome", 2, {"oslo": PARTS}), Lend("oslo", 2, PARTS)]
+
+
+def test_parts_come_from_whoever_has_them() -> None:
+    found = Following(7, {"rome": PARTS}, {"oslo": frozenset({"w"}), "cairo": frozenset({"v"})})
+    assert found.lenders == {"rome": ("cairo", "oslo")}
+    found.followed("rome", "oslo", 9)
+    assert found.reached() is None
+    found.followed("rome", "cairo", 8)
+    found.followed("oslo", "rome", 3)
+    assert found.reached() == 8
+
+
+@pytest.mark.parametrize("steps_behind", [range(10, 60), range(10, 0, -1)])
+def test_a_lag_that_grows_is_hopeless(steps_behind: range) -> None:
+    found, hopeless = Following(0, {"rome": PARTS}, {"oslo": PARTS}), False
+    for step, lag in enumerate(steps_behind):
+        found.followed("rome", "oslo", step)
+        hopeless = hopeless or found.is_hopeless(step + lag)
+    assert hopeless == (steps_behind.step > 0)
