@@ -75,6 +75,15 @@ class NotedScript:
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
         return {}
 
+    def to_try(self) -> tuple[str, str] | None:
+        return None
+
+    def emulated(self, link: tuple[str, str]) -> float | None:
+        return None
+
+    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
+        return False
+
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         return frozenset(), EngineConfig()
 

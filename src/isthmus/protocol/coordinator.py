@@ -142,6 +142,13 @@ class Coordinator:
             return self._following.waited_for
         return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
 
+    @property
+    def behind(self) -> tuple[int, frozenset[str]]:
+        """The oldest item that is not done by all, and who has not reported it while others have."""
+        oldest = min(self._leases.open, default=-1)
+        reports = self._reports.get(oldest)
+        return oldest, frozenset(self.devices) - reports.keys() if reports else frozenset()
+
     def statistics(self) -> CoordinatorStatistics:
         leases = self._leases
         return CoordinatorStatistics(

@@ -87,6 +87,20 @@ class Gauge:
         self.believed = statistics.median(rates)
         return True
 
+    @property
+    def measured(self) -> bool:
+        """Whether the plan in force shows this rate."""
+        return bool(self._window)
+
+    def tried(self, rate: float) -> bool:
+        """A probe's rate, where nothing else shows one; whether it is believed. A probe shares the devices with the
+        work: it can say that a link has recovered, not that it became slower."""
+        rate = min(rate, self.stated)
+        if self.measured or rate <= self.believed * APART:
+            return False
+        self.believed = rate
+        return True
+
     def restart(self) -> None:
         """What was measured so far was of another plan."""
         self._window.clear()
@@ -140,6 +154,17 @@ class Drift:
             for key, total in self._sums.pop(closed).items():
                 found += self._judge(key, total)
         return found
+
+    def doubtful(self) -> list[tuple[str, str]]:
+        """Links that are believed to be slower than stated, and that carry nothing."""
+        links = ((key, gauge) for key, gauge in self._gauges.items() if isinstance(key, tuple))
+        return [key for key, gauge in links if gauge.believed * APART < gauge.stated and not gauge.measured]
+
+    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float) -> list[Figure]:
+        """What a probe of a doubtful link found; returns what is believed anew."""
+        gauge = self._gauges[link]
+        before = gauge.believed
+        return [Figure(link, before, gauge.believed)] if gauge.tried(bandwidth_bytes_per_s) else []
 
     def fleet(self) -> Fleet:
         """The fleet as it is believed to be. Devices that nobody has measured are as far from what was stated of them

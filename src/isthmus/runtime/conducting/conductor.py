@@ -140,6 +140,8 @@ class Conductor:
         self._losses = Losses(self._ended)
         self._deadlines = Deadlines(patience_s, start_s, script.note)
         self._offered: set[str] = set()
+        self._probed: queue.SimpleQueue[tuple[tuple[str, str], float | None]] = queue.SimpleQueue()
+        """Links that were tried, and how fast they are."""
         self._recoveries: list[Recovery] = []
         self._verdict: IsthmusError | None = None
         """On the device that was lost last."""
@@ -210,6 +212,7 @@ class Conductor:
         machine = self.machine
         for device, why in self._deadlines.missed(machine.statistics().phase, machine.awaited, now_s):
             self._losses.vanished(device, why)
+        self._deadlines.lag(*machine.behind, now_s)
         if (verdict := self._losses.verdict(now_s)) is not None:
             device, self._verdict = verdict
             if isinstance(self._verdict, UserError):  # the job's fault: every other device would say the same
@@ -220,6 +223,7 @@ class Conductor:
             self.reception.forget(device, for_good=self._losses.certain)  # one that cannot work is not asked again
             self._losses.settled(device)
             return self._handle(Lost(device=device, reason=_without_name(self._verdict, device)))
+        self._try_links()
         offers = {d for d in self._work.offers() if d not in self._lanes}
         fresh, self._offered = offers - self._offered, offers
         finish: Finish | None = None
@@ -227,6 +231,18 @@ class Conductor:
         for event in (*wishes, *(Leaving(device=device) for device in self._work.leaving() if device in self._lanes)):
             finish = self._handle(event) or finish
         return finish
+
+    def _try_links(self) -> None:
+        """Whether one that was slow has recovered, beside the work."""
+        if not self._probed.empty() and self._script.tried(*self._probed.get()):
+            self._heard.put(Changed())
+        running = self.machine.statistics().phase == "running"
+        if running and (link := self._script.to_try()) is not None:
+            threading.Thread(target=self._probe, args=(link,), name="probe", daemon=True).start()
+
+    def _probe(self, link: tuple[str, str]) -> None:
+        found = self._script.emulated(link)
+        self._probed.put((link, self._work.bandwidth(*link) if found is None else found))
 
     def _handle(self, event: CoordinatorEvent) -> Finish | None:
         finish: Finish | None = None

@@ -49,6 +49,10 @@ class Work(Protocol):
         """Who is to leave without loss; each is told once."""
         ...
 
+    def bandwidth(self, source: str, target: str) -> float | None:
+        """Bytes/s of a link between two devices, probed now; None where that cannot be. Any thread; takes seconds."""
+        ...
+
 
 class NoWork:
     """Devices come by themselves."""
@@ -64,6 +68,9 @@ class NoWork:
 
     def leaving(self) -> Collection[str]:
         return ()
+
+    def bandwidth(self, source: str, target: str) -> float | None:
+        return None
 
 
 class Crew(Protocol):
@@ -131,6 +138,9 @@ class _LocalWork:
 
     def leaving(self) -> Collection[str]:
         return ()
+
+    def bandwidth(self, source: str, target: str) -> float | None:
+        return None
 
     def call(self, device: str) -> None:
         self._ended_s.pop(device, None)

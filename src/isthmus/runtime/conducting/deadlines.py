@@ -6,8 +6,8 @@ from collections.abc import Callable, Collection, Iterator
 
 from isthmus.protocol.coordinator import Phase
 
-REMIND_S = 30.0
-"""How often to say who is waited for."""
+FIRST_S, MOST_S = 3.0, 30.0
+"""A wait is told of after so long, then each time after twice as long, but for the longest pause between two words."""
 WHAT = {
     "joining": "to join", "holding": "to stop", "planning": "for a plan", "fetching": "to give what they hold",
     "placing": "to set up their stages", "settling": "to be at the same step",
@@ -17,25 +17,56 @@ BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop"}
 falls silent, is noticed by its connection."""
 
 
+class Waits:
+    """Tells whom something waits for, and for how long."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._what = ""
+        self._since: dict[str, float] = {}
+        self._next_s = 0.0
+        self._pause_s = FIRST_S
+
+    def look(self, what: str, whom: Collection[str], now_s: float, *, usual_s: float = 0.0) -> dict[str, float]:
+        """Asked again and again: these are waited for `what`. Since when each of them is. A wait that is no longer
+        than `usual_s` is nothing to tell."""
+        if what != self._what or self._since.keys().isdisjoint(whom):
+            self._what, self._since = what, {}
+            self._pause_s = max(FIRST_S, usual_s)
+            self._next_s = now_s + self._pause_s
+        self._since = {device: self._since.get(device, now_s) for device in sorted(whom)}
+        if self._since and now_s >= self._next_s:
+            self._pause_s = min(2 * self._pause_s, max(MOST_S, usual_s))
+            self._next_s = now_s + self._pause_s
+            waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in self._since.items())
+            self._say(f"waiting {what}: {waited}")
+        return self._since
+
+
 class Deadlines:
     def __init__(self, patience_s: float, start_s: float, say: Callable[[str], None]) -> None:
         """`start_s`: how long it may take a device to start a process, which is no silence yet."""
         self._limits_s = {"joining": max(start_s, patience_s), "holding": patience_s}
-        self._say = say
-        self._phase = ""
-        self._since: dict[str, float] = {}
-        self._said_s = 0.0
+        self._phases = Waits(say)
+        self._items = Waits(say)
+        self._item, self._waited_s, self._longest_s = -1, 0.0, 0.0
+        """Of the item that others have finished: its number, for how long somebody is behind, and for how long somebody
+        was with one before."""
 
     def missed(self, phase: Phase, awaited: Collection[str], now_s: float) -> Iterator[tuple[str, str]]:
         """Of those who are awaited in this phase, who is late, and what to say of it."""
-        if phase != self._phase:
-            self._phase, self._since, self._said_s = phase, {}, now_s
-        self._since = {device: self._since.get(device, now_s) for device in sorted(awaited)}
-        if self._since and now_s - self._said_s >= REMIND_S and phase in WHAT:
-            self._said_s = now_s
-            waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in self._since.items())
-            self._say(f"waiting {WHAT[phase]}: {waited}")
-        for device, since_s in self._since.items():
+        whom = awaited or (("the planner",) if phase == "planning" else ())
+        since = self._phases.look(WHAT.get(phase, ""), whom, now_s)
+        for device, since_s in since.items():
             limit_s = self._limits_s.get(phase)
             if limit_s is not None and now_s - since_s > limit_s:
                 yield device, f"it did not {BOUNDED[phase]} within {limit_s:g} s"
+
+    def lag(self, item: int, behind: Collection[str], now_s: float) -> None:
+        """These have not finished an item that others have. Stages of a pipeline end one after the other: only a wait
+        that is twice as long as any before is told."""
+        if item != self._item:
+            self._longest_s = max(self._longest_s, self._waited_s)
+            self._item = item
+        since = self._items.look("to finish what others have", behind, now_s, usual_s=2 * self._longest_s)
+        self._waited_s = max((now_s - since_s for since_s in since.values()), default=0.0)

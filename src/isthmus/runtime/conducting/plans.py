@@ -6,18 +6,22 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from isthmus.fleet import Fleet
+from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Layout
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.drift import Drift, Figure
 from isthmus.protocol.renewal import Gain, Renewal
+from isthmus.protocol.retries import Pair, Retries
 from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.trace import Span
 
 CHANGE_S = 5.0
 """What it costs to change the plan besides moving weights: to stop, to connect, to start."""
+
+RETRY_S = 60.0
+"""How long a link that became slow, and is not used since, rests before a probe tries it again."""
 
 
 class Plans:
@@ -34,6 +38,7 @@ class Plans:
         """What plans are made for."""
         self._drift = Drift(fleet)
         self._renewal = Renewal()
+        self._retries = Retries(RETRY_S)
         self._adapts = replan is not None and prepared.job.runtime.adapt
         self._making = threading.Lock()
         self._change_s = 0.0
@@ -82,11 +87,29 @@ class Plans:
         """All devices have done the step, and reported these spans since the one before; returns what is believed
         anew."""
         self._reached = step + 1
-        found = self._drift.note(step, spans) if self._adapts else []
+        return self._believe(self._drift.note(step, spans) if self._adapts else [])
+
+    def _believe(self, found: list[Figure]) -> list[Figure]:
         if found:
             self._renewal.changed()
             self._believed = self._drift.fleet()
         return found
+
+    def to_try(self) -> Pair | None:
+        """A link that was slow, carries nothing, and may have recovered: whether it has is to be tried now."""
+        return self._retries.due(self._drift.doubtful(), time.monotonic()) if self._adapts else None
+
+    def tried(self, link: Pair, bandwidth_bytes_per_s: float | None) -> list[Figure]:
+        """How fast it is, None where nobody could say; returns what is believed anew."""
+        self._retries.tried(link, time.monotonic())
+        return self._believe([] if bandwidth_bytes_per_s is None else self._drift.tried(link, bandwidth_bytes_per_s))
+
+    def emulated(self, link: Pair) -> float | None:
+        """Bytes/s of a link that is emulated here, as it is now."""
+        if self._emulated is None:
+            return None
+        now = changed(self._emulated, self._prepared.job.runtime.changes, self._reached)
+        return now.link(*link).bandwidth_bytes_per_s
 
     def is_worth_asking(self) -> bool:
         """Whether to ask for another plan; it is asked for then."""

@@ -16,6 +16,8 @@ from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
+from isthmus.protocol.drift import Figure
+from isthmus.protocol.retries import Pair
 from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
 from isthmus.runtime.conducting.deployment import Deployment
@@ -183,9 +185,21 @@ class TrainingScript:
         self._watcher.advanced(item, loss, spans)
         if item.kind != "train":
             return False
-        for figure in self._plans.measured(item.step, spans):
+        return self._believed(self._plans.measured(item.step, spans))
+
+    def _believed(self, found: Sequence[Figure]) -> bool:
+        for figure in found:
             self.note(figure.told)
         return self._plans.is_worth_asking()
+
+    def to_try(self) -> Pair | None:
+        return self._plans.to_try()
+
+    def emulated(self, link: Pair) -> float | None:
+        return self._plans.emulated(link)
+
+    def tried(self, link: Pair, bandwidth_bytes_per_s: float | None) -> bool:
+        return self._believed(self._plans.tried(link, bandwidth_bytes_per_s))
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)

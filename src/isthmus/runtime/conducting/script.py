@@ -98,6 +98,18 @@ class Script(Protocol):
         devices or links are not as the plan assumed."""
         ...
 
+    def to_try(self) -> tuple[str, str] | None:
+        """A link, by source and target, that is to be probed now."""
+        ...
+
+    def emulated(self, link: tuple[str, str]) -> float | None:
+        """Bytes/s of a link that is emulated here. Any thread."""
+        ...
+
+    def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
+        """What a probe found, None for nothing. Whether the link is not as the plan assumed."""
+        ...
+
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
         """A device's part of a checkpoint is here."""
         ...

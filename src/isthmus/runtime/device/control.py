@@ -7,6 +7,7 @@ started again asks for that. One that has fenced this device takes it back as a 
 from __future__ import annotations
 
 import queue
+import sys
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -28,6 +29,8 @@ from isthmus.runtime.transport.lanes import SendLane
 
 REDIAL_S = (0.2, 0.5, 1.0, 2.0)
 """Waits between attempts to reach the coordinator again; the last one again and again."""
+TELL_S = 3.0
+"""After so long without word from it a device says so, then each time after twice as long."""
 AWAY_PATIENCES = 10
 """For so many times its patience a device waits for a coordinator that went away."""
 ORDERS = (
@@ -100,18 +103,24 @@ class Control:
     def _listen(self) -> None:
         """Until the end of the run: on one connection after another."""
         heard_s = time.monotonic()
-        failed, why = 0, PeerError("coordinator: closed the connection")
+        failed, why, told_s = 0, PeerError("coordinator: closed the connection"), TELL_S
         while not self._over.is_set():
             try:
                 while (received := self._channel.receive(idle_s=self._patience_s)) is not None:
-                    heard_s, failed = time.monotonic(), 0
+                    heard_s, failed, told_s = time.monotonic(), 0, TELL_S
                     self._heard(*received)
             except PeerError as e:
                 why = e
             if self._over.is_set():
                 return
-            away_s = AWAY_PATIENCES * self._patience_s
-            if time.monotonic() - heard_s > away_s:
+            away_s, gone_s = AWAY_PATIENCES * self._patience_s, time.monotonic() - heard_s
+            if gone_s >= told_s:
+                told_s = 2 * max(gone_s, TELL_S)
+                print(
+                    f"device {self._join.device}: waiting for the coordinator, not heard for {gone_s:.0f} s of "
+                    f"{away_s:g} s at most: {why}", file=sys.stderr, flush=True,
+                )  # fmt: skip
+            if gone_s > away_s:
                 self._inbox.put(CoordinatorGone(f"{why}; it did not come back for {away_s:g} s"))
                 return
             self._over.wait(REDIAL_S[min(failed, len(REDIAL_S) - 1)])

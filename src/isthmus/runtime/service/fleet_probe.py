@@ -4,18 +4,31 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Sequence
+from typing import Protocol, TypeVar
 
 from isthmus.errors import PeerError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.fleet.fitting import fit_link
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Measure, Measured
-from isthmus.runtime.service.service import Service
 
 ANSWER_S = 60.0
 COMPUTE_S = 150.0
+Answer = TypeVar("Answer", bound=Message)
 
 
-def probe_fleet(service: Service, devices: Sequence[str], say: Callable[[str], None]) -> Fleet:
+class Asking(Protocol):
+    """Who can ask the devices of a fleet (`Service`)."""
+
+    def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
+        """PeerError when it does not answer."""
+        ...
+
+    def id_of(self, device: str) -> str: ...
+
+
+def probe_fleet(service: Asking, devices: Sequence[str], say: Callable[[str], None]) -> Fleet:
     """Measure every device, and every directed link between two of them, one after another: those at the same time
     would share what they measure. PeerError names who cannot be measured."""
     measured: list[Device] = []
@@ -40,7 +53,7 @@ def probe_fleet(service: Service, devices: Sequence[str], say: Callable[[str], N
     return Fleet(name="probed", devices=tuple(measured), links=Links(default=slowest, devices=tuple(routes)))
 
 
-def probe_link(service: Service, source: str, target: str, say: Callable[[str], None]) -> Link:
+def probe_link(service: Asking, source: str, target: str, say: Callable[[str], None]) -> Link:
     probe = secrets.token_hex(8)
     there = service.ask(target, Expect(run=probe, id=service.id_of(source)), Expecting, ANSWER_S)
     if there.failure:

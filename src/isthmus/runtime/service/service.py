@@ -14,7 +14,7 @@ import time
 from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.runtime.conducting.crew import Call, Work
 from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
@@ -37,6 +37,7 @@ from isthmus.runtime.messages.relay import Park, Reach
 from isthmus.runtime.messages.run import Heartbeat, Join
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post, withdraw
+from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.joining import admit
 from isthmus.runtime.transport.allowance import Allowance
@@ -341,6 +342,13 @@ class _FleetWork:
 
     def leaving(self) -> list[str]:
         return self._service.leaving()
+
+    def bandwidth(self, source: str, target: str) -> float | None:
+        """By the two devices' agents, beside the processes that work."""
+        try:
+            return probe_link(self._service, source, target, lambda _: None).bandwidth_bytes_per_s
+        except (PeerError, UserError, StopIteration):  # one of them is not here
+            return None
 
     def call(self, device: str) -> None:
         self._service.engage(device, self._call)

@@ -1,0 +1,57 @@
+"""A link that was slow, and is avoided since, is tried again: at set times, and believed when it has recovered."""
+
+from __future__ import annotations
+
+import itertools
+
+import pytest
+
+from isthmus.protocol.drift import Drift
+from isthmus.protocol.retries import MOST_S, Retries
+
+from .test_drift import BANDWIDTH, _fleet, _noted, _plan  # pyright: ignore[reportPrivateUsage]
+
+LINK = ("a", "b")
+
+
+def test_a_link_that_stays_slow_is_tried_ever_less_often() -> None:
+    retries, tried = Retries(60.0), list[float]()
+    for second in range(12_000):
+        if retries.due([LINK], float(second)) is not None:
+            tried.append(second)
+            retries.tried(LINK, float(second))
+    assert tried[:4] == [60, 180, 420, 900]
+    assert max(b - a for a, b in itertools.pairwise(tried)) == MOST_S
+
+
+def test_one_at_a_time_and_the_longest_due_first() -> None:
+    retries = Retries(10.0)
+    assert retries.due([("x", "y")], 0.0) is None
+    assert retries.due([("x", "y"), LINK], 5.0) is None
+    assert retries.due([("x", "y"), LINK], 20.0) == ("x", "y")
+    assert retries.due([("x", "y"), LINK], 21.0) is None, "a try is under way"
+    retries.tried(("x", "y"), 22.0)
+    assert retries.due([("x", "y"), LINK], 23.0) == LINK
+
+
+def test_a_link_that_is_used_again_begins_anew() -> None:
+    retries = Retries(10.0)
+    retries.due([LINK], 0.0)
+    assert retries.due([], 9.0) is None
+    assert retries.due([LINK], 11.0) is None
+    assert retries.due([LINK], 21.0) == LINK
+
+
+def test_a_probe_says_that_a_link_has_recovered() -> None:
+    drift = Drift(_fleet())
+    drift.begin(_plan(), 0)
+    _noted(drift, range(20), {}, 0.1)
+    assert drift.doubtful() == [], "it carries something: the work shows how fast it is"
+    assert drift.tried(LINK, BANDWIDTH) == []
+    drift.begin(_plan(), 20)  # as if a plan that does without it
+    assert drift.doubtful() == [LINK]
+    assert drift.tried(LINK, BANDWIDTH * 0.11) == [], "as slow as before"
+    (found,) = drift.tried(LINK, 5 * BANDWIDTH)
+    assert found.key == LINK and found.now == BANDWIDTH, "no faster than stated: a probe is short"
+    assert drift.doubtful() == []
+    assert drift.fleet().link(*LINK).bandwidth_bytes_per_s == pytest.approx(BANDWIDTH)

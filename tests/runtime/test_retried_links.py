@@ -1,0 +1,65 @@
+"""A link that drops in mid-run is avoided, recovers, is tried, and the run asks for another plan."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+
+import msgspec
+import pytest
+
+from isthmus.fleet import Change, Fleet
+from isthmus.job import prepare
+from isthmus.plan import Plan
+from isthmus.planners import plan as make_plan
+from isthmus.protocol.coordinator_events import MakePlan
+from isthmus.runtime.conducting import plans
+from isthmus.runtime.conducting.plans import Plans
+from isthmus.trace import Span
+
+from .jobs import DIGITS, fleet_of, job_of
+
+LINK = ("d0", "d1")
+BYTES = 1 << 20
+
+
+def _spans(step: int, seconds: float) -> Iterator[Span]:
+    """Of a step of ten seconds: one message each, from its two ends."""
+    for device, track, other in (("d0", "send", "d1"), ("d1", "receive", "d0")):
+        yield Span(
+            device=device, track=track, name="forward", start_s=10.0 * step, end_s=10.0 * step + seconds, step=step,  # type: ignore[arg-type]
+            micro_batch=0, size_bytes=BYTES, wire_bytes=BYTES if track == "send" else 0, other=other,
+        )  # fmt: skip
+
+
+def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plans, "RETRY_S", 0.0)
+    made = job_of("mlp", {"layers": 4}, DIGITS, steps=1000)
+    drop, back = Change(step=0, factor=0.1, link=LINK), Change(step=40, factor=1.0, link=LINK)
+    runtime = msgspec.structs.replace(made.runtime, emulate=True, changes=(drop, back))
+    prepared, fleet = prepare(msgspec.structs.replace(made, runtime=runtime)), fleet_of(2, 1e7)
+    stated = fleet.link(*LINK).bandwidth_bytes_per_s
+    believed: list[float] = []
+
+    def replan(left: Fleet) -> Plan:
+        believed.append(left.link(*LINK).bandwidth_bytes_per_s)
+        return make_plan("chain", prepared.problem(left))
+
+    found = Plans(prepared, replan(fleet), fleet, replan, emulate=True)
+    for step in range(20):
+        found.measured(step, list(_spans(step, 10 * BYTES / stated)))
+    assert found.is_worth_asking()
+    layout, _ = found.make(MakePlan(("d0", "d1")))
+    assert believed[-1] == pytest.approx(stated / 10)
+    found.begin(layout, 20)
+    link = found.to_try()
+    assert link == LINK
+    assert found.tried(link, found.emulated(link)) == [], "it is slow still"
+    for step in range(20, 41):
+        found.measured(step, [])
+    link = found.to_try()
+    assert link == LINK
+    (figure,) = found.tried(link, found.emulated(link))
+    assert figure.now == stated
+    assert found.is_worth_asking()
+    found.make(MakePlan(("d0", "d1")))
+    assert believed[-1] == stated

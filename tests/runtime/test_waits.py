@@ -1,0 +1,59 @@
+"""Whom a run waits for, and for how long, is told after three seconds, and again."""
+
+from __future__ import annotations
+
+from isthmus.protocol import Coordinator, Layout, RunSpec
+from isthmus.protocol.coordinator_events import Joined, Ready, Reported
+from isthmus.runtime.conducting.deadlines import Deadlines, Waits
+
+
+def test_a_wait_is_told_after_three_seconds_and_less_and_less_often() -> None:
+    told: list[str] = []
+    waits = Waits(told.append)
+    for second in range(70):
+        waits.look("to join", ("rome", "oslo")[: 1 + (second < 40)], float(second))
+    assert told[0] == "waiting to join: oslo for 3 s, rome for 3 s"
+    assert told[-1].startswith("waiting to join: rome for") and len(told) == 5
+
+
+def test_another_wait_begins_anew() -> None:
+    told: list[str] = []
+    waits = Waits(told.append)
+    for second in range(12):
+        waits.look("to join" if second < 2 else "to stop", ("oslo",) if second % 6 else (), float(second))
+    assert told == ["waiting to stop: oslo for 3 s", "waiting to stop: oslo for 3 s"]
+
+
+def test_a_plan_is_waited_for_too() -> None:
+    told: list[str] = []
+    deadlines = Deadlines(6.0, 60.0, told.append)
+    for second in range(5):
+        assert not list(deadlines.missed("planning", (), float(second)))
+    assert told == ["waiting for a plan: the planner for 3 s"]
+    late = [device for second in range(5, 13) for device, _ in deadlines.missed("holding", ("oslo",), float(second))]
+    assert late == ["oslo"]
+
+
+def test_who_is_behind_the_others_is_named_once_it_is_not_the_usual() -> None:
+    told: list[str] = []
+    deadlines = Deadlines(6.0, 60.0, told.append)
+    times = iter(range(1000))
+    for item in range(5):
+        for second in range(10):
+            deadlines.lag(item, ("rome",) if second > 3 else (), float(next(times)))
+    assert told == ["waiting to finish what others have: rome for 3 s"], "the first, and no usual one"
+    for _ in range(30):
+        deadlines.lag(6, ("rome",), float(next(times)))
+    assert "rome for 1" in told[1]
+
+
+def test_the_machine_knows_who_is_behind() -> None:
+    spec = RunSpec(steps=4, micro_batches=1, micro_batch_size=1)
+    machine = Coordinator(("oslo", "rome"), spec, layout=Layout(parts={}))
+    for device in machine.devices:
+        machine.handle(Joined(device=device))
+    for device in machine.devices:
+        machine.handle(Ready(device=device))
+    assert machine.behind == (0, frozenset())
+    machine.handle(Reported(device="oslo", item=0))
+    assert machine.behind == (0, {"rome"})
