@@ -21,7 +21,7 @@ import sys
 import tempfile
 import threading
 import time
-from collections.abc import Generator
+from collections.abc import Generator, Sequence
 from datetime import UTC, datetime
 from pathlib import Path
 from unittest import mock
@@ -40,6 +40,7 @@ from isthmus.protocol import Coordinator, Item
 from isthmus.runtime.conducting.crew import Call, LocalCrew, Work
 from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.messages.run import Way
 from isthmus.runtime.processes.launcher import Launcher, Place
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception
@@ -130,6 +131,9 @@ class _Work:
 
     def bandwidth(self, source: str, target: str) -> None:
         return None
+
+    def linked(self, device: str, ways: Sequence[Way]) -> None:
+        pass
 
     def call(self, device: str) -> None:
         self._launcher.start(device, Place())

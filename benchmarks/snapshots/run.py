@@ -3,8 +3,9 @@
 `python benchmarks/snapshots/run.py [--quick] [--json PATH]`
 
 The same run with snapshots and without, in turns: two emulated devices joined by 100 Mbit/s, more than 50 MB of weights
-and optimizer state. What counts is the mean time of a step, with everything that comes between steps: a snapshot is
-taken once in several steps.
+and optimizer state. What counts is the time of a step with everything that comes between steps. A machine that is busy
+for a moment delays one step: with snapshots the medians of the first, second, ... step after a snapshot count, over all
+runs, and their mean; without, the median of all steps.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import sys
 import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 from rich.console import Console
@@ -54,13 +56,22 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     every: int
     """Steps from snapshot to snapshot."""
     without_s: tuple[float, ...]
-    """Mean step of each run without."""
-    with_s: tuple[float, ...]
+    """Steps of all runs without."""
+    with_s: dict[int, tuple[float, ...]]
+    """Of all runs with: by how many steps came since the last snapshot."""
     late_share: float
 
     @property
+    def usual_s(self) -> float:
+        return statistics.median(self.without_s)
+
+    @property
+    def mirrored_s(self) -> float:
+        return statistics.fmean(statistics.median(times) for times in self.with_s.values())
+
+    @property
     def cost(self) -> float:
-        return statistics.median(self.with_s) / statistics.median(self.without_s) - 1
+        return self.mirrored_s / self.usual_s - 1
 
 
 def prepared_for(steps: int, *, snapshots: bool) -> Prepared:
@@ -82,8 +93,26 @@ def planned(prepared: Prepared) -> tuple[Plan, Fleet]:
     return build_plan(prepared.problem(found), found.names, [middle], planner="equal FLOPs"), found
 
 
-def mean_step_s(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[float, float]:
-    """Mean of all steps but the first two, and the largest share of the time by which a device overran."""
+class Steps(NamedTuple):
+    """Of one run: seconds by step, the steps after which a snapshot was made, and the largest share of the time by
+    which a device overran."""
+
+    seconds: dict[int, float]
+    kept: list[int]
+    late_share: float
+
+    def by_phase(self, every: int) -> dict[int, list[float]]:
+        """Seconds by how many steps came since the last snapshot."""
+        found: dict[int, list[float]] = {}
+        for step, seconds in self.seconds.items():
+            since = [step - k for k in self.kept if k <= step]
+            if since and min(since) < every:
+                found.setdefault(min(since), []).append(seconds)
+        return found
+
+
+def one_run(prepared: Prepared, plan: Plan, fleet: Fleet) -> Steps:
+    """The first two steps and the last one do not count."""
     kept: list[int] = []
 
     def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
@@ -96,8 +125,8 @@ def mean_step_s(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[float, fl
     check_outcome(outcome)
     print(f"  snapshots after steps {kept}", file=sys.stderr)
     times = step_times(Trace(source="runtime", run="snapshots", spans=outcome.spans))
-    counted = [seconds for step, seconds in sorted(times.items()) if 1 < step < prepared.job.training.steps - 1]
-    return statistics.fmean(counted), max(outcome.late_s.values()) / outcome.elapsed_s
+    counted = {step: seconds for step, seconds in sorted(times.items()) if 1 < step < prepared.job.training.steps - 1}
+    return Steps(counted, kept, max(outcome.late_s.values()) / outcome.elapsed_s)
 
 
 def main() -> int:
@@ -105,30 +134,36 @@ def main() -> int:
     parser.add_argument("--quick", action="store_true", help="fewer steps, one run of each kind")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
-    steps, turns = (16, 1) if options.quick else (28, 2)
+    steps, turns = (13, 1) if options.quick else (19, 3)
     kinds = {snapshots: prepared_for(steps, snapshots=snapshots) for snapshots in (False, True)}
     plan, fleet = planned(kinds[True])
     deployment = Deployment(kinds[True], plan, fleet, emulated=fleet)
-    found: dict[bool, list[float]] = {False: [], True: []}
+    every = deployment.layout.keep_every
+    without: list[float] = []
+    mirrored: dict[int, tuple[float, ...]] = {}
     late = 0.0
-    for _ in range(turns):
-        for snapshots, prepared in kinds.items():
-            seconds, late_share = mean_step_s(prepared, plan, fleet)
-            print(f"snapshots {'on' if snapshots else 'off'}: {seconds:.4f} s", file=sys.stderr)
-            found[snapshots].append(seconds)
-            late = max(late, late_share)
+    for turn in range(turns):
+        for snapshots in (False, True) if turn % 2 == 0 else (True, False):
+            ran = one_run(kinds[snapshots], plan, fleet)
+            late = max(late, ran.late_share)
+            median_s = statistics.median(ran.seconds.values())
+            print(f"snapshots {'on' if snapshots else 'off'}: median {median_s:.4f} s", file=sys.stderr)
+            if not snapshots:
+                without += ran.seconds.values()
+            for phase, times in ran.by_phase(every).items() if snapshots else ():
+                mirrored[phase] = (*mirrored.get(phase, ()), *times)
     report = Report(
         when=datetime.now(UTC).isoformat(timespec="seconds"),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", steps=steps,
-        state_bytes=sum(deployment.state_bytes(name) for name in plan.devices), every=deployment.layout.keep_every,
-        without_s=tuple(found[False]), with_s=tuple(found[True]), late_share=late,
+        state_bytes=sum(deployment.state_bytes(name) for name in plan.devices), every=every,
+        without_s=tuple(without), with_s=dict(sorted(mirrored.items())), late_share=late,
     )  # fmt: skip
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1))
     state, per_step = report.state_bytes / 1e6, report.state_bytes / report.every / 1e6
     table = Table("state", "snapshot every", "sent per step", "step without", "with", "cost", "late", title="Snapshots")
     table.add_row(
         f"{state:.1f} MB", f"{report.every} steps", f"{per_step:.1f} MB",
-        f"{statistics.median(report.without_s) * 1e3:.0f} ms", f"{statistics.median(report.with_s) * 1e3:.0f} ms",
+        f"{report.usual_s * 1e3:.0f} ms", f"{report.mirrored_s * 1e3:.0f} ms",
         f"{report.cost:+.1%}", f"{late:.1%}",
     )  # fmt: skip
     Console(width=120).print(table)

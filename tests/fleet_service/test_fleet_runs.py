@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import threading
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -18,6 +19,7 @@ from isthmus.runtime.conducting.script import Outcome
 from isthmus.runtime.device.data import refuse_paths, stage_data
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, join_fleet
+from isthmus.runtime.service.bulletin import LinkNews
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
 
@@ -46,7 +48,9 @@ class Devices:
             assert not thread.is_alive()
 
 
-def _train(fleet: Fleet, folder: Path, data: DataSpec = DIGITS) -> tuple[Outcome, list[float]]:
+def _train(
+    fleet: Fleet, folder: Path, data: DataSpec = DIGITS, *, tells: Callable[[], None] = lambda: None
+) -> tuple[Outcome, list[float]]:  # fmt: skip
     job = job_of("mlp", {}, data)
     prepared = prepare(job)
     machines = fleet_of(2)
@@ -57,6 +61,7 @@ def _train(fleet: Fleet, folder: Path, data: DataSpec = DIGITS) -> tuple[Outcome
 
     def advanced(item: object, loss: float | None, spans: object) -> None:
         losses.extend([loss] if loss is not None else [])
+        tells()
 
     return train(prepared, plan, machines, folder, options, Watcher(advanced=advanced)), losses
 
@@ -64,8 +69,12 @@ def _train(fleet: Fleet, folder: Path, data: DataSpec = DIGITS) -> tuple[Outcome
 @pytest.mark.parametrize("relayed", [False, True])
 def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path: Path, relayed: bool) -> None:
     devices = Devices(fleet, tmp_path, ("d0", "d1"), relayed=relayed)
-    outcome, losses = _train(fleet, tmp_path / "run")
+    links: list[LinkNews] = []
+    outcome, losses = _train(fleet, tmp_path / "run", tells=lambda: links.extend(fleet.service.news().links))
     assert outcome.outcome == "done", outcome.reason
+    assert {(link.devices, link.relayed) for link in links} == {(("d0", "d1"), relayed)}
+    assert all(link.latency_s is not None for link in links)
+    assert (links[-1].carried_bytes > 0) == relayed, "what a relayed link costs"
     job = job_of("mlp", {}, DIGITS)
     module, expected = plain_run(job, prepare(job))
     assert losses == expected

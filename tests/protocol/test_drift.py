@@ -167,3 +167,18 @@ def test_a_plans_first_step_and_what_was_before_do_not_count() -> None:
     assert _noted(drift, [3], {"a": 1e-6}) == []
     assert _noted(drift, range(4, 20), {}) == []
     assert statistics.fmean(d.flops_per_s for d in drift.fleet().devices) == SPEED
+
+
+def test_a_probe_says_that_a_link_has_recovered() -> None:
+    drift, link = Drift(_fleet()), ("a", "b")
+    drift.begin(_plan(), 0)
+    _noted(drift, range(20), {}, 0.1)
+    assert drift.doubtful() == [], "it carries something: the work shows how fast it is"
+    assert drift.tried(link, BANDWIDTH) == []
+    drift.begin(_plan(), 20)  # as if a plan that does without it
+    assert drift.doubtful() == [link]
+    assert drift.tried(link, BANDWIDTH * 0.11) == [], "as slow as before"
+    (found,) = drift.tried(link, 5 * BANDWIDTH)
+    assert found.key == link and found.now == BANDWIDTH, "no faster than stated: a probe is short"
+    assert drift.doubtful() == []
+    assert drift.fleet().link(*link).bandwidth_bytes_per_s == pytest.approx(BANDWIDTH)

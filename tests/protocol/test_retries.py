@@ -1,15 +1,10 @@
-"""A link that was slow, and is avoided since, is tried again: at set times, and believed when it has recovered."""
+"""A link that was slow, and is avoided since, is tried again, at set times."""
 
 from __future__ import annotations
 
 import itertools
 
-import pytest
-
-from isthmus.protocol.drift import Drift
 from isthmus.protocol.retries import MOST_S, Retries
-
-from .test_drift import BANDWIDTH, _fleet, _noted, _plan  # pyright: ignore[reportPrivateUsage]
 
 LINK = ("a", "b")
 
@@ -40,18 +35,3 @@ def test_a_link_that_is_used_again_begins_anew() -> None:
     assert retries.due([], 9.0) is None
     assert retries.due([LINK], 11.0) is None
     assert retries.due([LINK], 21.0) == LINK
-
-
-def test_a_probe_says_that_a_link_has_recovered() -> None:
-    drift = Drift(_fleet())
-    drift.begin(_plan(), 0)
-    _noted(drift, range(20), {}, 0.1)
-    assert drift.doubtful() == [], "it carries something: the work shows how fast it is"
-    assert drift.tried(LINK, BANDWIDTH) == []
-    drift.begin(_plan(), 20)  # as if a plan that does without it
-    assert drift.doubtful() == [LINK]
-    assert drift.tried(LINK, BANDWIDTH * 0.11) == [], "as slow as before"
-    (found,) = drift.tried(LINK, 5 * BANDWIDTH)
-    assert found.key == LINK and found.now == BANDWIDTH, "no faster than stated: a probe is short"
-    assert drift.doubtful() == []
-    assert drift.fleet().link(*LINK).bandwidth_bytes_per_s == pytest.approx(BANDWIDTH)

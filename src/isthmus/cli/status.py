@@ -15,7 +15,7 @@ from rich.text import Text
 from isthmus.cli.folder import RunFolder
 from isthmus.cli.jobs import jobs_table, opened
 from isthmus.federated.history import History
-from isthmus.runtime.service.bulletin import Bulletin, posted
+from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.runtime.transport.relay import RelayedLink
 from isthmus.units import format_duration, format_size
@@ -89,6 +89,17 @@ def _progressed(job: Submitted) -> Progressed:
     )  # fmt: skip
 
 
+def _links(links: tuple[LinkNews, ...]) -> Table:
+    drawn = Table("link", "", "latency", "cost", title="Links in use")
+    for link in links:
+        latency = f"{format_duration(link.latency_s)} each way" if link.latency_s is not None else "not known"
+        carried = format_size(link.carried_bytes)
+        cost = f"{carried} into the coordinator's line, and out again" if link.relayed else "none beside its own"
+        way = "relayed by the coordinator" if link.relayed else "direct"
+        drawn.add_row(" - ".join(link.devices), way, latency, cost)
+    return drawn
+
+
 def _told(link: RelayedLink) -> str:
     first, second = link.devices
     latency = f", {format_duration(link.latency_s)} each way" if link.latency_s is not None else ""
@@ -106,7 +117,10 @@ def _drawn(found: Status, queue: JobQueue) -> Group:
         for device in news.devices:
             drawn.add_row(device.name, device.id, "at work" if device.working else "idle")
         parts.append(drawn)
-        parts += [Text(_told(link)) for link in news.relayed] or [Text("all links between devices are direct")]
+        if news.links:
+            parts.append(_links(news.links))
+        known = {frozenset(link.devices) for link in news.links}
+        parts += [Text(_told(link)) for link in news.relayed if frozenset(link.devices) not in known]
     jobs = queue.jobs()
     if (at := found.running) is not None:
         began_s = next((job.began_s for job in jobs if job.number == at.job), None)

@@ -291,7 +291,8 @@ class Conductor:
                 self._losses.vanished(device, "its connection closed")
             case Exception():
                 self._losses.vanished(device, str(message).removeprefix(f"device {device!r}: "))
-            case ReadyMessage():
+            case ReadyMessage(ways=ways):
+                self._work.linked(device, [way for way in ways if way.device in self.machine.devices])
                 return [Ready(device=device, epoch=epoch)]
             case HeldMessage(holdings=holdings):
                 return [Held(device=device, holdings=holdings, epoch=epoch)]

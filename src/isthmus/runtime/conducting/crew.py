@@ -4,13 +4,14 @@ from __future__ import annotations
 
 import contextlib
 import time
-from collections.abc import Collection, Generator, Mapping
+from collections.abc import Collection, Generator, Mapping, Sequence
 from contextlib import AbstractContextManager
 from pathlib import Path
 from typing import Protocol
 
 import msgspec
 
+from isthmus.runtime.messages.run import Way
 from isthmus.runtime.processes.launcher import Launcher, Place
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception
@@ -53,6 +54,10 @@ class Work(Protocol):
         """Bytes/s of a link between two devices, probed now; None where that cannot be. Any thread; takes seconds."""
         ...
 
+    def linked(self, device: str, ways: Sequence[Way]) -> None:
+        """The device has a stage, and has got to others in these ways."""
+        ...
+
 
 class NoWork:
     """Devices come by themselves."""
@@ -71,6 +76,9 @@ class NoWork:
 
     def bandwidth(self, source: str, target: str) -> float | None:
         return None
+
+    def linked(self, device: str, ways: Sequence[Way]) -> None:
+        pass
 
 
 class Crew(Protocol):
@@ -141,6 +149,9 @@ class _LocalWork:
 
     def bandwidth(self, source: str, target: str) -> float | None:
         return None
+
+    def linked(self, device: str, ways: Sequence[Way]) -> None:
+        pass
 
     def call(self, device: str) -> None:
         self._ended_s.pop(device, None)

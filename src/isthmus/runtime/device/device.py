@@ -236,7 +236,7 @@ class Device:
             executor.record, MirrorReceiver(assignment.mirrored, partial(self._mirrored, assignment)),
         )  # fmt: skip
         self._executor = executor
-        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch))
+        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch, ways=self._meeting.ways()))
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine

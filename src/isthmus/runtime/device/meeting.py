@@ -14,7 +14,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.runtime.messages.relay import Strand
-from isthmus.runtime.messages.run import Hello
+from isthmus.runtime.messages.run import Hello, Way
 from isthmus.runtime.transport.braid import Braider
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
@@ -41,6 +41,7 @@ class Meeting:
         self._waiting: list[tuple[int, int, SocketChannel]] = []
         """Epoch and stage that each says it is for."""
         listener.start(self._greet)
+        self._ways: dict[str, tuple[SocketChannel, bool]] = {}
         self._parking: Parking | None = None
         if reacher.identity is not None:
             self._parking = Parking(reacher, run, lambda found: listener.adopt(found, "relayed", self._greet))
@@ -90,6 +91,7 @@ class Meeting:
         With an identity both sides must be the devices that the assignment names.
         """
         found: dict[int, SocketChannel] = {}
+        self._ways.clear()
         try:
             for neighbour in assignment.neighbours:
                 if neighbour.stage > assignment.view.stage:
@@ -101,11 +103,19 @@ class Meeting:
             raise
         return found
 
+    def ways(self) -> tuple[Way, ...]:
+        """How the devices were reached that were dialled last."""
+        return tuple(
+            Way(device=device, relayed=relayed, latency_s=channel.latency_s)
+            for device, (channel, relayed) in self._ways.items()
+        )
+
     def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
-        channel, _ = self._reacher.reach(Route(
+        channel, relayed = self._reacher.reach(Route(
             run=self._run, other=f"device {neighbour.device!r}", host=neighbour.host, port=neighbour.port,
             id=neighbour.id, strands=neighbour.strands,
         ))  # fmt: skip
+        self._ways[neighbour.device] = (channel, relayed)
         channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.view.stage))
         return channel
 

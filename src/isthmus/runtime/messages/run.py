@@ -61,8 +61,19 @@ class Join(Message, frozen=True, kw_only=True):
     """Of one that was here before: what it still has in memory."""
 
 
+class Way(msgspec.Struct, frozen=True, kw_only=True):
+    """How a device got to another one."""
+
+    device: str
+    relayed: bool
+    latency_s: float | None
+    """One way, as the kernel sees it; of a relayed one, as far as the coordinator."""
+
+
 class ReadyMessage(Message, frozen=True, kw_only=True):
-    """The stage, its weights and its links are in place."""
+    """The stage, its weights and its links are in place. `ways`: to those devices that this one has dialled."""
+
+    ways: tuple[Way, ...] = ()
 
 
 class ReportMessage(Message, frozen=True, kw_only=True):

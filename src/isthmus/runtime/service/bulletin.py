@@ -24,14 +24,28 @@ class DeviceNews(msgspec.Struct, frozen=True, kw_only=True):
     """Whether a process of it works for a run."""
 
 
+class LinkNews(msgspec.Struct, frozen=True, kw_only=True):
+    """A connection between two devices at work, and what it costs."""
+
+    devices: tuple[str, str]
+    """Who dialled is the first."""
+    relayed: bool
+    latency_s: float | None
+    """One way, as the kernel saw it when the plan began: of both halves, where it is relayed."""
+    carried_bytes: int = 0
+    """Both ways, of a relayed one: so much came to the coordinator, and left it again."""
+
+
 class Bulletin(msgspec.Struct, frozen=True, kw_only=True):
     """`at_s` is in seconds since 1970."""
 
     at_s: float
     port: int
     devices: tuple[DeviceNews, ...] = ()
+    links: tuple[LinkNews, ...] = ()
+    """Between devices that work for a run now."""
     relayed: tuple[RelayedLink, ...] = ()
-    """Connections that the coordinator copies; all others between devices are direct."""
+    """Connections that the coordinator copies now, also those of probes."""
 
     @property
     def fresh(self) -> bool:

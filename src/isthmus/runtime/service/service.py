@@ -34,9 +34,9 @@ from isthmus.runtime.messages.fleet import Ended as EndedMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.probe import Computes, Expecting, Measured
 from isthmus.runtime.messages.relay import Park, Reach
-from isthmus.runtime.messages.run import Heartbeat, Join
+from isthmus.runtime.messages.run import Heartbeat, Join, Way
 from isthmus.runtime.messages.versions import mismatch, versions_here
-from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post, withdraw
+from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, post, withdraw
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.joining import admit
@@ -45,7 +45,7 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception, first_message
-from isthmus.runtime.transport.relay import Relay
+from isthmus.runtime.transport.relay import Relay, RelayedLink
 from isthmus.runtime.transport.secure import Connection
 
 Answer = TypeVar("Answer", bound=Message)
@@ -78,6 +78,8 @@ class Service:
         """By run and name: how the device's process ended."""
         self._working: dict[str, str] = {}
         """By name, of those present: the run that a process of the device works for."""
+        self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
+        """By device: the run that it works for, and how it got to others."""
         self._asked: dict[str, tuple[str, queue.SimpleQueue[AnyMessage]]] = {}
         """By probe: who is to answer, and to whom."""
         self._names: dict[str, str] = {}
@@ -151,6 +153,11 @@ class Service:
             self._ended[call.run].pop(device, None)
             self._working[device] = call.run
         self._tell([device], _engage(call))
+
+    def linked(self, device: str, run: str, ways: Sequence[Way]) -> None:
+        """How a device at work has got to others."""
+        with self._changed:
+            self._ways[device] = (run, tuple(ways))
 
     def ended(self, run: str) -> Mapping[str, str]:
         with self._changed:
@@ -313,16 +320,32 @@ class Service:
             with self._changed:
                 del self._names[id]  # another device may have the name one day
         self._state.renew()
-        post(self._state.folder, self._news())
+        post(self._state.folder, self.news())
 
-    def _news(self) -> Bulletin:
+    def news(self) -> Bulletin:
+        """Who is here, and how devices at work reach each other."""
         with self._changed:
             ids = {name: id for id, name in self._names.items()}
             devices = tuple(
                 DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
                 for name in sorted(self._present)
             )
-        return Bulletin(at_s=time.time(), port=self.port, devices=devices, relayed=tuple(self._relay.links()))
+            ways = {device: found for device, (run, found) in self._ways.items() if run in self._runs}
+        relayed = self._relay.links()
+        links = [_link_news(device, way, relayed) for device, found in sorted(ways.items()) for way in found]
+        return Bulletin(
+            at_s=time.time(), port=self.port, devices=devices, links=tuple(links), relayed=tuple(relayed)
+        )  # fmt: skip
+
+
+def _link_news(device: str, way: Way, relayed: Sequence[RelayedLink]) -> LinkNews:
+    pair = (device, way.device)
+    carried = [link for link in relayed if set(link.devices) == set(pair)] if way.relayed else []
+    halves = [link.latency_s for link in carried if link.latency_s is not None]
+    return LinkNews(
+        devices=pair, relayed=way.relayed, carried_bytes=sum(link.carried_bytes for link in carried),
+        latency_s=way.latency_s if not way.relayed else max(halves, default=None),
+    )  # fmt: skip
 
 
 def _engage(call: Call) -> Engage:
@@ -342,6 +365,9 @@ class _FleetWork:
 
     def leaving(self) -> list[str]:
         return self._service.leaving()
+
+    def linked(self, device: str, ways: Sequence[Way]) -> None:
+        self._service.linked(device, self._call.run, ways)
 
     def bandwidth(self, source: str, target: str) -> float | None:
         """By the two devices' agents, beside the processes that work."""

@@ -60,6 +60,10 @@ class Braid:
         for strand in self._strands:
             strand.setsockopt(level, name, value)
 
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes:
+        """Of one strand: they go the same way."""
+        return self._strands[0].getsockopt(level, name, size)
+
     def settimeout(self, timeout_s: float | None, /) -> None:
         for strand in self._strands:
             strand.settimeout(timeout_s)

@@ -29,6 +29,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.transport.pacing import round_trip_s
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
 
@@ -66,6 +67,13 @@ class Channel(Protocol):
     def began_s(self) -> float:
         """When the frame that is being received, or was last, began to arrive."""
         ...
+
+    @property
+    def latency_s(self) -> float | None:
+        """One way, as the kernel sees it: to the coordinator, where the connection is relayed. None where it does not
+        say."""
+        trip_s = round_trip_s(self._socket)
+        return trip_s / 2 if trip_s is not None else None
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""

@@ -9,6 +9,7 @@ from __future__ import annotations
 import contextlib
 import socket
 import struct
+from typing import Protocol
 
 LONG_S = 0.01
 """Round trips of long links."""
@@ -16,7 +17,13 @@ _RTT = struct.Struct("=68xI")
 """Where `struct tcp_info` of Linux has the smoothed round trip, in microseconds."""
 
 
-def round_trip_s(connection: socket.socket) -> float | None:
+class Optioned(Protocol):
+    """A socket, or what has one's options."""
+
+    def getsockopt(self, level: int, name: int, size: int, /) -> bytes: ...
+
+
+def round_trip_s(connection: Optioned) -> float | None:
     """As the kernel sees it; None where it does not say."""
     with contextlib.suppress(OSError, AttributeError, struct.error):
         return int(_RTT.unpack_from(connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_INFO, 256))[0]) / 1e6
