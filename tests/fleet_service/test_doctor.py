@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import io
 import socket
 import threading
 import time
@@ -12,7 +13,9 @@ from unittest import mock
 
 import msgspec
 import pytest
+from rich.console import Console
 
+from isthmus.cli import joining
 from isthmus.runtime.identity import Authority, Identity
 from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.messages.versions import versions_here
@@ -94,9 +97,19 @@ def test_the_broken_hop_is_named(fleet: Fleet, tmp_path: Path, breaks: Callable[
     join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
     with mock.patch.object(type(fleet.state), "renew"):  # what is broken stays so
         breaks(fleet, tmp_path / "desk")
-        *before, last = examine_device(tmp_path / "desk")
-    assert all(finding.good for finding in before)
-    assert (last.hop, last.good) == (hop, False) and last.detail and last.remedy, last
+        code, rows = _printed(tmp_path / "desk")
+    *before, (last, verdict, found, remedy) = rows
+    assert code == 1
+    assert all(row[1] == "ok" for row in before)
+    assert (last, verdict) == (hop, "BROKEN") and found and remedy, rows
+
+
+def _printed(folder: Path) -> tuple[int, list[list[str]]]:
+    """What `isthmus doctor` returns, and the cells of its table."""
+    console = Console(width=1000, record=True, file=io.StringIO())
+    code = joining.doctor(folder, None, console, json=False)
+    lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
+    return code, [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
 
 def test_another_version_is_named(fleet: Fleet, tmp_path: Path) -> None:
@@ -104,7 +117,7 @@ def test_another_version_is_named(fleet: Fleet, tmp_path: Path) -> None:
     old = msgspec.structs.replace(versions_here(), torch="1.9.1")
     with mock.patch.object(doctor, "versions_here", return_value=old):
         last = examine_device(tmp_path / "desk")[-1]
-    assert last.hop == "version" and "'1.9'" in last.detail
+    assert last.hop == "version" and "'1.9'" in last.detail and "same isthmus and torch" in last.remedy
 
 
 def test_nothing_is_wrong(fleet: Fleet, tmp_path: Path) -> None:

@@ -25,6 +25,7 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reaching import Parking, Reacher, Route
 from isthmus.runtime.transport.reception import first_message
+from isthmus.runtime.transport.relay import RelayedLink
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
@@ -106,14 +107,19 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
         assert relayed and theirs.party is not None and theirs.party.id == near.identity.id
         for sender, receiver in ((ours, theirs), (theirs, ours)):
             sender.send(parcel(7, tensor), [pack(tensor)])
-            found = receiver.receive(idle_s=5)
-            assert found is not None and isinstance(found[0], ParcelMessage) and torch.equal(found[1][0], tensor)
+            came = receiver.receive(idle_s=5)
+            assert came is not None and isinstance(came[0], ParcelMessage) and torch.equal(came[1][0], tensor)
         assert len(tap.seen) > 6_000_000 and RUN.encode() not in tap.seen and bytes(tensor[:64]) not in tap.seen
-        soon(lambda: (news := posted(fleet.state.folder)) is not None and news.relayed)
-        news = posted(fleet.state.folder)
-        assert news is not None
-        (link,) = news.relayed
-        assert link.devices == ("near", "far") and link.carried_bytes > 6_000_000
+        found: list[RelayedLink] = []
+
+        def told() -> bool:
+            news = posted(fleet.state.folder)
+            found[:] = news.relayed if news is not None else ()
+            return any(link.carried_bytes > 6_000_000 for link in found)
+
+        soon(told)
+        (link,) = found
+        assert link.devices == ("near", "far")
         assert link.latency_s is None or 0 < link.latency_s < 1
         ours.close()
         assert theirs.receive(idle_s=5) is None, "the end is relayed too"

@@ -68,13 +68,6 @@ class Channel(Protocol):
         """When the frame that is being received, or was last, began to arrive."""
         ...
 
-    @property
-    def latency_s(self) -> float | None:
-        """One way, as the kernel sees it: to the coordinator, where the connection is relayed. None where it does not
-        say."""
-        trip_s = round_trip_s(self._socket)
-        return trip_s / 2 if trip_s is not None else None
-
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         """Send a frame as fast as the network takes it; returns its bytes. PeerError when it does not get through."""
         ...
@@ -135,6 +128,13 @@ class SocketChannel:
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(patience_s)
         self._incoming.settimeout(patience_s)
+
+    @property
+    def latency_s(self) -> float | None:
+        """One way, as the kernel sees it: to the coordinator, where the connection is relayed. None where it does not
+        say."""
+        trip_s = round_trip_s(self._socket)
+        return trip_s / 2 if trip_s is not None else None
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         pieces = frame(message, payload)
