@@ -27,6 +27,14 @@ def test_one_late_message_of_each_size_changes_nothing() -> None:
     assert fit_link([*times, *late]) == fit_link(times)
 
 
+def test_a_machine_that_is_busy_for_most_of_a_probe_changes_little() -> None:
+    """Three of five trips are late, by up to twice the whole trip."""
+    times = [(size, (0.02 + size / 1e7) * late) for size in SIZES for late in (1.0, 1.01, 1.5, 2.0, 3.0)]
+    found = fit_link(times)
+    assert found.latency_s == pytest.approx(0.01, rel=0.02)
+    assert found.bandwidth_bytes_per_s == pytest.approx(1e7, rel=0.02)
+
+
 def test_noise_of_five_per_cent_stays_within_ten() -> None:
     wobble = (0.95, 1.03, 1.05, 0.97, 1.0, 1.04)
     found = fit_link([(size, (0.02 + size / 1e7) * w) for size, w in zip(SIZES, wobble, strict=True)])

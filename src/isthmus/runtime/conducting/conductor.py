@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -95,6 +96,8 @@ MOST_SPANS = 500_000
 """What is kept of a trace: days of training would not fit in memory."""
 MOST_STRETCH_BYTES = 1 << 20
 """Of a state that is lent, at once."""
+MOST_WAITING = 32
+"""Bytes for each parameter that may wait to be sent on to a newcomer: two copies of a state with Adam, and some more."""
 SAID = (
     ReadyMessage | ReportMessage | Failed | Heartbeat | HeldMessage | GivenMessage | MirroredMessage | LentMessage
     | LentPart | FollowedMessage | FollowingEndedMessage
@@ -136,6 +139,8 @@ class Conductor:
         self._assigned: Mapping[str, Assignment] = {}
         self._followed: dict[str, list[str]] = {}
         """By device that lends its state: who gets it."""
+        self._most_waiting_bytes = 0
+        """Of that, for one newcomer."""
         self._work: Work = NoWork()
         self._losses = Losses(self._ended)
         self._deadlines = Deadlines(patience_s, start_s, script.note)
@@ -303,8 +308,7 @@ class Conductor:
             case FollowingEndedMessage():
                 return [FollowingEnded(device=device, epoch=epoch)]
             case LentMessage() | LentPart():
-                for newcomer in self._followed.get(device, ()) if epoch == self.machine.epoch else ():
-                    self._say(newcomer, message, tensors)
+                return self._pass_on(device, message, tensors) if epoch == self.machine.epoch else []
             case GivenMessage():
                 if epoch == self.machine.epoch:
                     self._script.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
@@ -403,10 +407,23 @@ class Conductor:
                 return instruction
         return None
 
+    def _pass_on(
+        self, device: str, message: LentMessage | LentPart, tensors: list[Tensor]
+    ) -> list[CoordinatorEvent]:  # fmt: skip
+        """To the newcomers that follow the device. One whose line is slower than the device's would fill our memory."""
+        for newcomer in self._followed.get(device, ()):
+            if (lane := self._lanes.get(newcomer)) is not None:
+                if lane.background_bytes() > self._most_waiting_bytes:
+                    return [FollowingEnded(device=newcomer, epoch=message.epoch)]
+                lane.put(message, tensors, background=True)
+        return []
+
     def _follow(self, follow: Follow, epoch: int) -> None:
         for lender in follow.lent:
             self._followed.setdefault(lender, []).append(follow.device)
         lent = {lender: self._script.shapes(parts) for lender, parts in follow.lent.items()}
+        elements = sum(math.prod(shape) for shapes in lent.values() for shape in shapes.values())
+        self._most_waiting_bytes = MOST_WAITING * elements
         trained, config = self._script.updates()
         self._say(follow.device, FollowMessage(
             run=self._run, epoch=epoch, lent=lent, trained=trained, config=config
