@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
 import time
@@ -54,13 +53,13 @@ from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.crew import NoWork, Work
 from isthmus.runtime.conducting.deadlines import Deadlines
 from isthmus.runtime.conducting.losses import Losses
+from isthmus.runtime.conducting.newcomers import Newcomers
 from isthmus.runtime.conducting.script import Address, Outcome, Recovery, Script
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.following import (
     FollowedMessage,
     FollowingEndedMessage,
-    FollowMessage,
     LendMessage,
     LentMessage,
     LentPart,
@@ -94,10 +93,6 @@ TICK_S = 0.25
 """How often to look whether everybody is still there."""
 MOST_SPANS = 500_000
 """What is kept of a trace: days of training would not fit in memory."""
-MOST_STRETCH_BYTES = 1 << 20
-"""Of a state that is lent, at once."""
-MOST_WAITING = 32
-"""Bytes for each parameter that may wait to be sent on to a newcomer: two copies of a state with Adam, and some more."""
 SAID = (
     ReadyMessage | ReportMessage | Failed | Heartbeat | HeldMessage | GivenMessage | MirroredMessage | LentMessage
     | LentPart | FollowedMessage | FollowingEndedMessage
@@ -137,10 +132,7 @@ class Conductor:
         self._origin_s = 0.0
         self._failure: IsthmusError | None = None
         self._assigned: Mapping[str, Assignment] = {}
-        self._followed: dict[str, list[str]] = {}
-        """By device that lends its state: who gets it."""
-        self._most_waiting_bytes = 0
-        """Of that, for one newcomer."""
+        self._newcomers = Newcomers(run, script, self._lanes)
         self._work: Work = NoWork()
         self._losses = Losses(self._ended)
         self._deadlines = Deadlines(patience_s, start_s, script.note)
@@ -264,7 +256,7 @@ class Conductor:
         if not isinstance(message, SAID):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, LentMessage | LentPart):
-            self._check_lent(device, message)
+            self._newcomers.check(device, message, self.machine.epoch)
             return
         item = self._items.get(message.item) if isinstance(message, ReportMessage) else None
         if isinstance(message, GivenMessage) or (item is not None and message.epoch != self.machine.epoch):
@@ -273,13 +265,6 @@ class Conductor:
             self._script.check_state(device, message.tensors)
         elif message.tensors:
             raise PeerError(f"sent {type(message).__name__} with tensors")
-
-    def _check_lent(self, device: str, message: LentMessage | LentPart) -> None:
-        stretches = [h.shape for h in message.tensors if h.dtype == "uint8" and h.nbytes <= MOST_STRETCH_BYTES]
-        if message.of != device or len(stretches) != len(message.tensors) or len(stretches) > 1:
-            raise PeerError(f"lent what is not its own, or no stretch of bytes: {message.of!r}, {stretches}")
-        if isinstance(message, LentMessage) and message.epoch == self.machine.epoch:
-            self._script.check_parts(message.headers)
 
     def _translate(self, heard: Heard | CoordinatorEvent) -> list[CoordinatorEvent]:
         """What a device sent, as events for the machine."""
@@ -308,7 +293,7 @@ class Conductor:
             case FollowingEndedMessage():
                 return [FollowingEnded(device=device, epoch=epoch)]
             case LentMessage() | LentPart():
-                return self._pass_on(device, message, tensors) if epoch == self.machine.epoch else []
+                return [*self._newcomers.pass_on(device, message, tensors)] if epoch == self.machine.epoch else []
             case GivenMessage():
                 if epoch == self.machine.epoch:
                     self._script.give({h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
@@ -387,10 +372,10 @@ class Conductor:
             case Fetch(device=device, step=step, parts=parts):
                 self._say(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
             case Follow():
-                self._follow(instruction, epoch)
+                self._newcomers.follow(instruction, epoch)
             case Lend(device=device, step=step, parts=parts):
                 if not parts:
-                    self._followed.pop(device, None)
+                    self._newcomers.forget(device)
                 self._say(device, LendMessage(run=run, epoch=epoch, step=step, parts=parts))
             case Retire(step=step):
                 for device in self._lanes:
@@ -406,29 +391,6 @@ class Conductor:
             case Finish():
                 return instruction
         return None
-
-    def _pass_on(
-        self, device: str, message: LentMessage | LentPart, tensors: list[Tensor]
-    ) -> list[CoordinatorEvent]:  # fmt: skip
-        """To the newcomers that follow the device. One whose line is slower than the device's would fill our memory."""
-        for newcomer in self._followed.get(device, ()):
-            if (lane := self._lanes.get(newcomer)) is not None:
-                if lane.background_bytes() > self._most_waiting_bytes:
-                    return [FollowingEnded(device=newcomer, epoch=message.epoch)]
-                lane.put(message, tensors, background=True)
-        return []
-
-    def _follow(self, follow: Follow, epoch: int) -> None:
-        for lender in follow.lent:
-            self._followed.setdefault(lender, []).append(follow.device)
-        lent = {lender: self._script.shapes(parts) for lender, parts in follow.lent.items()}
-        elements = sum(math.prod(shape) for shapes in lent.values() for shape in shapes.values())
-        self._most_waiting_bytes = MOST_WAITING * elements
-        trained, config = self._script.updates()
-        self._say(follow.device, FollowMessage(
-            run=self._run, epoch=epoch, lent=lent, trained=trained, config=config
-        ))  # fmt: skip
-        self._script.note(f"{follow.device} gets its state, from step {follow.step} on, while the others train")
 
     def _say(self, device: str, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
         """To one who may have gone meanwhile."""
@@ -455,7 +417,7 @@ class Conductor:
     def _begin(self, begin: Begin) -> None:
         self._script.begin(begin, self.machine.layout)
         self._assigned = {}
-        self._followed.clear()
+        self._newcomers.clear()
         self._reports = dict.fromkeys(self.machine.devices, begin.first_item)
         self._begun = (begin, max(0, self._reached - begin.step))
         self._reached = begin.step
