@@ -4,7 +4,7 @@
 
 Throughput is between two processes over loopback TCP. A bare pair does `sendall` from one buffer and `recv_into`
 another; a channel sends frames from a tensor and receives each into a fresh one; a secure channel does the same over
-TLS 1.3 with both sides verified. Bursts of 128 MiB alternate on connections that stay open; medians of speeds and of
+TLS 1.3 with both sides verified. Bursts of 64 MiB alternate on connections that stay open; medians of speeds and of
 the ratios of bursts next to each other are shown.
 An emulated link carries messages one at a time; its error is the time a message took less size / bandwidth + latency.
 """
@@ -281,7 +281,7 @@ def main() -> int:
     options = parser.parse_args()
     torch.set_num_threads(1)
     load = os.getloadavg()[0]
-    rounds, burst_bytes, times = (3, 1 << 26, 1) if options.quick else (21, 1 << 27, 3)
+    rounds, burst_bytes, times = (3, 1 << 25, 1) if options.quick else (15, 1 << 26, 3)
     speeds: list[Throughput] = []
     for size_bytes in MESSAGE_BYTES:
         print(f"throughput of {format_size(size_bytes)} messages ...", file=sys.stderr)

@@ -227,7 +227,8 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
         status = json.loads(isthmus("status", "--state", home, "--json").out)
         assert status["running"]["done"] > 3 and [d["working"] for d in status["coordinator"]["devices"]] == [True] * 2
         shown = isthmus("status", "--state", home).out
-        assert "job 1 (small)" in shown and shown.count("at work") == 2 and "direct" in shown
+        assert "job 1 (small)" in shown and shown.count("at work") == 2
+        wait_until(lambda: "direct" in isthmus("status", "--state", home).out, process)
         _doors_are_shut(process.pid)
         _no_secret_is_in_the_open(tickets, run.parent, process.pid)
         assert isthmus("stop", "--state", home).code == 0

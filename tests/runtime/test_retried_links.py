@@ -51,14 +51,12 @@ def test_a_link_that_recovered_is_used_again(monkeypatch: pytest.MonkeyPatch) ->
     layout, _ = found.make(MakePlan(("d0", "d1")))
     assert believed[-1] == pytest.approx(stated / 10)
     found.begin(layout, 20)
-    link = found.to_try()
-    assert link == LINK
-    assert found.tried(link, found.emulated(link)) == [], "it is slow still"
+    assert found.to_try() == LINK
+    assert found.tried(LINK, found.emulated(LINK)) == [], "it is slow still"
     for step in range(20, 41):
         found.measured(step, [])
-    link = found.to_try()
-    assert link == LINK
-    (figure,) = found.tried(link, found.emulated(link))
+    assert found.to_try() == LINK
+    (figure,) = found.tried(LINK, found.emulated(LINK))
     assert figure.now == stated
     assert found.is_worth_asking()
     found.make(MakePlan(("d0", "d1")))
