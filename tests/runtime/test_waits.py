@@ -16,6 +16,14 @@ def test_a_wait_is_told_after_three_seconds_and_less_and_less_often() -> None:
     assert told[-1].startswith("waiting to join: rome for") and len(told) == 4
 
 
+def test_of_many_a_few_are_named() -> None:
+    told: list[str] = []
+    waits = Waits(told.append)
+    for second in range(4):
+        waits.look("to join", [f"d{n}" for n in range(20)], float(second))
+    assert told[0].count(" for 3 s") == 8 and told[0].endswith("and 12 more")
+
+
 def test_another_wait_begins_anew() -> None:
     told: list[str] = []
     waits = Waits(told.append)

@@ -102,6 +102,14 @@ class FederatedCoordinator:
         return CoordinatorStatistics(self._phase, self._next.round, len(self._alive), self._stale)
 
     @property
+    def behind(self) -> tuple[int, frozenset[str]]:
+        """The open round, and who trains in it while others have nothing left to do."""
+        if self._open is None:
+            return self._next.round, frozenset()
+        busy = frozenset(name for name, held in self._open.held.items() if held)
+        return self._open.turn.round, busy if busy < self._alive else frozenset()
+
+    @property
     def state_rounds(self) -> NDArray[np.int32] | None:
         """(population,) which round wrote each client's state."""
         return self._dealer.state_rounds

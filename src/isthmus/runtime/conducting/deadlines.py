@@ -8,6 +8,8 @@ from isthmus.protocol.coordinator import Phase
 
 FIRST_S, MOST_S = 3.0, 30.0
 """A wait is told of after so long, then each time after twice as long, but for the longest pause between two words."""
+MOST_NAMES = 8
+"""At once: of a large cohort it is enough to know a few."""
 WHAT = {
     "joining": "to join", "holding": "to stop", "planning": "for a plan", "fetching": "to give what they hold",
     "placing": "to set up their stages", "settling": "to be at the same step",
@@ -38,8 +40,10 @@ class Waits:
         if self._since and now_s >= self._next_s:
             self._pause_s = min(2 * self._pause_s, max(MOST_S, usual_s))
             self._next_s = now_s + self._pause_s
-            waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in self._since.items())
-            self._say(f"waiting {what}: {waited}")
+            longest = sorted(self._since.items(), key=lambda wait: wait[1])
+            waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in longest[:MOST_NAMES])
+            more = f" and {len(longest) - MOST_NAMES} more" if len(longest) > MOST_NAMES else ""
+            self._say(f"waiting {what}: {waited}{more}")
         return self._since
 
 

@@ -34,6 +34,7 @@ from isthmus.protocol.federated_events import (
     Tick,
     Turn,
 )
+from isthmus.runtime.conducting.deadlines import Deadlines, Waits
 from isthmus.runtime.federated.intake import Intake
 from isthmus.runtime.federated.shared_values import Board
 from isthmus.runtime.messages.every import AnyMessage
@@ -113,6 +114,8 @@ class FederatedConductor:
         self._committed = committed
         self._note = note
         self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
+        self._joining = Waits(note)
+        self._deadlines = Deadlines(self._patience_s, 0.0, note)
         self._posts: dict[str, Outgoing] = {}
         self._left: set[str] = set()
         """Of them, those that are lost."""
@@ -163,6 +166,12 @@ class FederatedConductor:
             for out in self._reachable():
                 out.put(Heartbeat(run=self._run))
 
+    def _tell_waits(self, now_s: float) -> None:
+        joining = self._machine.statistics().phase == "joining"
+        missing = set(self._machine.executors) - self._posts.keys() if joining else ()
+        self._joining.look("to join", missing, now_s)
+        self._deadlines.lag(*self._machine.behind, now_s)
+
     def _absent(self, late: bool, ended: Callable[[], Mapping[str, str]]) -> list[CoordinatorEvent]:
         """One that never joined, of processes that were started for the run; how long sites may take the machine
         decides."""
@@ -189,6 +198,7 @@ class FederatedConductor:
             now_s = time.monotonic()
             if now_s - looked_s >= TICK_S:
                 looked_s = now_s
+                self._tell_waits(now_s)
                 events.append(Tick(now_s=now_s))
                 events += self._absent(now_s > join_by_s, ended)
             for event in events:
