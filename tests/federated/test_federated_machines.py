@@ -145,7 +145,9 @@ def test_a_round_goes_around() -> None:
     machine = coordinator()
     dealt = start(machine)
     assert sorted(itertools.chain(*dealt.values())) == [0, 1, 2, 3]
+    assert machine.behind == (0, frozenset()), "all of them train"
     assert machine.handle(summed("e0", *dealt["e0"])) == [Merge("e0", TURN)]
+    assert machine.behind == (0, {"e1"})
     merge, absorb, commit, *opens = machine.handle(summed("e1", *dealt["e1"]))
     assert (merge, absorb) == (Merge("e1", TURN), Absorb(TURN))
     assert isinstance(commit, Commit)
