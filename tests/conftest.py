@@ -7,9 +7,15 @@ can look at it, not for a run that decides whether a change lands.
 import logging
 import os
 import signal
+from collections.abc import Iterator
 
+import pytest
 import torch
 from hypothesis import settings
+
+from isthmus.runtime.processes import launcher
+
+from .nurseries import kept_nursery
 
 torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
@@ -18,3 +24,10 @@ logging.getLogger("torch").setLevel(logging.WARNING)
 if os.environ.get("CI"):
     settings.register_profile("ci", derandomize=True)
     settings.load_profile("ci")
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _nurseries_are_kept() -> Iterator[None]:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(launcher, "Nursery", kept_nursery)
+        yield

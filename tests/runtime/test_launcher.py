@@ -12,10 +12,16 @@ from pathlib import Path
 
 import pytest
 
+from isthmus.runtime.processes import births, launcher
 from isthmus.runtime.processes.launcher import Launcher, Place
 from isthmus.runtime.transport.listener import Listener
 
 from .commands import devices_of, is_running, wait_until
+
+
+@pytest.fixture(autouse=True)
+def _none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(launcher, "Nursery", births.Nursery)
 
 
 @pytest.fixture

@@ -1,8 +1,9 @@
 """The process that device processes are forked from: it has imported what they need.
 
-A fresh interpreter imports torch for two seconds of a core; a copy of one that has done so takes milliseconds, and
-shares its memory. It has one thread, ever: a lock that another one held at the fork would stay locked in the copy. So
-nothing is computed here, as torch would start threads.
+A fresh interpreter imports torch for two seconds of a core, and for more than another one what torch imports when the
+first optimizer is made; a copy of one that has done so takes milliseconds, and shares its memory. It has one thread,
+ever: a lock that another one held at the fork would stay locked in the copy. So nothing is computed here, as torch
+would start threads.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ from functools import partial
 
 import msgspec
 import setproctitle
+import torch
 
 from isthmus.runtime.device import device
 from isthmus.runtime.processes.births import MESSAGE_BYTES, Birth, Born, Died
@@ -27,6 +29,7 @@ def main() -> None:
     """Until the launcher at the other end of standard input is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("isthmus nursery")
+    torch.optim.SGD([torch.empty(1)])  # the first one has torch import its compiler
     line = socket.socket(fileno=0)
     gc.freeze()  # collecting in a copy would write to every page
     numbers: dict[int, int] = {}
@@ -68,6 +71,7 @@ def _live(birth: Birth, descriptors: list[int]) -> None:
         os.close(descriptor)
     if birth.folder is not None:
         os.chdir(birth.folder)
+    os.environ["ISTHMUS_RUN"] = birth.run
     setproctitle.setproctitle(birth.title)
     device.main(birth.arguments)
 

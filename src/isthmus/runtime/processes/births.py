@@ -26,6 +26,8 @@ class Birth(msgspec.Struct, frozen=True, tag=True):
     arguments: tuple[str, ...]
     title: str
     """What `ps` shows."""
+    run: str
+    """The run's secret name: an environment is for its owner to read, a command line for everybody."""
     folder: str | None
     """Where it runs; None: here."""
 
@@ -62,10 +64,11 @@ class Nursery:
         self._hear()
         return self._line.fileno() < 0
 
-    def bear(self, arguments: Sequence[str], title: str, folder: Path | None, log: int | None) -> Child:
+    def bear(self, arguments: Sequence[str], title: str, run: str, folder: Path | None, log: int | None) -> Child:
         """Does not wait: the first child comes when this process has imported what all of them need."""
         self._births += 1
-        birth = Birth(self._births, tuple(arguments), title, None if folder is None else str(folder.absolute()))
+        where = None if folder is None else str(folder.absolute())
+        birth = Birth(self._births, tuple(arguments), title, run, where)
         end, leash = os.pipe()
         try:
             with contextlib.suppress(OSError):  # it is gone, which its children's codes tell

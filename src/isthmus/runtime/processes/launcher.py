@@ -69,13 +69,12 @@ class Launcher:
     ) -> None:  # fmt: skip
         """`coordinator` is HOST:PORT as the devices reach it; under `logs` goes what they write to standard error."""
         self._coordinator = coordinator
+        self._run = run
         self._patience_s = patience_s
         self._logs = logs
         self._nurseries: dict[tuple[str, ...], Nursery] = {}
         self._children: dict[str, Child] = {}
-        self._environment = {
-            **os.environ, "ISTHMUS_RUN": run, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads),
-        }  # fmt: skip
+        self._environment = {**os.environ, "OMP_NUM_THREADS": str(threads), "MKL_NUM_THREADS": str(threads)}
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
@@ -94,7 +93,7 @@ class Launcher:
             mode = "wb" if before is None else "ab"
             log = stack.enter_context(self._log(device).open(mode)).fileno() if self._logs is not None else None
             nursery = self._nursery((*place.prefix, sys.executable, *place.safety()), log)
-            self._children[device] = nursery.bear(arguments, f"isthmus device {device}", place.data, log)
+            self._children[device] = nursery.bear(arguments, f"isthmus device {device}", self._run, place.data, log)
 
     def _nursery(self, command: tuple[str, ...], log: int | None) -> Nursery:
         if command not in self._nurseries or self._nurseries[command].gone:

@@ -1,0 +1,52 @@
+"""Processes that device processes are forked from, kept from test to test: each imports torch for three seconds.
+
+A run's launcher gets one for itself, as new: it has computed nothing. Only how such a process ends with its launcher is
+not seen this way: `tests/runtime/test_launcher.py` and all tests of commands in processes of their own do without.
+"""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Mapping, Sequence
+
+from isthmus.runtime.processes.births import Nursery
+
+KEPT = 2
+"""At most so many that nobody uses: each takes some 200 MB."""
+
+_Key = tuple[tuple[str, ...], str, frozenset[tuple[str, str]]]
+
+_idle: list[tuple[_Key, KeptNursery]] = []
+_lock = threading.Lock()
+
+
+class KeptNursery(Nursery):
+    """Does not end with its launcher if all of its children have."""
+
+    def __init__(self, key: _Key, command: Sequence[str], environment: Mapping[str, str], log: int | None) -> None:
+        super().__init__(command, environment, log)
+        self._key = key
+
+    def end(self) -> None:
+        if self.gone or any(self.code(number) is None for number in range(1, self._births + 1)):
+            super().end()
+            return
+        with _lock:
+            _idle.append((self._key, self))
+            surplus = _idle.pop(0)[1] if len(_idle) > KEPT else None
+        if surplus is not None:
+            Nursery.end(surplus)
+
+
+def kept_nursery(command: Sequence[str], environment: Mapping[str, str], log: int | None) -> Nursery:
+    """In place of `Nursery`: one that was begun in the same folder with the same environment, or a new one."""
+    told = frozenset((k, v) for k, v in environment.items() if k != "PYTEST_CURRENT_TEST")
+    key = (tuple(command), os.getcwd(), told)
+    with _lock:
+        found = next((entry for entry in _idle if entry[0] == key), None)
+        if found is not None:
+            _idle.remove(found)
+    if found is not None and not found[1].gone:
+        return found[1]
+    return KeptNursery(key, command, environment, log)
