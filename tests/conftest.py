@@ -15,7 +15,7 @@ from hypothesis import settings
 
 from isthmus.runtime.processes import launcher
 
-from .nurseries import kept_nursery
+from .nurseries import end_all, kept_nursery
 
 torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
@@ -31,3 +31,4 @@ def _nurseries_are_kept() -> Iterator[None]:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(launcher, "Nursery", kept_nursery)
         yield
+    end_all()

@@ -39,6 +39,13 @@ class KeptNursery(Nursery):
             Nursery.end(surplus)
 
 
+def end_all() -> None:
+    with _lock:
+        idle, _idle[:] = list(_idle), []
+    for _, nursery in idle:
+        Nursery.end(nursery)
+
+
 def kept_nursery(command: Sequence[str], environment: Mapping[str, str], log: int | None) -> Nursery:
     """In place of `Nursery`: one that was begun in the same folder with the same environment, or a new one."""
     told = frozenset((k, v) for k, v in environment.items() if k != "PYTEST_CURRENT_TEST")

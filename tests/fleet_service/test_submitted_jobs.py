@@ -19,13 +19,13 @@ from rich.console import Console
 
 import isthmus as isthmus_package
 from isthmus.cli import federated, training
-from isthmus.cli.queueing import INTERRUPTED, job_log, run_queue
+from isthmus.cli.queueing import INTERRUPTED, run_queue
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
 from isthmus.runtime.conducting.record import Record
 from isthmus.runtime.identity import Ticket, decode_ticket
-from isthmus.runtime.service.job_queue import JobQueue
+from isthmus.runtime.service.job_queue import JobQueue, job_log
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, interrupt, isthmus, refused, start, wait_until, write_job
 

@@ -4,218 +4,54 @@ from __future__ import annotations
 
 import os
 import sys
-from pathlib import Path
-from typing import Annotated, cast
+from typing import cast
 
-import msgspec
 import typer
 
-from isthmus.cli import (
-    comparing,
-    explaining,
-    federated,
-    federated_simulating,
-    fleet_commands,
-    planning,
-    runs,
-    training,
-    verifying,
-)
-from isthmus.cli.options import (
-    DevicesOption,
-    FleetOption,
-    JobFile,
-    JsonOption,
-    ObjectiveOption,
-    PlannerOption,
-    StepsOption,
-    chosen_job,
-    notes,
-    out,
-)
+from isthmus.cli.lazy import lazy_app
 from isthmus.errors import InternalError, IsthmusError, UserError
-from isthmus.federated.job import is_federated
-from isthmus.fleet import RANDOM, topology_names
-from isthmus.fleet import describe as describe_topology
-from isthmus.job import prepare
-from isthmus.planners import describe as describe_planner
-from isthmus.planners import planner_names
-from isthmus.report import plan_summary, plan_table, planners_table, topologies_table
-from isthmus.report.plain import plain
-from isthmus.runtime.conducting.run import run_spec
-from isthmus.simulator import SimulationOptions, simulate
-from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
+from isthmus.plain import plain
 
-app = typer.Typer(
-    name="isthmus", no_args_is_help=True, add_completion=False, pretty_exceptions_enable=False,
-    help="Train one model on machines that are far apart, unequal, and joined by slow links.",
-)  # fmt: skip
+COMMANDS = {
+    "job_commands": {
+        "plan": "Plan where each part of the model runs; or compare planners, or check a plan.",
+        "simulate": "Run the plan on a virtual clock: the same machines as a real run, with modelled durations.",
+        "train": "Plan, train over one process per device, compare what was predicted with what was measured.",
+    },
+    "listing": {
+        "topologies": "List the built-in fleets.",
+        "planners": "List the planners.",
+    },
+    "run_commands": {
+        "trace": "Write a run's Perfetto trace (predicted and measured); print how well it was predicted.",
+        "export": "Write the newest checkpoint: a Hugging Face directory when the model is one, else safetensors.",
+    },
+    "serving_commands": {
+        "serve": "Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.",
+        "submit": "Hand a job to the coordinator that serves the fleet; prints its number.",
+        "probe": "Measure devices and the links between them; print the matrix and write a fleet TOML.",
+    },
+    "fleet_commands": {
+        "jobs": "List the jobs that were submitted: what runs, waits, and how the others ended.",
+        "status": "Who is here, what runs and how far it is. On a terminal it stays and follows, until Ctrl-C.",
+        "logs": "Print what a submitted job says.",
+        "stop": "End a submitted job: what it leased is finished, a checkpoint saved. `resume` goes on from there.",
+        "resume": "Queue a job once more that was stopped or failed; it goes on from its newest checkpoint.",
+        "ticket": "Print a ticket for one more device. It is good once and for 24 hours.",
+        "devices": "List the devices that joined; or shut one out, at once.",
+        "drain": "Have a device leave the run that it works for, without loss: others take over its part first.",
+    },
+    "device_commands": {
+        "join": "Join a fleet and stay, ready to work. The first time it needs a ticket.",
+        "doctor": "Say why a device does not get to its coordinator: the hop that is broken, and what to do.",
+    },
+}
+"""By the module of `isthmus.cli` that is imported when one is called: in the order of the help, what it says of them."""
+
+app = lazy_app("Train one model on machines that are far apart, unequal, and joined by slow links.", COMMANDS)
 
 _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 """Click's, or that of the copy of click that later typers bring along: typer exports no common name for it."""
-
-
-@app.command()
-def plan(
-    job_file: JobFile,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    devices: DevicesOption = None,
-    objective: ObjectiveOption = None,
-    compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
-    explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the plan on its fleet: a PNG.")] = None,
-    verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Plan where each part of the model runs; or compare planners, or check a plan. With --json: the plan document."""
-    job = chosen_job(job_file, fleet, planner, devices, objective=objective)
-    alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
-    extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
-    if alone and len(alone) + len(extra) > 1:
-        raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
-    if compare is not None:
-        raise typer.Exit(comparing.compare(job, compare, out(), json=json))
-    if verify is not None:
-        raise typer.Exit(verifying.verify_document(job, verify, out(), json=json))
-    explaining.show_plan(job, out(), words=explain, picture=picture, json=json)
-
-
-@app.command(name="simulate")
-def simulate_command(
-    job_file: JobFile,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    devices: DevicesOption = None,
-    objective: ObjectiveOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 4,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
-    trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
-
-    Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
-    """
-    if is_federated(job_file):
-        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--plan": plan_file, "--trace": trace_file})
-        fed_job = federated.read_job(job_file, federated.FederatedChoices())
-        raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
-    job = chosen_job(job_file, fleet, planner, devices, steps, objective)
-    chosen = planning.fleet_for(job)
-    if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
-        found, graph = planning.read_plan(job, chosen, plan_file), None
-        options = SimulationOptions(clips=job.training.clip_norm > 0)
-        trace = simulate(found, chosen, planning.plan_spec(job, found), options)
-    else:
-        prepared = prepare(job)
-        found, graph = planning.make(job, prepared.problem(chosen)), prepared.captured.train
-        spec = run_spec(prepared.cut_into(found.micro_batches))
-        trace = simulate(found, chosen, spec, planning.simulation_options(prepared, found))
-    if trace_file is not None:
-        write_perfetto([trace], trace_file)
-    if json:
-        typer.echo(
-            msgspec.json.format(
-                msgspec.json.encode(
-                    {
-                        "step_s": steady_step_s(trace),
-                        "closed_form_s": found.predicted.step_s,
-                        "eq3_s": found.predicted.eq3_step_s,
-                        "busy_share": busy_share(trace),
-                        "link_bytes": {f"{a} -> {b}": n for (a, b), n in link_bytes(trace).items()},
-                        "plan": msgspec.to_builtins(plan_summary(found, chosen)),
-                    }
-                ),
-                indent=1,
-            ).decode()
-        )
-    else:
-        out().print(plan_table(found, chosen, graph))
-        planning.print_simulation(out(), trace, found)
-
-
-@app.command()
-def train(
-    job_file: JobFile,
-    fleet: FleetOption = None,
-    planner: PlannerOption = None,
-    devices: DevicesOption = None,
-    steps: StepsOption = None,
-    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
-    run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
-    plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
-    scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None,
-    executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None,
-    rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None,
-    json: JsonOption = False,
-) -> None:
-    """Plan, train for real over one process per device, and compare what was predicted with what was measured.
-
-    A job with a table [federated] trains clients of a population on executors instead.
-    """
-    if is_federated(job_file):
-        other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
-        federated.refuse_options(other)
-        choices = federated.FederatedChoices(
-            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds, json=json
-        )
-        raise typer.Exit(federated.train(federated.read_job(job_file, choices), choices, out(), notes()))
-    for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
-        if given is not None:
-            raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
-    job = chosen_job(job_file, fleet, planner, devices, steps)
-    code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), out(), notes())
-    raise typer.Exit(code)
-
-
-@app.command()
-def topologies(json: JsonOption = False) -> None:
-    """List the built-in fleets."""
-    pairs = [(name, describe_topology(name)) for name in (*topology_names(), RANDOM)]
-    if json:
-        typer.echo(msgspec.json.encode(dict(pairs)).decode())
-    else:
-        out().print(topologies_table(pairs))
-
-
-@app.command()
-def planners(json: JsonOption = False) -> None:
-    """List the planners."""
-    pairs = [(name, _described(name)) for name in planner_names()]
-    if json:
-        typer.echo(msgspec.json.encode(dict(pairs)).decode())
-    else:
-        out().print(planners_table(pairs))
-
-
-def _described(planner: str) -> str:
-    """One broken package must not hide the others."""
-    try:
-        return describe_planner(planner)
-    except UserError as e:
-        return str(e)
-
-
-@app.command()
-def trace(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json: JsonOption = False
-) -> None:
-    """Write a run's Perfetto trace (predicted and measured) and print how well it was predicted."""
-    runs.trace(run, out(), json=json)
-
-
-@app.command()
-def export(
-    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write.")],
-    json: JsonOption = False,
-) -> None:
-    """Write the newest checkpoint as a Hugging Face directory when the model is one, else as safetensors."""
-    runs.export(run, directory, json=json)
-
-
-app.add_typer(fleet_commands.app)
 
 
 def main() -> None:

@@ -8,8 +8,9 @@ import msgspec
 from rich.console import Console
 
 from isthmus.cli import federated, training
+from isthmus.cli.options import state_folder
 from isthmus.cli.queueing import run_queue
-from isthmus.cli.serving import Serving, serving_fleet, state_folder, teller
+from isthmus.cli.serving import Serving, serving_fleet, teller
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.runtime.service.job_queue import JobQueue

@@ -24,7 +24,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.documents import read_lines
+from isthmus.cli.losses import LOSSES, LossPoint, losses_in
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
@@ -37,14 +37,6 @@ JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
 MEASURED, PREDICTED = "trace.jsonl", "predicted.jsonl"
 
 
-class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
-    step: int
-    """Optimizer steps done."""
-    loss: float | None
-    """None for one that is not a number: JSON has no word for it."""
-    split: str = "train"
-
-
 class RunFolder:
     def __init__(self, path: Path) -> None:
         self.path = path
@@ -55,7 +47,7 @@ class RunFolder:
         self.perfetto = path / "trace.perfetto.json"
         self.summary = path / "summary.json"
         self.graph = path / "graph.json"
-        self._losses = path / "losses.jsonl"
+        self._losses = path / LOSSES
         self._made: list[Path] = []
         """Directories that are there for this run only, outermost first."""
 
@@ -193,7 +185,7 @@ class RunFolder:
             file.write(msgspec.json.encode(point) + b"\n")
 
     def losses(self) -> list[LossPoint]:
-        return read_lines(self._losses, LossPoint)
+        return losses_in(self.path)
 
 
 def _locked(handle: int) -> bool:

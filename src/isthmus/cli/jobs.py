@@ -1,4 +1,4 @@
-"""`isthmus submit`, `jobs`, `stop`, `resume` and `logs`: what a coordinator that serves is to do."""
+"""`isthmus jobs`, `stop`, `resume` and `logs`: what a coordinator that serves is to do."""
 
 from __future__ import annotations
 
@@ -12,13 +12,9 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli.queueing import job_log
-from isthmus.cli.serving import state_folder
+from isthmus.cli.options import state_folder
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, check_deployment
-from isthmus.job import Job, fleet_of
-from isthmus.runtime.service.bulletin import posted
-from isthmus.runtime.service.job_queue import JobQueue, Submitted
+from isthmus.runtime.service.job_queue import JobQueue, Submitted, job_log
 from isthmus.units import format_duration
 
 LOOK_S = 0.5
@@ -36,23 +32,6 @@ def opened(state: Path | None) -> Generator[tuple[JobQueue, Path]]:
         yield queue, folder
     finally:
         queue.close()
-
-
-def submit(state: Path | None, job: Job | FederatedJob, out: Console) -> None:
-    """Hand it in. UserError for what could not be run anyway."""
-    if isinstance(job, FederatedJob):
-        check_deployment(job)
-    else:
-        fleet_of(job)
-    with opened(state) as (queue, folder):
-        kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
-        number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd())
-        typer.echo(number)
-        waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
-        place = f"{len(waiting)} before it" if waiting else "nothing before it"
-        out.print(f"job {number} ({job.name}) is queued, {place}", highlight=False)
-        if (news := posted(folder)) is None or not news.fresh:
-            out.print("no coordinator runs: `isthmus serve` without a job does what is queued", highlight=False)
 
 
 def jobs(state: Path | None, out: Console, *, json: bool) -> None:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli.serving import state_folder
+from isthmus.cli.options import state_folder
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.offer import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import attend, island_here

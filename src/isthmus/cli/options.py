@@ -1,17 +1,14 @@
-"""Options that several commands have, and the job that they add up to."""
+"""Options that several commands have. Nothing heavy is imported here: all commands read this."""
 
 from __future__ import annotations
 
+import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
-import msgspec
 import typer
 from rich.console import Console
-
-from isthmus.job import Job, load_job
-from isthmus.plan import Objective
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
@@ -22,21 +19,10 @@ ObjectiveOption = Annotated[
 DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thin the fleet to so many devices.")]
 PatienceOption = Annotated[str, typer.Option("--patience", help="Silence after which another party is lost.")]
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
+StateOption = Annotated[
+    Path | None, typer.Option("--state", help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.")
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
-
-
-def chosen_job(
-    path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None,
-    objective: Objective | None = None,
-) -> Job:  # fmt: skip
-    """The job with what the command line overrides."""
-    job = load_job(path)
-    if objective is not None:
-        job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, objective=objective))
-    if steps is not None:
-        job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
-    given = {"fleet": fleet, "planner": planner, "devices": devices}
-    return msgspec.structs.replace(job, **{name: value for name, value in given.items() if value is not None})
 
 
 def out() -> Console:
@@ -45,3 +31,9 @@ def out() -> Console:
 
 def notes() -> Console:
     return Console(stderr=True)
+
+
+def state_folder(kind: str) -> Path:
+    """By convention of the XDG base directories."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "isthmus" / kind

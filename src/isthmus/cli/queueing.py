@@ -16,19 +16,14 @@ from isthmus.cli.folder import RunFolder
 from isthmus.errors import IsthmusError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
-from isthmus.report.plain import plain
-from isthmus.runtime.service.job_queue import JobQueue, State, Submitted
+from isthmus.plain import plain
+from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
 from isthmus.runtime.service.service import Service
 
 LOOK_S = 0.5
 """How often to look into the queue."""
 LOG_WIDTH = 140
 INTERRUPTED = 130
-
-
-def job_log(state_folder: Path, number: int) -> Path:
-    """What a job of the queue says, of all its sessions."""
-    return state_folder / "jobs" / f"{number}.log"
 
 
 def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callable[[str], None]) -> int:

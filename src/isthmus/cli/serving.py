@@ -1,32 +1,26 @@
-"""A coordinator's fleet: it listens, is probed, gives out tickets, and says who is in it."""
+"""A coordinator's fleet: it listens and is probed."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
-import os
-import time
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
-from typing import Annotated
 
 import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.errors import UserError, unknown_name
+from isthmus.cli.options import state_folder
+from isthmus.errors import UserError
 from isthmus.fleet import Link, dump_fleet
-from isthmus.runtime.identity import Member
 from isthmus.runtime.service.fleet_probe import probe_fleet
 from isthmus.runtime.service.fleet_state import Addresses, FleetState
 from isthmus.runtime.service.service import Service
 from isthmus.units import format_bandwidth, format_compute, format_duration, parse_duration
 
 PORT = 7433
-StateOption = Annotated[
-    Path | None, typer.Option("--state", help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.")
-]
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,12 +31,6 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     addresses: tuple[str, ...]
     tickets: int
     patience: str
-
-
-def state_folder(kind: str) -> Path:
-    """By convention of the XDG base directories."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "isthmus" / kind
 
 
 def probe(
@@ -117,44 +105,3 @@ def _address(text: str, port: int) -> tuple[str, int]:
     if not number.isdecimal() or not 0 < int(number) < 65536:
         raise UserError(f"--address {text}: port: got {number!r}, expected a number up to 65535")
     return host.strip("[]"), int(number)
-
-
-def ticket(state: Path | None, count: int) -> None:
-    fleet = FleetState(state or state_folder("fleet"))
-    for _ in range(count):
-        typer.echo(fleet.ticket())
-
-
-def devices(state: Path | None, revoke: str | None, out: Console, *, json: bool) -> None:
-    fleet = FleetState(state or state_folder("fleet"))
-    if revoke is not None:
-        member = fleet.roster.revoke(revoke, time.time())
-        Console(stderr=True).print(f"revoked {member.name} ({member.id})", highlight=False)
-    members = fleet.roster.members()
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(members), indent=1).decode())
-    else:
-        out.print(_table(members))
-
-
-def drain(state: Path | None, device: str) -> None:
-    fleet = FleetState(state or state_folder("fleet"))
-    names = [member.name for member in fleet.roster.members() if member.revoked_s is None]
-    if device not in names:
-        raise unknown_name("device", device, names)
-    fleet.drain(device)
-    Console(stderr=True).print(f"{device} leaves its run as soon as its part is with others", highlight=False)
-
-
-def _table(members: list[Member]) -> Table:
-    drawn = Table("device", "id", "joined", "last connected", "", title="Devices of the fleet")
-    for member in members:
-        drawn.add_row(
-            member.name, member.id, _when(member.joined_s), _when(member.seen_s),
-            f"revoked {_when(member.revoked_s)}" if member.revoked_s is not None else "",
-        )  # fmt: skip
-    return drawn
-
-
-def _when(time_s: float) -> str:
-    return time.strftime("%Y-%m-%d %H:%M", time.localtime(time_s))

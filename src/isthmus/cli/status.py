@@ -12,12 +12,12 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
-from isthmus.cli.folder import RunFolder
 from isthmus.cli.jobs import jobs_table, opened
-from isthmus.federated.history import History
+from isthmus.cli.losses import losses_in
+from isthmus.documents import read_lines
 from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
-from isthmus.runtime.transport.relay import RelayedLink
+from isthmus.runtime.transport.relayed import RelayedLink
 from isthmus.units import format_duration, format_size
 
 REFRESH_S = 1.0
@@ -32,6 +32,16 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     done: int
     of: int
     loss: float | None
+
+
+class _Evaluated(msgspec.Struct, frozen=True):
+    loss: float
+
+
+class _Round(msgspec.Struct, frozen=True):
+    """Of a line of `federated/history.py`, what is told here: the whole line is for who has imported torch."""
+
+    evaluation: _Evaluated | None = None
 
 
 class Status(msgspec.Struct, frozen=True, kw_only=True):
@@ -76,13 +86,13 @@ def _progressed(job: Submitted) -> Progressed:
     document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
     folder = Path(job.folder)
     if job.kind == "federated":
-        rounds = History(folder / "rounds.jsonl").lines() if job.folder else []
+        rounds = read_lines(folder / "rounds.jsonl", _Round) if job.folder else []
         evaluated = [line.evaluation.loss for line in rounds if line.evaluation is not None]
         return Progressed(
             job=job.number, name=job.name, unit="rounds", done=len(rounds), of=document["federated"]["rounds"],
             loss=evaluated[-1] if evaluated else None,
         )  # fmt: skip
-    points = [p for p in RunFolder(folder).losses() if p.split == "train"] if RunFolder(folder).begun else []
+    points = [p for p in losses_in(folder) if p.split == "train"] if job.folder else []
     return Progressed(
         job=job.number, name=job.name, unit="steps", done=points[-1].step if points else 0,
         of=document["training"]["steps"], loss=points[-1].loss if points else None,

@@ -8,7 +8,8 @@ import time
 from collections.abc import Callable, Mapping
 from pathlib import Path
 
-from isthmus.cli.folder import LossPoint, RunFolder
+from isthmus.cli.folder import RunFolder
+from isthmus.cli.losses import LossPoint
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Hooks, Prepared, load_hook
 from isthmus.protocol import Item

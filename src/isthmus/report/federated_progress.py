@@ -15,8 +15,8 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
+from isthmus.plain import plain
 from isthmus.protocol.federated_events import Line
-from isthmus.report.plain import plain
 from isthmus.report.tables import new_table, titled
 from isthmus.simulator.federated import SimulatedRound
 from isthmus.units import format_duration, format_size

@@ -14,8 +14,8 @@ from rich.progress_bar import ProgressBar
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.plain import plain
 from isthmus.plan import Plan
-from isthmus.report.plain import plain
 from isthmus.units import format_duration, format_size
 
 MOST_ROWS = 8

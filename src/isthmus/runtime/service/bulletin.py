@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.runtime.identity.files import write_private
-from isthmus.runtime.transport.relay import RelayedLink
+from isthmus.runtime.transport.relayed import RelayedLink
 
 _FILE = "bulletin.json"
 FRESH_S = 5.0

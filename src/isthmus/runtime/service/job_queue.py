@@ -161,6 +161,11 @@ class JobQueue:
             database.execute("UPDATE jobs SET state = 'queued', wanted_s = ? WHERE number = ?", (time.time(), number))
 
 
+def job_log(state_folder: Path, number: int) -> Path:
+    """What a job of the queue says, of all its sessions."""
+    return state_folder / "jobs" / f"{number}.log"
+
+
 def _state(row: tuple[str] | None) -> str:
     if row is None:
         raise UserError("job: there is none of that number; see `isthmus jobs`")

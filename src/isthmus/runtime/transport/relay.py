@@ -17,14 +17,13 @@ import threading
 import time
 from collections import defaultdict, deque
 
-import msgspec
-
 from isthmus.errors import PeerError
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.relay import Park, Reach, Through
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.pacing import round_trip_s
+from isthmus.runtime.transport.relayed import RelayedLink
 
 COPY_BYTES = 1 << 18
 MOST_PARKED = 8
@@ -33,16 +32,6 @@ WAIT_S = 3.0
 """How long a device is waited for that is wanted: it parked before anybody was told of it, unless it is gone."""
 MOST_STREAMS = 64
 """Relayed connections at once, of one device."""
-
-
-class RelayedLink(msgspec.Struct, frozen=True, kw_only=True):
-    """A connection that is copied here, between two devices by name."""
-
-    devices: tuple[str, str]
-    carried_bytes: int
-    """Both ways."""
-    latency_s: float | None
-    """One way, as the kernel sees its two halves; None where it does not say."""
 
 
 class _Wish:

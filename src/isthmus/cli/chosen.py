@@ -1,0 +1,24 @@
+"""The job that a command line adds up to."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from isthmus.job import Job, load_job
+from isthmus.plan import Objective
+
+
+def chosen_job(
+    path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None,
+    objective: Objective | None = None,
+) -> Job:  # fmt: skip
+    """The job with what the command line overrides."""
+    job = load_job(path)
+    if objective is not None:
+        job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, objective=objective))
+    if steps is not None:
+        job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
+    given = {"fleet": fleet, "planner": planner, "devices": devices}
+    return msgspec.structs.replace(job, **{name: value for name, value in given.items() if value is not None})

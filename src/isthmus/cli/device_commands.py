@@ -1,0 +1,64 @@
+"""`isthmus join` and `doctor`: a device's side of a fleet."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isthmus.cli import joining
+from isthmus.cli.options import JsonOption, PatienceOption, out
+from isthmus.errors import UserError
+from isthmus.runtime.processes.launcher import Place
+
+app = typer.Typer()
+
+
+@app.command()
+def join(
+    name: Annotated[str | None, typer.Option("--name", help="As the fleet calls it; default: the host's name.")] = None,
+    ticket_file: Annotated[
+        Path | None, typer.Option("--ticket-file", help="A 0600 file; else it is asked for, or read from stdin.")
+    ] = None,
+    host: Annotated[
+        str, typer.Option("--host", help="Address to listen on for other devices; default: towards the coordinator.")
+    ] = "",
+    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for it; 0: any that is free.")] = 0,
+    address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
+    relayed: Annotated[
+        bool, typer.Option("--relayed", help="Listen for nobody: other devices come by way of the coordinator.")
+    ] = False,
+    data: Annotated[
+        Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
+    ] = None,
+    site: Annotated[
+        Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
+    ] = None,
+    patience: PatienceOption = "60 s",
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
+    ] = None,
+) -> None:
+    """Join a fleet and stay, ready to work. The first time it needs a ticket."""
+    if data is not None and not data.is_dir():
+        raise UserError(f"--data {data}: not a folder")
+    place = Place(host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data)
+    asked = joining.Joining(
+        state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
+    )  # fmt: skip
+    raise typer.Exit(joining.join(asked))
+
+
+@app.command()
+def doctor(
+    state: Annotated[
+        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
+    ] = None,
+    ticket_file: Annotated[
+        Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Say why a device does not get to its coordinator: the hop that is broken, and what to do."""
+    raise typer.Exit(joining.doctor(state, ticket_file, out(), json=json))

@@ -1,0 +1,31 @@
+"""`isthmus trace` and `export`: of a run's folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isthmus.cli import runs
+from isthmus.cli.options import JsonOption, out
+
+app = typer.Typer()
+
+
+@app.command()
+def trace(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json: JsonOption = False
+) -> None:
+    """Write a run's Perfetto trace (predicted and measured); print how well it was predicted."""
+    runs.trace(run, out(), json=json)
+
+
+@app.command()
+def export(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write.")],
+    json: JsonOption = False,
+) -> None:
+    """Write the newest checkpoint: a Hugging Face directory when the model is one, else safetensors."""
+    runs.export(run, directory, json=json)

@@ -1,0 +1,100 @@
+"""`isthmus serve`, `probe` and `submit`: commands of a fleet's coordinator that work with jobs and connections."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Annotated
+
+import typer
+
+from isthmus.cli import coordinating, federated, serving, submitting, training
+from isthmus.cli.chosen import chosen_job
+from isthmus.cli.options import (
+    FleetOption,
+    JobFile,
+    JsonOption,
+    PatienceOption,
+    PlannerOption,
+    StateOption,
+    StepsOption,
+    notes,
+    out,
+)
+from isthmus.federated.job import is_federated
+
+app = typer.Typer()
+
+HostOption = Annotated[str, typer.Option("--host", help="Address to listen on.")]
+PortOption = Annotated[int, typer.Option("--port", min=0, max=65535, help="0: any that is free.")]
+AddressOption = Annotated[
+    list[str] | None, typer.Option("--address", help="HOST[:PORT] by which devices reach it; may be repeated.")
+]
+
+
+@app.command()
+def serve(
+    job_file: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Run this, then end.")] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = serving.PORT,
+    address: AddressOption = None,
+    tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 1,
+    patience: PatienceOption = "60 s",
+    state: StateOption = None,
+    fleet: FleetOption = None,
+    planner: PlannerOption = None,
+    steps: StepsOption = None,
+    resume: Annotated[bool, typer.Option("--resume", help="Go on from the newest checkpoint of this job.")] = False,
+    run: Annotated[Path | None, typer.Option("--run", help="The run's folder; default RUN_DIR/NAME.")] = None,
+    json: JsonOption = False,
+) -> None:
+    """Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.
+
+    Without one it runs what `isthmus submit` hands in, one job after another, until Ctrl-C. A job with a table
+    [federated] trains at the sites that it names, which keep their data.
+    """
+    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
+    if job_file is None:
+        raise typer.Exit(coordinating.serve_submitted(state, where, notes()))
+    if is_federated(job_file):
+        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
+        chosen = federated.FederatedChoices(resume=resume, run=run, json=json)
+        found = federated.read_job(job_file, chosen)
+        raise typer.Exit(coordinating.serve_federated(found, chosen, state, where, out(), notes()))
+    job = chosen_job(job_file, fleet, planner, None, steps)
+    choices = training.Choices(resume=resume, run=run, json=json)
+    raise typer.Exit(coordinating.serve_job(job, choices, state, where, out(), notes()))
+
+
+@app.command()
+def submit(
+    job_file: JobFile,
+    fleet: FleetOption = None,
+    planner: PlannerOption = None,
+    steps: StepsOption = None,
+    state: StateOption = None,
+) -> None:
+    """Hand a job to the coordinator that serves the fleet; prints its number.
+
+    Paths in it count from here.
+    """
+    if is_federated(job_file):
+        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
+        submitting.submit(state, federated.read_job(job_file, federated.FederatedChoices()), notes())
+    else:
+        submitting.submit(state, chosen_job(job_file, fleet, planner, None, steps), notes())
+
+
+@app.command()
+def probe(
+    names: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Names of devices that joined or will.")],
+    target: Annotated[Path | None, typer.Option("--out", help="Write the fleet here; default: stdout.")] = None,
+    host: HostOption = "127.0.0.1",
+    port: PortOption = serving.PORT,
+    address: AddressOption = None,
+    tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 0,
+    patience: PatienceOption = "60 s",
+    state: StateOption = None,
+) -> None:
+    """Measure devices and the links between them; print the matrix and write a fleet TOML."""
+    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
+    serving.probe(state, where, names, target, out())

@@ -1,0 +1,55 @@
+"""A command imports what it needs, when it is called."""
+
+from __future__ import annotations
+
+import json
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.app import COMMANDS
+from isthmus.cli.lazy import load
+
+HEAVY = (
+    "torch", "transformers", "datasets", "pyarrow", "safetensors", "sklearn", "scipy", "networkx", "matplotlib",
+    "numpy", "highspy", "opacus",
+)  # fmt: skip
+
+CALLED = """
+import contextlib, io, json, sys
+from isthmus.cli import main
+found = {}
+for words in json.loads(sys.argv[1]):
+    sys.argv = ["isthmus", *words]
+    with contextlib.redirect_stdout(io.StringIO()), contextlib.suppress(SystemExit):
+        main()
+    found[words[0]] = sorted(sys.modules)
+print(json.dumps(found))
+"""
+"""One process for all: what one command imports is still there at the next."""
+
+
+def test_what_commands_do_not_import(tmp_path: Path) -> None:
+    light = [["--help"], ["nonsense"], ["ticket", "--state", str(tmp_path)]]
+    light += [[name, "--state", str(tmp_path)] for name in ("jobs", "status", "logs", "stop", "resume", "devices")]
+    called = [*light, ["drain", "oslo", "--state", str(tmp_path)], ["topologies"], ["planners"]]
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED, json.dumps(called)], capture_output=True, text=True, check=True, timeout=120
+    )
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    assert "isthmus.cli.fleet_commands" not in found["--help"]
+    assert {"isthmus.cli.status", "isthmus.cli.roster"} <= set(found["drain"])
+    assert [name for name in HEAVY if name in found["drain"]] == []
+    torches = ("torch", "transformers", "datasets", "pyarrow", "safetensors", "sklearn")
+    assert [name for name in torches if name in found["planners"]] == []
+
+
+@pytest.mark.parametrize("module", COMMANDS)
+def test_the_table_says_what_a_module_has(module: str) -> None:
+    for name, told in COMMANDS[module].items():
+        command = load(name, COMMANDS)
+        assert (command.name, command.help.split("\n")[0]) == (name, told)
+    registered = sys.modules[f"isthmus.cli.{module}"].app.registered_commands
+    assert {c.name or c.callback.__name__ for c in registered} == COMMANDS[module].keys()
