@@ -136,13 +136,17 @@ def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[s
 def _stdlib_files() -> dict[str, Path]:
     root = Path(sysconfig.get_path("stdlib"))
     files: dict[str, Path] = {}
-    for path in sorted(root.rglob("*.py")):
-        parts = path.relative_to(root).parts
-        if _NOT_SOURCE.isdisjoint(parts) and not any(part.startswith(_MACHINE_SPECIFIC) for part in parts):
-            files["/".join(parts)] = path
+    for folder, folders, names in os.walk(root):
+        folders[:] = [name for name in folders if _is_source(name)]  # what is installed may be thousands of files
+        within = Path(folder).relative_to(root)
+        files |= {(within / name).as_posix(): root / within / name for name in names if _is_source(name, ".py")}
     if not files:
         raise UserError(f"text option 'files': this Python has no standard library source under {root}")
-    return files
+    return dict(sorted(files.items(), key=lambda entry: entry[1]))
+
+
+def _is_source(name: str, ending: str = "") -> bool:
+    return name not in _NOT_SOURCE and not name.startswith(_MACHINE_SPECIFIC) and name.endswith(ending)
 
 
 def _named_files(patterns: Sequence[str]) -> dict[str, Path]:
