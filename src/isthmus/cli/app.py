@@ -46,7 +46,7 @@ COMMANDS = {
         "doctor": "Say why a device does not get to its coordinator: the hop that is broken, and what to do.",
     },
 }
-"""By the module of `isthmus.cli` that is imported when one is called: its commands, in the order of the help, with it."""
+"""In the order of the help, with their help; by the module of `isthmus.cli` that is imported when one is called."""
 
 app = lazy_app("Train one model on machines that are far apart, unequal, and joined by slow links.", COMMANDS)
 
