@@ -98,7 +98,7 @@ def in_background(act: Callable[[], object], stop: Callable[[], object]) -> Gene
         assert not thread.is_alive()
 
 
-def soon(condition: Callable[[], object], within_s: float = 10.0) -> None:
+def soon(condition: Callable[[], object], within_s: float = 30.0) -> None:
     deadline_s = time.monotonic() + within_s
     while not condition():
         assert time.monotonic() < deadline_s, "it did not happen"

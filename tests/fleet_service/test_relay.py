@@ -103,7 +103,7 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
     tensor = torch.randint(0, 256, (3_000_001,), dtype=torch.uint8)
     with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
         ours, relayed = near.reacher.reach(far.route())
-        theirs = far.came.get(timeout=5)
+        theirs = far.came.get(timeout=20)
         assert relayed and theirs.party is not None and theirs.party.id == near.identity.id
         for sender, receiver in ((ours, theirs), (theirs, ours)):
             sender.send(parcel(7, tensor), [pack(tensor)])
@@ -130,7 +130,7 @@ def test_frames_cross_the_coordinator_and_it_cannot_read_them(fleet: Fleet, tmp_
 def test_a_relay_that_alters_a_byte_is_noticed(fleet: Fleet, tmp_path: Path) -> None:
     with _tapped() as tap, _devices(fleet, tmp_path) as (near, far):
         ours, _ = near.reacher.reach(far.route())
-        theirs = far.came.get(timeout=5)
+        theirs = far.came.get(timeout=20)
         tap.flips = True
         ours.send(parcel(7, torch.zeros(100)), [pack(torch.zeros(100))])
         with pytest.raises(PeerError, match=r"(?i)mac"):
@@ -158,7 +158,7 @@ def test_the_direct_way_is_taken_where_there_is_one(fleet: Fleet, tmp_path: Path
         channel, relayed = near.reacher.reach(far.route(direct=True))
         assert not relayed
         channel.close()
-        far.came.get(timeout=5).close()
+        far.came.get(timeout=20).close()
 
 
 @pytest.mark.parametrize("direct", [False, True])
@@ -168,7 +168,7 @@ def test_several_streams(fleet: Fleet, tmp_path: Path, direct: bool) -> None:
         assert relayed is not direct
         braider, theirs = Braider(5.0), None
         while theirs is None:
-            strand = far.came.get(timeout=5)
+            strand = far.came.get(timeout=20)
             said = first_message(strand, (Strand,), 5.0)
             assert said is not None
             theirs = braider.add(strand, said)
@@ -191,7 +191,7 @@ def test_who_is_not_there_is_named(fleet: Fleet, tmp_path: Path) -> None:
 def test_a_revoked_device_loses_what_was_relayed(fleet: Fleet, tmp_path: Path) -> None:
     with _devices(fleet, tmp_path) as (near, far):
         ours, _ = near.reacher.reach(far.route())
-        theirs = far.came.get(timeout=5)
+        theirs = far.came.get(timeout=20)
         fleet.state.roster.revoke("near", time.time())
         with contextlib.suppress(PeerError):
             assert theirs.receive(idle_s=10) is None

@@ -180,7 +180,7 @@ def test_closing_ends_a_receive_that_waits(ends: Ends, pool: ThreadPoolExecutor)
     channel = SocketChannel(ends[0], "bob", 60.0)
     waiting = pool.submit(channel.receive)
     threading.Timer(0.1, channel.close).start()
-    assert waiting.result(5) is None
+    assert waiting.result(20) is None
     with pytest.raises(PeerError):
         channel.send(parcel())
     ends[1].close()

@@ -134,7 +134,7 @@ def test_closing_ends_a_receive_that_waits_for_a_frame(kind: Implementation, poo
     with kind.pair(patience_s=30) as (alice, _):
         coming = when_waiting(alice, pool)
         alice.close()
-        assert coming.result(5) is None
+        assert coming.result(20) is None
         assert alice.receive() is None
         alice.close()
 
@@ -145,7 +145,7 @@ def test_closing_ends_a_receive_in_the_middle_of_a_frame(kind: Implementation, p
         mallory.sendall(wire(Heartbeat(run="r"))[:-1])
         coming = when_waiting(channel, pool)
         channel.close()
-        assert coming.result(5) is None
+        assert coming.result(20) is None
 
 
 @every
@@ -156,7 +156,7 @@ def test_closing_ends_a_send_that_nobody_reads(kind: Implementation, pool: Threa
         time.sleep(0.1)
         channel.close()
         with pytest.raises(PeerError, match=r"^mallory: connection lost while sending"):
-            sending.result(5)
+            sending.result(20)
 
 
 @every
@@ -221,7 +221,7 @@ def test_a_send_that_nobody_reads_has_a_deadline(
             channel.send(parcel(0, tensor), [pack(tensor)])
         assert time.monotonic() - before_s < 4
         channel.close()
-        assert coming is None or coming.result(5) is None
+        assert coming is None or coming.result(20) is None
 
 
 @every

@@ -166,6 +166,16 @@ class Conducted:
         self._thread = threading.Thread(target=lambda: self._outcome.append(self.conductor.conduct()), daemon=True)
         self._thread.start()
 
+    def wait_for(self, device: str) -> None:
+        """Until it has joined: what others say in its name may overtake it before."""
+        deadline_s = time.monotonic() + 20
+        while True:
+            with contextlib.suppress(KeyError):
+                self.conductor.reception.channel(device)
+                return
+            assert time.monotonic() < deadline_s, f"{device} did not join"
+            time.sleep(0.01)
+
     def outcome(self) -> Outcome:
         self._thread.join(20)
         assert self._outcome, "the conductor has not ended"
@@ -202,7 +212,7 @@ def test_strangers_change_nothing(conducted: Conducted) -> None:
     draw = random.Random(0)
     silent = socket.create_connection(("127.0.0.1", conducted.port), timeout=5)
     first = FakeDevice(conducted.port, "a")
-    time.sleep(0.2)
+    conducted.wait_for("a")
 
     def join(run: str, device: str) -> Join:
         return Join(run=run, device=device, host="127.0.0.1", port=1)
@@ -270,10 +280,7 @@ def test_a_device_that_misbehaves_is_named(conducted: Conducted, how: str, words
     text = str(outcome.failure)
     assert text.startswith("device 'b'") and text.count("device 'b'") == 1 and words in text
     assert outcome.reason == text
-    deadline_s = time.monotonic() + 5
-    while good.ended is None:  # halted, or cut off in the middle of a report
-        assert time.monotonic() < deadline_s
-        time.sleep(0.01)
+    assert good.end() is not None, "halted, or cut off in the middle of a report"
 
 
 def test_a_checkpoint_of_another_shape_is_refused(conducted: Conducted) -> None:

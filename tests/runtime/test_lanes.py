@@ -318,7 +318,7 @@ def test_a_lost_connection_is_told_once(connect: Callable[[], Pair], shape: Link
     bob.close()
     for number in range(5):
         put(lane, number, 10_000_000)
-    assert told.wait(5)
+    assert told.wait(20)
     put(lane, 6, 10)
     lane.close()
     (error,) = errors
@@ -438,7 +438,7 @@ def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) 
     errors: list[Exception] = []
     credits = Credits(1000)
     lane = SendLane(
-        alice, credits=credits, patience_s=0.3, on_error=lambda e: (errors.append(e), told.set())
+        alice, credits=credits, patience_s=1.0, on_error=lambda e: (errors.append(e), told.set())
     )  # fmt: skip
     before_s = time.monotonic()
     for number in range(4):
@@ -446,10 +446,10 @@ def test_a_receiver_that_takes_nothing_is_an_error(connect: Callable[[], Pair]) 
     time.sleep(0.2)
     lane.put(Credit(run="r", size_bytes=1))  # what we grant is no sign of life of the other side
     credits.give(1)  # one that takes a little is alive: patience starts anew
-    assert told.wait(5)
-    assert time.monotonic() - before_s >= 0.5
+    assert told.wait(20)
+    assert time.monotonic() - before_s >= 1.2
     (error,) = errors
-    assert isinstance(error, PeerError) and str(error) == "bob: took none of 999 bytes for 0.3 s"
+    assert isinstance(error, PeerError) and str(error) == "bob: took none of 999 bytes for 1 s"
     put(lane, 5, 10)
     lane.close()
     assert isinstance(take(bob)[1], ParcelMessage) and isinstance(take(bob)[1], Credit)
