@@ -10,7 +10,7 @@ train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
 test: $(READY)
-	$(BIN)/pytest --numprocesses 2 --dist loadfile
+	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
 
 # What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)

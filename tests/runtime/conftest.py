@@ -2,13 +2,44 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import inspect
+from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
+from typing import Any
 
+import msgspec
 import pytest
+import torch
+from torch import nn
+
+from isthmus import job
+from isthmus.graph.capture import Captured, Column, capture
+
+_captured: dict[tuple[object, ...], Captured] = {}
 
 
 @pytest.fixture
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+@pytest.fixture(autouse=True, scope="module")
+def _captured_once() -> Iterator[None]:
+    """Command after command captures the same small GPT, for most of a second each. That capturing again gives the
+    same graph is the claim of a test of its own (`tests/graph/test_capture.py`); other models are captured anew."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(job, "capture", _remembered)
+        yield
+
+
+def _remembered(
+    build: Callable[[], nn.Module], columns: Mapping[str, Column], *, name: str, batch: int, dtype: torch.dtype
+) -> Captured:
+    asked: Any = inspect.getclosurevars(build).nonlocals["job"].model
+    if asked.name != "gpt":
+        return capture(build, columns, name=name, batch=batch, dtype=dtype)
+    key = (msgspec.json.encode(asked), tuple(columns.items()), batch, dtype)
+    if key not in _captured:
+        _captured[key] = capture(build, columns, name=name, batch=batch, dtype=dtype)
+    return _captured[key]
