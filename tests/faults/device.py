@@ -86,6 +86,14 @@ class Device:
     def epoch(self) -> int:
         return self._stage.epoch if self._stage is not None else -1
 
+    @property
+    def step(self) -> int:
+        """How many updates its state has had."""
+        return self._step
+
+    def state_after(self, step: int, parts: frozenset[str]) -> dict[str, History]:
+        return {part: self._live[part][:step] for part in parts}
+
     def handle(self, event: WorkerEvent) -> None:
         if isinstance(event, Opened) and event.epoch == self.epoch:
             self._items[event.item.index] = event.item

@@ -35,6 +35,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     latency_s: float
     patience_s: float
     faults: tuple[Fault, ...]
+    repeats: bool
+    """Whether newcomers get their state while the others train."""
 
 
 def drawn(seed: int) -> Schedule:
@@ -55,4 +57,5 @@ def drawn(seed: int) -> Schedule:
             Fault(t, draw.choice(KINDS), draw.randrange(100), draw.randrange(100), draw.choice((0.2, 2.0, 8.0)))
             for t in times
         ),
+        repeats=draw.random() < 0.5,
     )  # fmt: skip

@@ -11,6 +11,7 @@ import itertools
 import random
 from collections.abc import Callable
 from functools import partial
+from typing import NamedTuple
 
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, StageView
 from isthmus.protocol.coordinator_events import (
@@ -25,10 +26,14 @@ from isthmus.protocol.coordinator_events import (
     Fetch,
     Fetched,
     Finish,
+    Follow,
+    Followed,
+    FollowingEnded,
     Held,
     Hold,
     Joined,
     Leaving,
+    Lend,
     Lost,
     MakePlan,
     Mirrored,
@@ -47,6 +52,17 @@ from isthmus.simulator.clock import Clock
 
 from .device import Device, History, Stage, Surroundings
 from .schedule import Fault, Schedule
+
+
+class Loan(NamedTuple):
+    """A newcomer that follows a device at work."""
+
+    newcomer: Device
+    lender: Device
+    epoch: int
+    number: int
+    parts: frozenset[str]
+
 
 LONGEST_S = 2000.0
 REDIAL_S = 1.0
@@ -75,6 +91,9 @@ class Simulated:
         """By connection, when its newest message arrives."""
         self._cut: set[frozenset[str]] = set()
         self._left: set[str] = set()
+        self._lending: dict[str, int] = {}
+        """By device, the number of its lending to newcomers; 0 when it is over."""
+        self.followed = 0
         self._layout = self._plan(tuple(names[: schedule.devices]))
         self._lineage: tuple[tuple[int, int], ...] = ()
         self._checkpoints: dict[int, dict[str, History]] = {0: dict.fromkeys(self._layers, ())}
@@ -189,6 +208,12 @@ class Simulated:
                 self._to(name, lambda device: self._held(device, epoch))
             case Fetch(device=name, step=step, parts=parts):
                 self._to(name, lambda device: self._give(device, step, parts, epoch))
+            case Follow(device=name, step=step, lent=lent):
+                for of, parts in lent.items():
+                    copied = partial(self._copy, name, of, epoch, step, parts)
+                    self._after(self._draw.uniform(0.1, 1.0), ("follow", name, of), copied)
+            case Lend(device=name, parts=parts):
+                self._lending[name] = next(self._sessions) if parts else 0
             case MakePlan():
                 self._after(self._draw.uniform(0.0, 2.0), "planner", partial(self._planned, instruction, epoch))
             case Call(device=name):
@@ -262,6 +287,29 @@ class Simulated:
 
         self._from_device(device.name, given)
 
+    def _copy(self, name: str, of: str, epoch: int, step: int, parts: frozenset[str]) -> None:
+        """The newcomer is told of the lender, and gets its state as soon as it is after `step` steps."""
+        lender, newcomer = self._devices.get(of), self._devices.get(name)
+        if lender is not None and newcomer is not None and self._lending.get(of):
+            self._follow(Loan(newcomer, lender, epoch, self._lending[of], parts), step)
+
+    def _follow(self, loan: Loan, step: int) -> None:
+        """One more look, now and then, at how far the lender is; what it has sent of that is for chance to say."""
+        newcomer, lender, epoch, number, parts = loan
+        name, of = newcomer.name, lender.name
+        alive = self._devices.get(name) is newcomer and self._devices.get(of) is lender
+        if not alive or self._lending.get(of) != number or lender.epoch != epoch:
+            return
+        if frozenset((name, of)) in self._cut or self._draw.random() < 0.01:
+            self._from_device(of, lambda: FollowingEnded(device=of, epoch=epoch))
+            return
+        if lender.step >= step and name not in self._stalled and of not in self._stalled:
+            step = lender.step if self._draw.random() < 0.7 else self._draw.randint(step, lender.step)
+            newcomer.memory.keep(epoch, step, lender.state_after(step, parts))
+            self.followed += 1
+            self._from_device(name, lambda: Followed(device=name, of=of, step=step, epoch=epoch))
+        self._after(self._draw.uniform(0.05, 0.5), ("follow", name, of), partial(self._follow, loan, step))
+
     def _planned(self, wanted: MakePlan, epoch: int) -> None:
         if not wanted.devices or self._draw.random() < 0.02:
             self._tell(NoPlan(reason="none fits", epoch=epoch))
@@ -278,8 +326,10 @@ class Simulated:
         parts = {d: frozenset(self._layers[a:b]) for d, (a, b) in zip(devices, itertools.pairwise(ends), strict=True)}
         turned = dict(zip(devices, (*devices[1:], devices[0]), strict=True))
         if len(devices) == 1:  # nobody to keep a copy: a snapshot would be lost with it
-            return Layout(parts=parts)
-        return Layout(parts=parts, mirrors=turned, keep_every=self.schedule.keep_every)
+            return Layout(parts=parts, repeats=self.schedule.repeats)
+        return Layout(
+            parts=parts, mirrors=turned, keep_every=self.schedule.keep_every, repeats=self.schedule.repeats
+        )  # fmt: skip
 
     def _report(self, name: str, stage: Stage, item: Item, state: dict[str, History]) -> None:
         def reported() -> CoordinatorEvent:

@@ -15,7 +15,7 @@ BLOCKS, EACH = 10, 220
 @pytest.mark.parametrize("block", range(BLOCKS))
 def test_one_line_nothing_twice_nothing_acknowledged_lost(block: int) -> None:
     outcomes: Counter[str] = Counter()
-    recoveries = 0
+    recoveries = followed = 0
     for seed in range(block * EACH, (block + 1) * EACH):
         run = Simulated(drawn(seed))
         try:
@@ -23,8 +23,10 @@ def test_one_line_nothing_twice_nothing_acknowledged_lost(block: int) -> None:
         except AssertionError as e:
             raise AssertionError(f"seed {seed}: {e}") from e
         recoveries += run.recoveries
+        followed += run.followed > 0
     assert outcomes["done"] > EACH * 0.8, outcomes  # the others: no device was left, or no plan
     assert recoveries > EACH / 2, "the schedules must do harm"
+    assert followed > EACH / 20, "newcomers must come while the others train"
 
 
 def test_a_seed_is_replayed_to_the_letter() -> None:
