@@ -84,8 +84,11 @@ def test_operators_written_down_give_the_bits_of_the_module() -> None:
     data = population().load(5)
     batch = {name: torch.stack([column[:2], column[1:3], column[:2]]) for name, column in data.items()}
     expected = stacked.gradient(weights, batch)
-    traced = stacked.trace(weights, batch)
-    assert torch.equal(traced(weights, batch), expected)
+    stacked.trace(weights, batch)
+    assert torch.equal(stacked.gradient(weights, batch), expected)
+    went = weights.clone()
+    stacked.descend(went, batch, 0.5)
+    assert torch.equal(went, weights - 0.5 * expected)
     for row in range(3):
         alone = resident.gradient(weights[row], {name: column[row] for name, column in batch.items()})
         assert torch.allclose(alone, expected[row], rtol=1e-12)

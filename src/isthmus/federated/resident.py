@@ -48,9 +48,10 @@ class Resident:
         return torch.cat([p.detach().reshape(-1) for p in self._parameters])
 
     def views(self, vector: Tensor) -> list[Tensor]:
-        """Each parameter's part of a vector, in its shape."""
-        parts = vector.split(self._sizes)
-        return [part.view(shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        """Each parameter's part of a vector [..., P], in its shape."""
+        parts = vector.split(self._sizes, dim=-1)
+        before = vector.shape[:-1]
+        return [part.view(*before, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
 
     @property
     def names(self) -> Sequence[str]:

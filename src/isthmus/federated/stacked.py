@@ -9,17 +9,17 @@ from __future__ import annotations
 
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
-from torch.fx.experimental.proxy_tensor import make_fx
 
 from isthmus.federated.local import LocalConfig
+from isthmus.federated.operators import Operation, written_down
 from isthmus.federated.resident import Batch, Resident, loss_of
-from isthmus.streams import stream
+from isthmus.streams import permutations
 
 TRIED = (8, 32, 128)
 """Numbers of clients that a measurement tries, in this order, until more is no faster."""
@@ -27,43 +27,64 @@ PAYS = 1.2
 """So many times faster it must be to give up one by one."""
 HOT = 20
 """Calls with the same shapes after which they are traced: that takes as long as a hundred calls."""
-Gradient = Callable[[Tensor, Batch], Tensor]
+Parts = Sequence[Tensor]
 
 
 class Stacked:
     """Gradients of many models of one shape at once.
 
     Going through vmap, grad and the module's code takes longer than the arithmetic. For shapes that come often the
-    operators are therefore written down once (`make_fx`), and run from that list: the same operators, the same bits.
+    operators are therefore written down once, and run from that list: the same operators, the same bits.
     """
 
     def __init__(self, resident: Resident) -> None:
-        names = list(resident.names)
-
-        def loss(vector: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
-            parameters = dict(zip(names, resident.views(vector), strict=True))
-            return loss_of(functional_call(resident.module, parameters, (), dict(batch)))
-
-        self._gradient: Gradient = vmap(grad(loss))
+        self._resident = resident
+        self._names = list(resident.names)
         self._calls: Counter[tuple[torch.Size, ...]] = Counter()
-        self._traced: dict[tuple[torch.Size, ...], Gradient] = {}
+        self._traced: dict[tuple[torch.Size, ...], Operation] = {}
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""
-        shapes = (weights.shape, *(column.shape for column in batch.values()))
-        traced = self._traced.get(shapes)
-        if traced is None:
-            self._calls[shapes] += 1
-            if self._calls[shapes] < HOT:
-                return self._gradient(weights, batch)
-            traced = self.trace(weights, batch)
-        return traced(weights, batch)
+        parts = self._gradients(weights, batch)(*self._views(weights), *batch.values())
+        return torch.cat([part.flatten(1) for part in parts], dim=1)
 
-    def trace(self, weights: Tensor, batch: Batch) -> Gradient:
+    def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:
+        """weights <- weights - rate x gradient, without a tensor of the whole gradient in between."""
+        views = self._views(weights)
+        for view, part in zip(views, self._gradients(weights, batch)(*views, *batch.values()), strict=True):
+            view.sub_(part, alpha=rate)
+
+    def _gradients(self, weights: Tensor, batch: Batch) -> Operation:
+        shapes = (weights.shape, *(column.shape for column in batch.values()))
+        if (traced := self._traced.get(shapes)) is not None:
+            return traced
+        self._calls[shapes] += 1
+        return self._untraced(list(batch)) if self._calls[shapes] < HOT else self.trace(weights, batch)
+
+    def trace(self, weights: Tensor, batch: Batch) -> Operation:
         """Write down the operators for these shapes now."""
         shapes = (weights.shape, *(column.shape for column in batch.values()))
-        self._traced[shapes] = make_fx(self._gradient)(weights, dict(batch))
+        self._traced[shapes] = written_down(self._untraced(list(batch)), [*self._views(weights), *batch.values()])
         return self._traced[shapes]
+
+    def _untraced(self, columns: Sequence[str]) -> Operation:
+        names, module = self._names, self._resident.module
+
+        def loss(parameters: dict[str, Tensor], batch: dict[str, Tensor]) -> Tensor:
+            return loss_of(functional_call(module, parameters, (), batch))
+
+        gradient = vmap(grad(loss))
+
+        def gradients(*given: Tensor) -> Parts:
+            parameters, batch = given[: len(names)], given[len(names) :]
+            found = gradient(dict(zip(names, parameters, strict=True)), dict(zip(columns, batch, strict=True)))
+            return [found[name] for name in names]
+
+        return gradients
+
+    def _views(self, weights: Tensor) -> Parts:
+        """Each parameter's part of all models, [models, ...]."""
+        return self._resident.views(weights)
 
 
 def rows_for(count: int) -> int:
@@ -92,7 +113,8 @@ class StackedLocal:
         self._clients = len(clients)
         self._rows = data
         self.samples = len(next(iter(data.values()))) // len(clients)
-        self._keys = [(seed, round_, client) for client in clients]
+        self._orders = np.array(permutations(seed, "order", round_, clients, self.samples, config.epochs))
+        self._orders += np.arange(0, len(clients) * self.samples, self.samples)[:, None, None]
 
     @property
     def learning_rate(self) -> float:
@@ -103,12 +125,9 @@ class StackedLocal:
 
     def batches(self) -> Iterator[Batch]:
         """Of all clients in step: each one's own permutation."""
-        draws = {key: stream(key[0], "order", *key[1:]) for key in self._keys}  # a client may fill several rows
-        starts = np.arange(self._clients)[:, None] * self.samples
-        for _ in range(self._config.epochs):
-            orders = {key: draw.permutation(self.samples) for key, draw in draws.items()}
-            order = torch.from_numpy((np.stack([orders[key] for key in self._keys]) + starts).reshape(-1))
-            yield from self._slices({name: column[order] for name, column in self._rows.items()})
+        for epoch in range(self._config.epochs):
+            order = torch.from_numpy(self._orders[:, epoch].reshape(-1))
+            yield from self._slices({name: column.index_select(0, order) for name, column in self._rows.items()})
 
     def _slices(self, rows: Batch) -> Iterator[Batch]:
         size = self._config.batch_size
@@ -120,7 +139,7 @@ class StackedLocal:
         return self._stacked.gradient(weights, batch)
 
     def descend(self, weights: Tensor, batch: Batch) -> None:
-        weights.sub_(self._stacked.gradient(weights, batch), alpha=self._config.learning_rate)
+        self._stacked.descend(weights, batch, self._config.learning_rate)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = torch.zeros_like(weights)
@@ -144,10 +163,10 @@ def best_together(resident: Resident, columns: Batch, *, repeats: int = 3) -> in
         weights = model.expand(count, -1).clone()
         batch = {name: column.expand(count, *column.shape).clone() for name, column in columns.items()}
         try:
-            traced = stacked.trace(weights, batch)
+            stacked.trace(weights, batch)
         except RuntimeError:  # an operation without a batching rule, or control flow on values
             return 1
-        each_s = _quickest_s(lambda w=weights, b=batch, t=traced: t(w, b), repeats) / count
+        each_s = _quickest_s(lambda w=weights, b=batch: stacked.gradient(w, b), repeats) / count
         if each_s >= found_s:
             break
         found, found_s = count, each_s

@@ -33,6 +33,7 @@ from isthmus.protocol.federated_events import (
     Ignore,
     Interrupted,
     Joined,
+    Line,
     Lost,
     Merge,
     Open,
@@ -197,7 +198,8 @@ class FederatedCoordinator:
             return self._gather()
         out = self._drop_stale(turn)
         if not turn.number and (not turn.attempt or self.rules.gathering is not None):
-            self._cohort = self._cohort_of(turn.round)
+            ahead = self._dealer.cohort_ahead(turn.round)
+            self._cohort = self._cohort_of(turn.round) if ahead is None else ahead
         alive = [name for name in self._present() if name not in self._late]
         deal = self._dealer.deal(turn.round, self._cohort, alive)
         clients = sum(map(len, deal.tasks.values()))
@@ -207,9 +209,10 @@ class FederatedCoordinator:
         opened.late, self._late = self._late, {}
         if deal.schedule is not None and self._dealer.pace.known:
             opened.predicted_s, opened.bound_s = deal.schedule.makespan_s, deal.schedule.lower_bound_s
-            opened.believed = {name: line(name) for name in alive}
         self._open = opened
-        asked = np.union1d(self._cohort, [task.client for _, task in opened.late.values()]).astype(np.int64)
+        asked = self._cohort
+        if opened.late:
+            asked = np.union1d(asked, [task.client for _, task in opened.late.values()]).astype(np.int64)
         opening = Opening(
             turn=turn, clients=len(asked), samples=self._dealer.samples(asked), durable_round=self.durable_round
         )
@@ -312,7 +315,8 @@ class FederatedCoordinator:
                 kept = tuple(t.client for t in opened.timed.get(name, ()))
                 out.append(Tell(name, Dropped(turn=turn, kept=kept)))
         out.append(Absorb(turn))
-        for name, timed in opened.timed.items():
+        lines = {} if opened.predicted_s is None else {name: opened.line(name) for name in opened.held}
+        for name, timed in opened.timed.items():  # from here on other lines are believed
             self._dealer.pace.record(turn.round, self._dealer.number(name), timed)
         trained = {t.client for timed in opened.timed.values() for t in timed}
         if turn.number + 1 < self.rules.passes:
@@ -320,9 +324,9 @@ class FederatedCoordinator:
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt, turn.number + 1))]
         if self.state_rounds is not None:
             self.state_rounds[sorted(trained)] = turn.round
-        return [*out, Commit(self._record(opened, trained, why)), *self._open_turn(Turn(turn.round + 1))]
+        return [*out, Commit(self._record(opened, trained, lines, why)), *self._open_turn(Turn(turn.round + 1))]
 
-    def _record(self, opened: OpenTurn, trained: set[int], why: Why) -> Record:
+    def _record(self, opened: OpenTurn, trained: set[int], lines: Mapping[str, Line], why: Why) -> Record:
         refused = {r.client for r in opened.refused}
         return Record(
             round=opened.turn.round, attempt=opened.turn.attempt,
@@ -330,7 +334,7 @@ class FederatedCoordinator:
             refused=tuple(opened.refused),
             missing=tuple(c for c in self._cohort.tolist() if c not in trained and c not in refused),
             predicted_s=opened.predicted_s, bound_s=opened.bound_s,
-            lines=opened.believed, stolen=opened.stolen, stale=tuple(opened.stale), closed_by=why,
+            lines=lines, stolen=opened.stolen, stale=tuple(opened.stale), closed_by=why,
         )  # fmt: skip
 
     # Losses

@@ -89,6 +89,10 @@ class Dealer:
         """Make the schedule of a later round now."""
         self._ahead = _Ahead(round_, tuple(alive), cohort, self._schedule(round_, cohort, alive))
 
+    def cohort_ahead(self, round_: int) -> Integers | None:
+        """Of a round that was planned ahead."""
+        return self._ahead.cohort if self._ahead is not None and self._ahead.round == round_ else None
+
     def _schedule(self, round_: int, cohort: Integers, alive: Sequence[str]) -> Schedule:
         early = round_ - self._rules.first_round < self._rules.warm_up_rounds
         planner = "uniform" if early else self._rules.planner

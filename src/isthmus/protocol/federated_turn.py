@@ -34,7 +34,6 @@ class OpenTurn:
     stolen: int = 0
     predicted_s: float | None = None
     bound_s: float | None = None
-    believed: dict[str, Line] = field(default_factory=dict)
     done: int = 0
     """Clients whose updates are in."""
     _out: int = 0

@@ -32,6 +32,7 @@ from isthmus.federated.job import (
     members,
     round_rules,
 )
+from isthmus.federated.operators import get_ready
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server, uncommitted
 from isthmus.federated.stacked import best_together
@@ -189,6 +190,8 @@ def _with_together(job: FederatedJob, data: ClientData, before: Path | None) -> 
     """The job with the number of clients that are trained together: measured once, as other bits would follow from
     another number; a resumed run takes the one that it began with."""
     together = job.execution.together
+    if together != 1:
+        get_ready()
     if before is not None and (before / JOB).is_file():
         together = msgspec.json.decode((before / JOB).read_bytes(), type=FederatedJob).execution.together
     elif not together:

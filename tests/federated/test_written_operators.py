@@ -1,0 +1,51 @@
+"""Operators that are written down do what the function did, whatever is left out of them."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.federated.operators import Operation, written_down
+from isthmus.streams import permutations, stream
+
+
+def idle(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    return [(x.view(2, 3) * 1 + torch.exp(y)).expand(2, 3) - torch.exp(y)]
+
+
+def in_place(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    """The same expression twice, of which one is changed in between."""
+    return [(x + y).relu_(), x + y]
+
+
+def given_back(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    return [torch.mul(x, 1), torch.mul(y, 1)]
+
+
+@pytest.mark.parametrize("act", [idle, in_place, given_back])
+def test_as_the_function_itself(act: Operation) -> None:
+    for seed in (0, 1):
+        torch.manual_seed(seed)
+        given = torch.randn(2, 3), torch.randn(2, 3)
+        written = written_down(act, (torch.zeros(2, 3), torch.zeros(2, 3)))
+        found, expected = written(*given), act(*given)
+        assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
+        lent = {t.data_ptr() for t in given}
+        assert not lent & {t.data_ptr() for t in found}
+
+
+def test_orders_of_many_clients_are_those_of_their_streams() -> None:
+    clients = (5, 0, 5, 2**40)
+    for client, orders in zip(clients, permutations(3, "order", 7, clients, 9, 3), strict=True):
+        draws = stream(3, "order", 7, client)
+        assert [o.tolist() for o in orders] == [draws.permutation(9).tolist() for _ in range(3)]
+    apart = {tuple(stream(*key).integers(2**60, size=4)) for key in STREAMS}
+    assert len(apart) == len(STREAMS)
+
+
+STREAMS = (
+    (3, "order", 7, 5), (4, "order", 7, 5), (3, "model", 7, 5), (3, "order", 8, 5), (3, "order", 7, 6), (3, "order", 5, 7)
+)  # fmt: skip
