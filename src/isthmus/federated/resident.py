@@ -36,16 +36,15 @@ class Resident:
         self._sizes = [p.numel() for p in self._parameters]
         self._buffers = [b for b in module.buffers() if b.dtype.is_floating_point]
         self.size = sum(self._sizes)
-        self._gradient = torch.zeros(self.size, dtype=self.dtype)
-        self._gradient_views = self.views(self._gradient)
+        self._gradient: Tensor | None = None
+        """Not before somebody asks for one: most algorithms only descend."""
         self._weight_views: list[Tensor] = []
-        self._bound = 0
-        self._held = self.vector()
+        self._held: Tensor | None = None
         module.train()
 
-    def vector(self) -> Tensor:
-        """The parameters as they are, [P]."""
-        return torch.cat([p.detach().reshape(-1) for p in self._parameters])
+    def vector(self, out: Tensor | None = None) -> Tensor:
+        """The parameters as they are, [P]; in `out`, where that is given."""
+        return torch.cat([p.detach().reshape(-1) for p in self._parameters], out=out)
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Each parameter's part of a vector [..., P], in its shape."""
@@ -73,17 +72,19 @@ class Resident:
 
     def bind(self, vector: Tensor) -> None:
         """From now on the module's parameters are the vector's memory."""
-        if vector.data_ptr() == self._bound:
+        if self._held is not None and vector.data_ptr() == self._held.data_ptr():
             return
         self._weight_views = self.views(vector)
         for p, view in zip(self._parameters, self._weight_views, strict=True):
             p.data = view
-        self._bound, self._held = vector.data_ptr(), vector  # held, so that nobody else gets the address
+        self._held = vector  # so that nobody else gets the address
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of the batch's mean loss, [P]. It lasts until the next call."""
         self.bind(weights)
-        for view, part in zip(self._gradient_views, self._parts(batch), strict=True):
+        if self._gradient is None:
+            self._gradient = torch.empty(self.size, dtype=self.dtype)
+        for view, part in zip(self.views(self._gradient), self._parts(batch), strict=True):
             if part is None:
                 view.zero_()
             else:

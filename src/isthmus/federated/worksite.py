@@ -72,11 +72,12 @@ class Worksite:
 
         Also finds out whether the model draws random numbers: seeding torch takes as long as a small client.
         """
-        model = self.resident.vector()
+        self._workspace.rewind()
+        model = self.resident.vector(out=self._workspace.take())
         columns = self._cast(self._data.load(client))
         few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
         buffers = self.resident.buffers()
-        self.resident.gradient(model, few)
+        self.resident.descend(model, few, 0.0)  # no vector of a gradient is made that may never be needed
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
         for count in sorted({rows_for(min(n, together)) for n in (2, 4, 8, 16, together)} if together > 1 else ()):

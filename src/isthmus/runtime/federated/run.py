@@ -47,7 +47,7 @@ from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.intake import SumsIntake
 from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
 from isthmus.runtime.processes.forked import Forked, asked
-from isthmus.runtime.processes.kept_pages import ANY_SIZE, keep_pages
+from isthmus.runtime.processes.kept_pages import ANY_SIZE, give_pages_back, keep_pages
 from isthmus.runtime.transport.listener import Listener
 
 
@@ -159,6 +159,7 @@ class FederatedRun:
             shared = Shared(board, rooms[name])
             return lambda address: serve(address, name, run, lambda: self._site(number), patience_s, together, shared)
 
+        give_pages_back()
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
             pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
             conductor = FederatedConductor(

@@ -30,3 +30,10 @@ def keep_pages(largest_bytes: int = 32 << 20, arenas: int = 0) -> None:
     adjust(_TRIM_THRESHOLD, ANY_SIZE)
     if arenas:
         adjust(_ARENA_MAX, arenas)
+
+
+def give_pages_back() -> None:
+    """Freed pages of before go back to the system once. For a process that is about to be copied: each copy would have
+    them."""
+    if (trim := getattr(ctypes.CDLL(None), "malloc_trim", None)) is not None:
+        cast(Callable[[int], int], trim)(0)
