@@ -91,11 +91,13 @@ def test_lent_sums_are_waited_for() -> None:
 
 @pytest.mark.parametrize("algorithm", ["fedavg", "mime"])
 def test_a_run_through_shared_memory_has_the_bits_of_one_by_messages(algorithm: str, tmp_path: Path) -> None:
-    alike = {"planner": "uniform", "steals": False}  # on a busy machine an executor may get no client by its times
-    sent = Run(algorithm, {}, tmp_path / "sent", rounds=3, executors=2, **alike)
+    def made(place: str) -> Run:  # by its times an executor may get no client on a busy machine
+        return Run(algorithm, {}, tmp_path / place, rounds=3, executors=2, planner="uniform", steals=False)
+
+    sent = made("sent")
     counted: list[RoundMeasure] = []
     assert conducted(sent, [], measures=counted)[0].outcome == "done"
-    run = Run(algorithm, {}, tmp_path / "shared", rounds=3, executors=2, **alike)
+    run = made("shared")
     board = Board(run.server.broadcast())
     shared = {name: Shared(board, SumsRoom(run.server.sums)) for name in run.sites}
     measures: list[RoundMeasure] = []

@@ -26,7 +26,7 @@ from safetensors.torch import load, load_file
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.training.layout import pack
+from isthmus.training.layout import bytes_of
 
 NEVER = -1
 """The round of a client that has kept nothing yet."""
@@ -42,30 +42,36 @@ class StateStore:
     """The states under one folder, for all executors of a machine: a client is at one of them at a time."""
 
     def __init__(self, folder: Path) -> None:
-        self._folder = folder
-        self._free: list[Path] = []
+        self._folder = str(folder)
+        self._free: list[str] = []
+        self._headers: dict[tuple[tuple[str, torch.dtype, torch.Size], ...], bytes] = {}
 
     def path(self, client: int, round_: int) -> Path:
+        return Path(self._name(client, round_))
+
+    def _name(self, client: int, round_: int) -> str:
+        """No Path: for states of a few kilobytes, to make one takes as long as to read the file."""
         digest = hashlib.blake2b(client.to_bytes(8, "little"), digest_size=2).hexdigest()
-        return self._folder / digest[:3] / f"{client}-{round_:06d}.safetensors"
+        return f"{self._folder}/{digest[:3]}/{client}-{round_:06d}.safetensors"
 
     def read(self, client: int, round_: int) -> dict[str, Tensor]:
         """The state that the client had after a round. UserError when it is not there or not whole."""
-        path = self.path(client, round_)
+        name = self._name(client, round_)
         try:
-            if path.stat().st_size >= MAPPED_BYTES:
-                return load_file(path)
-            return load(path.read_bytes())
+            if os.stat(name).st_size >= MAPPED_BYTES:
+                return load_file(name)
+            with open(name, "rb", buffering=0) as file:
+                return load(file.read())
         except FileNotFoundError:
-            raise UserError(f"state {path}: missing: the folder is of another run") from None
+            raise UserError(f"state {name}: missing: the folder is of another run") from None
         except (OSError, SafetensorError) as e:
-            raise UserError(f"state {path}: cannot be read: {e}") from None
+            raise UserError(f"state {name}: cannot be read: {e}") from None
 
     def expect(self, client: int, round_: int) -> None:
         """Have the kernel bring the state from the disk while something else is computed. Nothing happens on errors:
         `read` will tell."""
         with contextlib.suppress(OSError):
-            file = os.open(self.path(client, round_), os.O_RDONLY)
+            file = os.open(self._name(client, round_), os.O_RDONLY)
             try:
                 os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
             finally:
@@ -78,22 +84,22 @@ class StateStore:
                 raise UserError(
                     f"algorithm: state {name!r} of client {client}: got {type(value).__name__}, expected a tensor"
                 )
-        path = self.path(client, round_)
-        parts = [_header(client, state), *(pack(value.detach().contiguous()) for value in state.values())]
+        name = self._name(client, round_)
+        parts = [self._header(client, state), *(bytes_of(_flat(value)) for value in state.values())]
         try:
-            self._write(path, parts)
+            self._write(name, parts)
         except OSError as e:
-            raise UserError(f"state {path}: cannot be written: {e.strerror or e}") from None
+            raise UserError(f"state {name}: cannot be written: {e.strerror or e}") from None
         return sum(len(part) for part in parts)
 
-    def _write(self, path: Path, parts: Sequence[bytes | memoryview]) -> None:
+    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
         over = self._free.pop() if self._free else None
         try:
-            file = self._open(path, over)
+            file = self._open(name, over)
         except FileNotFoundError:
-            path.parent.mkdir(parents=True, exist_ok=True)
-            over = over if over is not None and over.exists() else None
-            file = self._open(path, over)
+            os.makedirs(os.path.dirname(name), exist_ok=True)
+            over = over if over is not None and os.path.exists(over) else None
+            file = self._open(name, over)
         try:
             left = [memoryview(part) for part in parts if len(part)]
             while left:
@@ -102,26 +108,33 @@ class StateStore:
                     written -= len(left.pop(0))
                 if written:
                     left[0] = left[0][written:]
-            if over is not None:
-                os.ftruncate(file, sum(len(part) for part in parts))
+            if over is not None and os.fstat(file).st_size != (size := sum(len(part) for part in parts)):
+                os.ftruncate(file, size)
         finally:
             os.close(file)
 
-    def _open(self, path: Path, over: Path | None) -> int:
+    def _open(self, name: str, over: str | None) -> int:
         if over is None:
-            return os.open(path, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        over.rename(path)
-        return os.open(path, os.O_WRONLY)
+            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
+        os.rename(over, name)
+        return os.open(name, os.O_WRONLY)
+
+    def _header(self, client: int, state: Mapping[str, Tensor]) -> bytes:
+        """All clients' states look alike, mostly."""
+        form = tuple((name, value.dtype, value.shape) for name, value in state.items())
+        if (known := self._headers.get(form)) is None:
+            known = self._headers[form] = _header(client, state)
+        return known
 
     def retire(self, entries: Iterable[tuple[int, int]]) -> None:
         """The states of (client, round) are of no use any more: their files are written over."""
-        self._free += [self.path(client, round_) for client, round_ in entries]
+        self._free += [self._name(client, round_) for client, round_ in entries]
 
     def drop(self, entries: Iterable[tuple[int, int]]) -> None:
         """Remove the states of (client, round), those that are there."""
         for client, round_ in entries:
             with contextlib.suppress(FileNotFoundError):
-                self.path(client, round_).unlink()
+                os.unlink(self._name(client, round_))
 
     def sweep(self, current: Mapping[int, int]) -> int:
         """Of these clients keep only the state of the given round; returns how many others were removed.
@@ -136,6 +149,10 @@ class StateStore:
                     path.unlink()
                     removed += 1
         return removed
+
+
+def _flat(value: Tensor) -> Tensor:
+    return value.detach().resolve_neg().contiguous().view(-1)
 
 
 def _header(client: int, state: Mapping[str, Tensor]) -> bytes:
