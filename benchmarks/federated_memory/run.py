@@ -200,6 +200,7 @@ def main() -> int:
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", schemes=tuple(found),
         states=tuple(kept.values()),
     )  # fmt: skip
+    options.json.parent.mkdir(parents=True, exist_ok=True)
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     console = Console(width=120)
     console.print(scheme_table(report.schemes))

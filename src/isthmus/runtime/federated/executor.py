@@ -7,7 +7,6 @@ The main thread trains. Another receives, and answers what must not wait for a c
 
 from __future__ import annotations
 
-import os
 import queue
 import sys
 import threading
@@ -153,7 +152,6 @@ def serve(
 ) -> None:  # fmt: skip
     """Join the coordinator at HOST:PORT, train until halted. What goes wrong is told to it before it is raised."""
     sys.setswitchinterval(SWITCH_S)
-    _let_others_go_first()
     host, _, port = address.rpartition(":")
     channel = dial(host, int(port), "coordinator", patience_s)
 
@@ -163,13 +161,6 @@ def serve(
         Executor(site, channel, post, run, patience_s, together, shared).run()
 
     take_part(channel, name, run, patience_s, act)
-
-
-def _let_others_go_first() -> None:
-    """For Linux a process that computes: when a message wakes it, it does not push the coordinator, who has others to
-    tell of the round, off its core."""
-    if sys.platform == "linux" and os.sched_getscheduler(0) == os.SCHED_OTHER:
-        os.sched_setscheduler(0, os.SCHED_BATCH, os.sched_param(0))
 
 
 def take_part(channel: SocketChannel, name: str, run: str, patience_s: float, act: Callable[[Post], None]) -> None:
