@@ -21,9 +21,8 @@ torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
-if os.environ.get("CI"):
-    settings.register_profile("ci", derandomize=True)
-    settings.load_profile("ci")
+settings.register_profile("ours", derandomize=bool(os.environ.get("CI")), deadline=None)  # no test asserts a time
+settings.load_profile("ours")
 
 LONG = ("sync", "runtime", "fleet_service", "faults", "federated", "graph", "training", "planners")
 """Folders whose files take minutes: they come first, so that what is left for the last worker is short."""
