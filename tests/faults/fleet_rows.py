@@ -4,21 +4,27 @@ from __future__ import annotations
 
 import os
 import random
+import re
 import signal
 import time
-from collections.abc import Callable
+from collections.abc import Mapping
+from functools import cache
 from pathlib import Path
 from unittest import mock
 
-from tests.faults.process_rows import Found
+from torch import Tensor
+
+from tests.faults.rows import Found, Row, differing
 from tests.fleet_service.test_fleet_faults import STEPS, Machines
-from tests.runtime.commands import wait_until
+from tests.runtime.commands import isthmus, wait_until
+from tests.runtime.jobs import final_weights
 
 SHIFTED = """
 import time
 real = time.time
 time.time = lambda: real() + {seconds}
 """
+NAMES = ("d0", "d1")
 
 
 def coordinator_killed(seed: int, folder: Path) -> Found:
@@ -31,59 +37,92 @@ def all_killed(seed: int, folder: Path) -> Found:
     return _with_machines(seed, folder, everybody=True)
 
 
-def _with_machines(seed: int, folder: Path, *, everybody: bool) -> Found:
-    draw, home = random.Random(seed), folder / str(seed)
+@cache
+def undisturbed(folder: Path) -> Mapping[str, Tensor]:
+    """Of the same job on the same fleet, with devices that are processes of one command."""
+    home = folder / "undisturbed-fleet"
     home.mkdir()
+    made = Machines(home)
+    done = isthmus("train", made.job, "--run", made.run.path)
+    assert done.code == 0, done
+    return final_weights(made.run.path)
+
+
+def _with_machines(seed: int, folder: Path, *, everybody: bool) -> Found:
+    draw, home = random.Random(seed), folder / f"{'all' if everybody else 'coordinator'}-{seed}"
+    home.mkdir()
+    at, later_s = draw.randint(1, STEPS // 2), draw.uniform(0.0, 0.3)
     machines = Machines(home, save_every=3 if everybody else 0)
     try:
         serve = machines.serve("--tickets", "2")
         assert serve.stdout is not None
-        joined = [machines.join(name, serve.stdout.readline().strip()) for name in ("d0", "d1")]
-        wait_until(lambda: machines.steps() >= draw.randint(5, STEPS // 2), serve)
-        time.sleep(draw.uniform(0.0, 0.3))
+        joined = [machines.join(name, serve.stdout.readline().strip()) for name in NAMES]
+        wait_until(lambda: machines.steps() >= at, serve)
+        time.sleep(later_s)
         for process in (serve, *(joined if everybody else ())):
             os.kill(process.pid, signal.SIGKILL)
             process.wait(10)
         reached, since_s = machines.steps(), time.monotonic()
+        if reached >= STEPS - 5:
+            return Found(wrong=f"not struck: {reached} steps were done")
         again = machines.serve("--tickets", "0", "--resume")
         if everybody:
-            for name in ("d0", "d1"):
+            for name in NAMES:
                 machines.join_again(name)
         wait_until(lambda: machines.newest() > reached or machines.newest() == STEPS, again)
         seconds = time.monotonic() - since_s
         code = again.wait(120)
-        wrong = "" if code == 0 and machines.newest() == STEPS else machines.told()
-        return Found([seconds], 0, wrong)
+        went_on = [int(step) for step in re.findall(r"going on (?:with .* )?after step (\d+)", machines.told())]
+        wrong = "" if code == 0 else machines.told()
+        if not wrong and not everybody and (not went_on or went_on[-1] < reached - 1):
+            wrong = f"{reached} steps were told, and it went on after {went_on}"
+        redone = max(0, reached - went_on[-1]) if went_on else 0
+        return Found(seconds=(seconds,), redone=redone, wrong=wrong or judged(machines, reached, folder))
     finally:
         machines.end()
 
 
-def clock(hours: int) -> Callable[[int, Path], Found]:
-    """The coordinator's clock is wrong by so much, as it makes certificates and tickets."""
+def judged(machines: Machines, reached: int, folder: Path) -> str:
+    """What is wrong with a run that came to its end. `reached`: steps that were told when it was struck."""
+    told = [point.step for point in machines.run.losses() if point.split == "train"]
+    if told != sorted(set(told)) or told[-1] != STEPS:
+        return f"steps were told in this order: {told}"
+    unknown = set(range(1, STEPS + 1)) - set(told)
+    if not unknown <= {reached + 1, reached + 2, reached + 3}:  # what devices did while nobody listened
+        return f"nothing was told of steps {sorted(unknown)}"
+    lost = "was lost" in machines.told()
+    return differing(final_weights(machines.run.path), undisturbed(folder), bitwise=not lost)
 
-    def once(seed: int, folder: Path) -> Found:
-        home = folder / f"{seed}-{hours}"
-        (home / "clock").mkdir(parents=True)
-        (home / "clock" / "sitecustomize.py").write_text(SHIFTED.format(seconds=hours * 3600))
-        path = os.pathsep.join(filter(None, (str(home / "clock"), os.environ.get("PYTHONPATH", ""))))
-        machines = Machines(home)
-        try:
-            with mock.patch.dict(os.environ, {"PYTHONPATH": path}):
-                serve = machines.serve("--tickets", "2")
-            assert serve.stdout is not None
-            for name in ("d0", "d1"):
+
+def wrong_clock(seed: int, folder: Path) -> Found:
+    """The coordinator's clock, or a device's, is an hour off, as certificates and tickets are made and used."""
+    draw, home = random.Random(seed), folder / f"clock-{seed}"
+    whose, seconds = draw.choice(("serve", *NAMES)), draw.choice((-3600, 3600))
+    (home / "clock").mkdir(parents=True)
+    (home / "clock" / "sitecustomize.py").write_text(SHIFTED.format(seconds=seconds))
+    path = os.pathsep.join(filter(None, (str(home / "clock"), os.environ.get("PYTHONPATH", ""))))
+
+    def environment(who: str) -> dict[str, str]:
+        return {"PYTHONPATH": path} if who == whose else {}
+
+    machines = Machines(home)
+    try:
+        with mock.patch.dict(os.environ, environment("serve")):
+            serve = machines.serve("--tickets", "2")
+        assert serve.stdout is not None
+        for name in NAMES:
+            with mock.patch.dict(os.environ, environment(name)):
                 machines.join(name, serve.stdout.readline().strip())
-            wrong = "" if serve.wait(120) == 0 else machines.told()
-            return Found([], 0, wrong)
-        finally:
-            machines.end()
+        wrong = "" if serve.wait(120) == 0 else machines.told()
+        hour = "ahead" if seconds > 0 else "behind"
+        who = "coordinator" if whose == "serve" else whose
+        return Found(wrong=wrong or judged(machines, STEPS, folder), remark=f"{who} an hour {hour}")
+    finally:
+        machines.end()
 
-    return once
 
-
-ROWS: dict[str, Callable[[int, Path], Found]] = {
-    "coordinator killed, and started again": coordinator_killed,
-    "all killed, then resumed": all_killed,
-    "coordinator's clock an hour ahead": clock(1),
-    "coordinator's clock an hour behind": clock(-1),
-}
+ROWS = (
+    Row(name="coordinator", told="coordinator killed, and started again", once=coordinator_killed, limit_s=400),
+    Row(name="all", told="all killed, then resumed", once=all_killed, limit_s=400),
+    Row(name="clock", told="a clock an hour ahead or behind", once=wrong_clock, limit_s=300),
+)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import os
 import random
 import signal
@@ -10,163 +11,205 @@ import time
 from collections.abc import Callable
 from functools import cache
 from pathlib import Path
-from typing import NamedTuple
-
-import torch
 
 from isthmus.fleet import Link
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.processes.launcher import Place
 from tests.faults.forwarder import ADDRESS, Forwarder, free_port
-from tests.faults.real import Run, job, pid_of, run
+from tests.faults.history import History
+from tests.faults.real import FLOPS_PER_S, Run, job, pid_of, run
+from tests.faults.rows import AGAIN_S, STOP_S, Found, Row, differing
 
 STEPS = 24
-STOP_S = float(os.environ.get("ISTHMUS_FAULT_STOP_S", "60"))
-"""For how long a device is stopped or a link is cut."""
-AGAIN_S = float(os.environ.get("ISTHMUS_FAULT_AGAIN_S", "600"))
-"""For how long devices are killed again and again."""
+BATCH = 8
 SLOW_FLOPS_PER_S = 4e6
-"""A step takes 0.15 s on two or more devices, and one alone 0.19 s; with a quarter of it there is enough to gain from
-one more device."""
+"""A step takes 0.15 s on two or more devices, and one alone 0.19 s."""
+CRAWLING_FLOPS_PER_S = SLOW_FLOPS_PER_S / 4
+"""A step takes 0.6 s on two devices, and 0.76 s alone: enough to gain from one more device."""
+CRAWLING_S = 0.6
 
 
-class Found(NamedTuple):
-    """What a moment showed."""
-
-    seconds: list[float]
-    """Of each recovery."""
-    redone: int
-    wrong: str
-    remark: str = ""
-
-
-def kill(device: str) -> None:
-    os.kill(pid_of(device), signal.SIGKILL)
-
-
-def stop(device: str) -> None:
+def kill(device: str, history: History) -> None:
     pid = pid_of(device)
-    os.kill(pid, signal.SIGSTOP)
-    time.sleep(STOP_S)
-    os.kill(pid, signal.SIGCONT)
+    history.struck()
+    os.kill(pid, signal.SIGKILL)
 
 
 @cache
 def undisturbed(folder: Path, steps: int) -> Run:
-    return run(folder / f"undisturbed-{steps}", job(steps), spares=0)
+    """Bits do not depend on how fast devices are said to be."""
+    return run(folder / f"undisturbed-{steps}", job(steps), spares=0, flops_per_s=1e12)
 
 
-def judged(found: Run, expected: Run | None, steps: int) -> Found:
-    """`expected`: the run whose cuts it keeps, or None."""
-    outcome, wrong = found.outcome, ""
+def judged(found: Run, folder: Path, steps: int, *, bitwise: bool, recoveries: int = 1) -> Found:
+    """`bitwise`: the cuts were always the same. `recoveries`: so many at least."""
+    outcome, history = found.outcome, found.history
+    wrong = history.violation(steps, BATCH)
     if outcome.outcome != "done":
-        wrong = outcome.reason
-    elif sorted({step for step, _ in found.losses}) != list(range(steps)):
-        wrong = "a step is missing"
-    elif expected is not None:
-        equal = all(torch.equal(found.weights[name], value) for name, value in expected.weights.items())
-        wrong = "" if equal else "other weights"
-    return Found([r.seconds for r in outcome.recoveries], sum(r.redone for r in outcome.recoveries), wrong)
+        wrong = f"{outcome.outcome}: {outcome.reason}"
+    elif not wrong and len(outcome.recoveries) < recoveries:
+        wrong = f"{len(outcome.recoveries)} recoveries"
+    elif not wrong:
+        wrong = differing(found.weights, undisturbed(folder, steps).weights, bitwise=bitwise)
+    redone = sum(r.redone for r in outcome.recoveries)
+    faults = sum(event.kind == "struck" for event in history.events)
+    return Found(seconds=tuple(history.recovered_s()), redone=redone, wrong=wrong, faults=faults)
 
 
-def struck(
-    strike: Callable[[str], None], *, spares: int = 1, steps: int = STEPS, link: Link | None = None, **runtime: object
-) -> Callable[[int, Path], Found]:
-    """Something is done to one of two devices, at a moment."""
+def killed(*, spares: int = 1, link: Link | None = None, **runtime: object) -> Callable[[int, Path], Found]:
+    """One of two devices is, at a moment."""
 
     def once(seed: int, folder: Path) -> Found:
         draw = random.Random(seed)
-        device, step, later_s = draw.choice(("d0", "d1")), draw.randint(1, STEPS - 6), draw.uniform(0.0, 0.3)
+        device, step, later_s = draw.choice(("d0", "d1")), draw.randint(1, STEPS - 6), draw.uniform(0.0, 0.15)
 
-        def act() -> None:
+        def act(history: History) -> None:
             time.sleep(later_s)
-            strike(device)
+            kill(device, history)
 
-        made = job(steps, **runtime)  # type: ignore[arg-type]
-        found = run(folder / str(seed), made, spares=spares, act=(step, act), link=link)
-        return judged(found, undisturbed(folder, steps) if spares else None, steps)
+        made = job(STEPS, **runtime)  # type: ignore[arg-type]
+        found = run(folder / str(seed), made, spares=spares, act=(step, act), link=link, flops_per_s=FLOPS_PER_S / 2)
+        return judged(found, folder, STEPS, bitwise=bool(spares))
 
     return once
 
 
+def stopped(seed: int, folder: Path) -> Found:
+    """Evicted, and awake again while the others are still at work: with a spare it is not needed any more, without one
+    it is used again."""
+    draw = random.Random(seed)
+    device, step, spares = draw.choice(("d0", "d1")), draw.randint(1, 10), draw.randint(0, 1)
+    steps = step + int(STOP_S / CRAWLING_S) + (20 if spares else 70)
+
+    def act(history: History) -> None:
+        time.sleep(draw.uniform(0.0, 1.0))
+        pid = pid_of(device)
+        history.struck()
+        os.kill(pid, signal.SIGSTOP)
+        time.sleep(STOP_S)
+        os.kill(pid, signal.SIGCONT)
+
+    made = job(steps, patience="4 s")
+    found = run(folder / str(seed), made, spares=spares, act=(step, act), flops_per_s=CRAWLING_FLOPS_PER_S)
+    told = judged(found, folder, steps, bitwise=bool(spares), recoveries=1 if spares else 2)
+    if not told.wrong and "silent for 4 s" not in found.outcome.recoveries[0].reason:
+        told = _but(told, f"recovered because {found.outcome.recoveries[0].reason}")
+    remark = "" if spares else "used again when it was awake"
+    return Found(
+        seconds=told.seconds[:1], redone=told.redone, wrong=told.wrong, remark=remark, faults=told.faults,
+        length_s=STOP_S,
+    )  # fmt: skip
+
+
+def _but(found: Found, wrong: str) -> Found:
+    return Found(seconds=found.seconds, redone=found.redone, wrong=wrong, faults=found.faults)
+
+
 def on_the_link(
-    strike: Callable[[Forwarder], None], *, recovers: bool, steps: int = STEPS, **shape: float
+    strike: Callable[[Forwarder, random.Random], None], *, recovers: bool, length_s: float = 0.0, **shape: float
 ) -> Callable[[int, Path], Found]:
-    """Something happens to the link from the first device to the second."""
+    """Something happens to the link from the first device to the second, which lasts so long."""
 
     def once(seed: int, folder: Path) -> Found:
         draw, port = random.Random(seed), free_port()
         forwarder = Forwarder(port, **shape)
         crew = LocalCrew(places={"d1": Place(port=port, address=ADDRESS)})
-        act = (draw.randint(1, STEPS - 6), lambda: strike(forwarder))
+        step, steps = draw.randint(1, STEPS - 6), STEPS + int(length_s / CRAWLING_S)
+
+        def act(history: History) -> None:
+            time.sleep(draw.uniform(0.0, 0.15))
+            history.struck()
+            strike(forwarder, draw)
+
+        flops_per_s = CRAWLING_FLOPS_PER_S if length_s else FLOPS_PER_S / 2
         try:
-            found = run(folder / str(seed), job(steps, patience="4 s"), crew=crew, act=act)
+            made = job(steps, patience="4 s")
+            found = run(folder / str(seed), made, crew=crew, act=(step, act), flops_per_s=flops_per_s)
         finally:
             forwarder.close()
-        told = judged(found, undisturbed(folder, steps), steps)
-        if not told.wrong and bool(told.seconds) != recovers:
-            told = told._replace(wrong=f"{len(told.seconds)} recoveries")
-        return told
+        told = judged(found, folder, steps, bitwise=True, recoveries=int(recovers))
+        if not told.wrong and not recovers and found.outcome.recoveries:
+            told = _but(told, f"recovered because {found.outcome.recoveries[0].reason}")
+        return Found(
+            seconds=told.seconds[:1], redone=told.redone, wrong=told.wrong, faults=told.faults, length_s=length_s
+        )
 
     return once
 
 
-def stalls(forwarder: Forwarder) -> None:
-    """Half of a patience, three times."""
+def stalls(forwarder: Forwarder, draw: random.Random) -> None:
+    """Three, of half a patience or so."""
     for _ in range(3):
-        forwarder.cut(2.0)
+        forwarder.cut(draw.uniform(1.0, 2.5))
         time.sleep(0.5)
 
 
 def again_and_again(seed: int, folder: Path) -> Found:
-    """Four devices, a kill every 15 s; who was killed starts anew a second later. The run is as long as it takes."""
+    """Four to six devices, a kill every 15 s; who was killed starts anew a second later."""
     draw, over = random.Random(seed), threading.Event()
-    kills = [0]
+    names = [f"d{i}" for i in range(draw.randint(4, 6))]
 
-    def act() -> None:
+    def act(history: History) -> None:
         until_s = time.monotonic() + AGAIN_S
         while time.monotonic() < until_s and not over.wait(15.0):
-            try:
-                kill(draw.choice(("d0", "d1", "d2", "d3")))
-                kills[0] += 1
-            except AssertionError:
-                pass  # it is dead already
+            name = draw.choice(names)
+            with contextlib.suppress(KeyError):  # it is dead already
+                kill(name, history)
 
-    steps = int(AGAIN_S / 0.4)
+    steps = int(AGAIN_S / 0.3)
     found = run(
-        folder / str(seed), job(steps, patience="10 s"), devices=4, spares=0, act=(4, act),
+        folder / str(seed), job(steps, patience="10 s"), devices=len(names), spares=0, act=(4, act),
         crew=LocalCrew(revives_after_s=1.0), flops_per_s=SLOW_FLOPS_PER_S,
     )  # fmt: skip
     over.set()
-    told = judged(found, None, steps)
-    elapsed_s, redone = found.outcome.elapsed_s, told.redone
-    useful = steps / (steps + redone) * (1 - sum(told.seconds) / max(elapsed_s, 1e-9))
-    return told._replace(remark=f"{kills[0]} kills in {elapsed_s:.0f} s, goodput {useful:.0%}")
+    told = judged(found, folder, steps, bitwise=False)
+    elapsed_s, idle_s = found.outcome.elapsed_s, sum(r.seconds for r in found.outcome.recoveries)
+    useful = steps / (steps + told.redone) * (1 - idle_s / max(elapsed_s, 1e-9))
+    remark = (
+        f"{told.faults} kills of {len(names)} devices in {elapsed_s:.0f} s, longest pause "
+        f"{max(found.history.pauses_s()):.0f} s, goodput {useful:.0%}"
+    )
+    return Found(
+        seconds=told.seconds, redone=told.redone, wrong=told.wrong, remark=remark, faults=told.faults, length_s=AGAIN_S
+    )
 
 
 def comes_back(seed: int, folder: Path) -> Found:
     """One of two is killed, the other goes on alone; a new one comes and is used."""
     steps, draw = 70, random.Random(seed)
-    act = (draw.randint(2, 20), lambda: kill(draw.choice(("d0", "d1"))))
+    step, device = draw.randint(2, 20), draw.choice(("d0", "d1"))
     crew = LocalCrew(revives_after_s=3.0)
-    found = run(folder / str(seed), job(steps), spares=0, act=act, crew=crew, flops_per_s=SLOW_FLOPS_PER_S / 4)
-    told = judged(found, None, steps)
-    if not told.wrong and len(told.seconds) < 2:
-        return told._replace(wrong="the new device was not used")
+    found = run(
+        folder / str(seed), job(steps), spares=0, act=(step, lambda history: kill(device, history)), crew=crew,
+        flops_per_s=CRAWLING_FLOPS_PER_S,
+    )  # fmt: skip
+    told = judged(found, folder, steps, bitwise=False)
+    if not told.wrong and len(found.outcome.recoveries) < 2:
+        return _but(told, "the new device was not used")
     return told
 
 
-ROWS: dict[str, Callable[[int, Path], Found]] = {
-    "killed, a spare takes its place": struck(kill),
-    "killed, the other goes on alone": struck(kill, spares=0),
-    "killed in the middle of a message": struck(kill, link=Link(0.05, 2e4)),
-    "sole holder of a stage killed: from the checkpoint": struck(kill, snapshots=False, save_every=6),
-    f"stopped for {STOP_S:g} s, evicted after 4 s": struck(stop, patience="4 s"),
-    f"link cut for {STOP_S:g} s": on_the_link(lambda f: f.cut(STOP_S), recovers=True),
-    "half-open link": on_the_link(Forwarder.half_open, recovers=True),
-    "1 Mbit/s, 200 ms, stalls: nobody evicted": on_the_link(
-        stalls, recovers=False, bandwidth_bytes_per_s=125e3, latency_s=0.2
+ROWS = (
+    Row(name="kill-spare", told="killed, a spare takes its place", once=killed()),
+    Row(name="kill-alone", told="killed, the other goes on alone", once=killed(spares=0)),
+    Row(name="kill-sending", told="killed in the middle of a message", once=killed(link=Link(0.05, 2e4))),
+    Row(
+        name="sole-holder", told="sole holder of a stage killed: from the checkpoint",
+        once=killed(snapshots=False, save_every=6),
     ),
-    "killed every 15 s, 4 devices": again_and_again,
-    "killed; a new device comes and is used": comes_back,
-}
+    Row(name="stop", told="stopped, evicted after 4 s, awake again", once=stopped, limit_s=240 + 3 * STOP_S),
+    Row(
+        name="cut", told="link cut, noticed after 4 s", limit_s=240 + 3 * STOP_S,
+        once=on_the_link(lambda f, _: f.cut(STOP_S), recovers=True, length_s=STOP_S),
+    ),
+    Row(name="half-open", told="half-open link", once=on_the_link(lambda f, _: f.half_open(), recovers=True)),
+    Row(
+        name="slow-link", told="1 Mbit/s, 200 ms, stalls: nobody evicted",
+        once=on_the_link(stalls, recovers=False, bandwidth_bytes_per_s=125e3, latency_s=0.2),
+    ),
+    Row(
+        name="kill-again", told="killed every 15 s, 4 to 6 devices", once=again_and_again, moments=1,
+        limit_s=300 + 3 * AGAIN_S,
+    ),
+    Row(name="newcomer", told="killed; a new device comes and is used", once=comes_back, limit_s=240),
+)  # fmt: skip

@@ -20,11 +20,16 @@ from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.trace import Span
+from tests.faults.history import History
 from tests.runtime.commands import devices_of
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, random_cut
 
 FLOPS_PER_S = 2e7
 """Slow enough for something to happen in the middle of a step."""
+
+
+Act = Callable[[History], None]
+"""Does something to the run, and writes down when."""
 
 
 class Run(msgspec.Struct, frozen=True, kw_only=True):
@@ -33,6 +38,7 @@ class Run(msgspec.Struct, frozen=True, kw_only=True):
     losses: list[tuple[int, float | None]]
     """As they were told: a step that is done again is told again."""
     notes: list[str]
+    history: History
 
 
 def job(steps: int = 24, save_every: int = 0, **runtime: object) -> Job:
@@ -58,9 +64,10 @@ def keeps_cuts(prepared: Prepared, boundaries: list[int]) -> Callable[[Fleet], P
 
 def run(
     folder: Path, made: Job, *, devices: int = 2, spares: int = 1, crew: LocalCrew | None = None,
-    act: tuple[int, Callable[[], None]] | None = None, link: Link | None = None, flops_per_s: float = FLOPS_PER_S,
+    act: tuple[int, Act] | None = None, link: Link | None = None, flops_per_s: float = FLOPS_PER_S,
 ) -> Run:  # fmt: skip
-    """Train over one process per device. `act` is done once, after so many steps. `link` joins them all."""
+    """Train over one process per device. `act` is done once, in a thread of its own, after so many steps. `link` joins
+    them all."""
     # The model is captured once: jobs here differ in how they are run.
     prepared = msgspec.structs.replace(_captured(made.training.steps), job=made)
     fleet = fleet_of(devices + spares, flops_per_s)
@@ -70,18 +77,24 @@ def run(
     plan = replan(fleet.subset(fleet.names[:devices]))
     losses: list[tuple[int, float | None]] = []
     notes: list[str] = []
+    history = History()
     waiting = [act] if act is not None else []
 
     def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        history.advanced(item)
         if item.kind == "train":
             losses.append((item.step, loss))
             if waiting and item.step + 1 >= waiting[0][0]:
-                threading.Thread(target=waiting.pop()[1], daemon=True).start()
+                threading.Thread(target=waiting.pop()[1], args=(history,), daemon=True).start()
 
     options = RunOptions(emulate=made.runtime.emulate, crew=crew or LocalCrew(), replan=replan)
-    outcome = train(prepared, plan, fleet, folder, options, Watcher(advanced=advanced, noted=notes.append))
+    watcher = Watcher(
+        advanced=advanced, acknowledged=history.held, saved=lambda step, _: history.saved(step),
+        rolled_back=history.rolled_back, noted=notes.append,
+    )  # fmt: skip
+    outcome = train(prepared, plan, fleet, folder, options, watcher)
     weights = final_weights(folder) if outcome.outcome == "done" else {}
-    return Run(outcome=outcome, weights=weights, losses=losses, notes=notes)
+    return Run(outcome=outcome, weights=weights, losses=losses, notes=notes, history=history)
 
 
 def pid_of(device: str) -> int:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import os
 import signal
 import time
-from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -13,7 +12,8 @@ import torch
 
 from isthmus.runtime.conducting.crew import LocalCrew
 
-from .real import Run, job, pid_of, run
+from .history import History
+from .real import Act, Run, job, pid_of, run
 
 long = pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
 
@@ -31,8 +31,8 @@ def _same_weights(found: Run, expected: Run) -> None:
     assert last == dict(expected.losses)
 
 
-def _killed(device: str) -> Callable[[], None]:
-    return lambda: os.kill(pid_of(device), signal.SIGKILL)
+def _killed(device: str) -> Act:
+    return lambda _: os.kill(pid_of(device), signal.SIGKILL)
 
 
 def test_a_spare_device_takes_the_place_of_one_that_was_killed(tmp_path: Path, undisturbed: Run) -> None:
@@ -64,7 +64,7 @@ def test_without_snapshots_the_last_checkpoint_is_gone_back_to(tmp_path: Path, u
 
 @long
 def test_a_device_that_is_stopped_is_evicted_and_comes_back(tmp_path: Path, undisturbed: Run) -> None:
-    def stop() -> None:
+    def stop(history: History) -> None:
         pid = pid_of("d1")
         os.kill(pid, signal.SIGSTOP)
         time.sleep(14)
@@ -89,10 +89,10 @@ def test_a_kill_again_and_again(tmp_path: Path) -> None:
     """Devices start anew a second after they were killed."""
     deadline_s = time.monotonic() + 60
 
-    def kill() -> None:
+    def kill(history: History) -> None:
         for name in ("d0", "d1", "d0"):
             if time.monotonic() < deadline_s:
-                _killed(name)()
+                _killed(name)(history)
             time.sleep(6)
 
     found = run(tmp_path, job(steps=30), spares=0, crew=LocalCrew(revives_after_s=1.0), act=(4, kill))

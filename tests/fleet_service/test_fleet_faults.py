@@ -88,7 +88,7 @@ class Machines:
         with socket.create_server(("127.0.0.1", 0)) as free:
             self._port = free.getsockname()[1]
         (folder / "fleet.toml").write_text(FLEET)
-        self._job = edited(
+        self.job = edited(
             write_job(folder, steps=STEPS, fleet=str(folder / "fleet.toml")),
             ("save_every = 3\n", f"save_every = {save_every}\n"), ("[learning_rate]", RUNTIME),
         )  # fmt: skip
@@ -96,7 +96,7 @@ class Machines:
 
     def serve(self, *options: str) -> subprocess.Popen[str]:
         return self._start(
-            "serve", str(self._job), "--port", str(self._port), "--state", str(self.folder / "fleet"),
+            "serve", str(self.job), "--port", str(self._port), "--state", str(self.folder / "fleet"),
             "--run", str(self.run.path), *options,
         )  # fmt: skip
 

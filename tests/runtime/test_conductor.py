@@ -69,6 +69,9 @@ class NotedScript:
     def give(self, tensors: Mapping[str, Tensor]) -> None:
         pass
 
+    def acknowledged(self, step: int) -> None:
+        pass
+
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         pass
 

@@ -20,6 +20,7 @@ from isthmus.training.checkpoint import (
     latest_checkpoint,
     load_checkpoint,
     newest_checkpoint,
+    newest_whole_checkpoint,
     read_manifest,
     read_tensors,
 )
@@ -59,7 +60,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     assert _whole(path) == 40
     manifest = read_manifest(path)
     assert (manifest.seed, manifest.batch, manifest.data) == (1, 8, {"train": "f"})
-    assert manifest.files["stage-1.safetensors"] == ("b",)
+    assert manifest.files["stage-1.safetensors"].tensors == ("b",)
     assert read_tensors(path, ["b"]).keys() == {"b"}
 
 
@@ -176,12 +177,12 @@ def _truncate(path: Path) -> None:
 @pytest.mark.parametrize(
     ("spoil", "words"),
     [
-        (_truncate, "stage-1.safetensors is truncated"),
-        (lambda path: (path / "stage-1.safetensors").write_bytes(b"x" * 99), "is truncated or not a tensor file"),
+        (_truncate, "stage-1.safetensors is not as it was saved: truncated"),
+        (lambda path: (path / "stage-1.safetensors").write_bytes(b"x" * 99), "is not as it was saved"),
         (lambda path: (path / "stage-1.safetensors").unlink(), "stage-1.safetensors is missing"),
         (lambda path: shutil.copy(path / "stage-0.safetensors", path / "stage-1.safetensors"), "stage-1.safetensors"),
         (lambda path: (path / "manifest.json").write_text('{"step": 1'), "manifest.json"),
-        (lambda path: (path / "manifest.json").write_text('{"version": 2, "step": 1}'), "version"),
+        (lambda path: (path / "manifest.json").write_text('{"version": 1, "step": 1}'), "version"),
         (lambda path: (path / "manifest.json").unlink(), "not a complete checkpoint"),
     ],
 )
@@ -192,6 +193,47 @@ def test_a_spoilt_checkpoint_is_named(tmp_path: Path, spoil: Callable[[Path], ob
         read_tensors(path)
     assert "step-000001" in str(caught.value) and words in str(caught.value)
     assert len(str(caught.value).splitlines()) == 1
+
+
+def _flip(path: Path, place: int) -> None:
+    data = bytearray(path.read_bytes())
+    data[place] ^= 1
+    path.write_bytes(data)
+
+
+@pytest.mark.parametrize("name", ["stage-0.safetensors", "stage-1.safetensors", "rest.safetensors"])
+def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
+    """In a weight, too: to safetensors it is a weight like any other."""
+    path = _save(CheckpointWriter(tmp_path), 1)
+    _flip(path / name, -1)
+    with pytest.raises(UserError, match=f"{name} is not as it was saved"):
+        read_tensors(path)
+
+
+def test_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=4)
+    passed_over: list[str] = []
+    assert newest_whole_checkpoint(tmp_path / "none", passed_over.append) is None
+    for step in (1, 2, 3, 4):
+        _save(writer, step)
+    assert newest_whole_checkpoint(tmp_path, passed_over.append) == tmp_path / "step-000004"
+    assert not passed_over
+    _truncate(tmp_path / "step-000004")
+    (tmp_path / "step-000003" / "manifest.json").write_text("{}")
+    found = newest_whole_checkpoint(tmp_path, passed_over.append)
+    assert found == tmp_path / "step-000002" and _whole(found) == 2
+    assert ["step-000004" in line for line in passed_over] == [True, False]
+    for step in (1, 2):
+        _flip(tmp_path / f"step-{step:06d}" / "rest.safetensors", -1)
+    with pytest.raises(UserError, match="step-000004"):
+        newest_whole_checkpoint(tmp_path, passed_over.append)
+
+
+def test_a_renamed_checkpoint_is_of_another_step(tmp_path: Path) -> None:
+    path = _save(CheckpointWriter(tmp_path), 1).rename(tmp_path / "step-000002")
+    with pytest.raises(UserError, match="step: got 1"):
+        read_manifest(path)
+    assert _whole(path.rename(tmp_path / "step-best")) == 1
 
 
 class Tied(nn.Module):

@@ -32,7 +32,7 @@ from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, r
 from isthmus.runtime.conducting.run import train as run_training
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import newest_checkpoint, read_manifest
+from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
 
 
@@ -63,7 +63,8 @@ def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
 
 def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: Console) -> int:
     hooks = LoadedHooks(job.hooks)
-    checkpoint = newest_checkpoint(folder.checkpoints) if choices.resume else None
+    passed_over = partial(_say, notes)
+    checkpoint = newest_whole_checkpoint(folder.checkpoints, passed_over) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
     if start_step >= job.training.steps:
         _say(notes, f"nothing left to do: {folder.path} has {start_step} steps of {job.training.steps}")

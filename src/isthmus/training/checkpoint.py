@@ -2,7 +2,7 @@
 
     checkpoints/
       step-000040/
-        manifest.json        step, what a resumed run must agree with, what each file holds
+        manifest.json        step, what a resumed run must agree with, what each file holds and its digest
         stage-0.safetensors  weights under the module's own names, `optimizer.<parameter>.<key>` beside them
         stage-1.safetensors
         replica-1-stage-0.safetensors  what another replica holds that differs from the first's: `replica.1.<name>`
@@ -10,15 +10,17 @@
       latest                 name of the newest complete directory, for people and scripts
 
 Parts are written into a hidden directory, which is renamed when all are there and on disk; a crash at any point
-leaves the checkpoints before it whole. Readers take the newest complete directory and do not depend on `latest`.
+leaves the checkpoints before it whole. Readers take the newest complete directory and do not depend on `latest`. What
+a disk did to a file afterwards is noticed by its digest: a flipped bit in a weight is a weight to any other reader.
 """
 
 from __future__ import annotations
 
+import hashlib
 import os
 import re
 import shutil
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
 from typing import Annotated, Literal
 
@@ -48,10 +50,19 @@ def split_replica(name: str) -> tuple[int, str]:
     return (int(found[1]), name[found.end() :]) if found else (0, name)
 
 
+class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """One file of a checkpoint."""
+
+    tensors: tuple[str, ...]
+    """Names."""
+    sha256: str
+    """Of its bytes, in hexadecimal digits."""
+
+
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds and what a resumed run must agree with."""
 
-    version: Literal[1] = 1
+    version: Literal[2] = 2
     step: Annotated[int, Meta(ge=0)]
     """Optimizer steps done."""
     seed: int
@@ -59,8 +70,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shuffle: bool = True
     data: dict[str, str] = {}
     """Fingerprints of the data, by split."""
-    files: dict[str, tuple[str, ...]] = {}
-    """File -> names of its tensors."""
+    files: dict[str, SavedFile] = {}
+    """By name."""
 
 
 class CheckpointWriter:
@@ -73,7 +84,7 @@ class CheckpointWriter:
         """
         self.directory = directory
         self._keep = keep
-        self._files: dict[int, dict[str, tuple[str, ...]]] = {}
+        self._files: dict[int, dict[str, SavedFile]] = {}
         self.discard()
 
     def discard(self) -> None:
@@ -81,6 +92,10 @@ class CheckpointWriter:
         self._files.clear()
         for unfinished in self.directory.glob(".step-*"):
             shutil.rmtree(unfinished)
+
+    def at(self, step: int) -> Path:
+        """Where the checkpoint of a step is, once it is complete."""
+        return self.directory / f"step-{step:06d}"
 
     def _partial(self, step: int) -> Path:
         return self.directory / f".step-{step:06d}"
@@ -93,17 +108,29 @@ class CheckpointWriter:
             folder.mkdir(parents=True, exist_ok=True)
             save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / name)
             _flush(folder / name)
+            saved = SavedFile(tensors=tuple(tensors), sha256=_digest(folder / name))
         except (SafetensorError, OSError) as e:
             raise UserError(f"checkpoint {folder / name}: cannot be written: {e}") from None
-        self._files.setdefault(step, {})[name] = tuple(tensors)
+        self._files.setdefault(step, {})[name] = saved
 
     def commit(self, manifest: Manifest) -> Path:
-        """All parts of the manifest's step are written: make them a checkpoint, atomically. Fills in `files`."""
-        step = manifest.step
-        folder, final = self._partial(step), self.directory / f"step-{step:06d}"
+        """All parts of the manifest's step are written: make them a checkpoint, atomically. Fills in `files`.
+        UserError when it cannot be written."""
+        complete = msgspec.structs.replace(manifest, files=self._files.pop(manifest.step, {}))
+        try:
+            final = self._renamed(complete)
+        except OSError as e:
+            folder = self._partial(manifest.step)
+            raise UserError(f"checkpoint {folder}: cannot be written: {e.strerror or e}") from None
+        for _, old in _complete(self.directory)[: -self._keep]:
+            if old != final:
+                shutil.rmtree(old)
+        return final
+
+    def _renamed(self, manifest: Manifest) -> Path:
+        folder, final = self._partial(manifest.step), self.at(manifest.step)
         folder.mkdir(parents=True, exist_ok=True)
-        complete = msgspec.structs.replace(manifest, files=self._files.pop(step, {}))
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(complete), indent=1))
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
         _flush(folder / MANIFEST)
         _flush(folder)
         if final.exists():  # not from this run, or it would have gone on from there
@@ -114,9 +141,6 @@ class CheckpointWriter:
         pointer.write_text(final.name)
         _flush(pointer)
         pointer.rename(self.directory / "latest")
-        for _, old in _complete(self.directory)[: -self._keep]:
-            if old != final:
-                shutil.rmtree(old)
         return final
 
 
@@ -126,6 +150,11 @@ def _flush(path: Path) -> None:
         os.fsync(handle)
     finally:
         os.close(handle)
+
+
+def _digest(path: Path) -> str:
+    with path.open("rb") as file:
+        return hashlib.file_digest(file, "sha256").hexdigest()
 
 
 def _complete(directory: Path) -> list[tuple[int, Path]]:
@@ -140,6 +169,37 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return complete[-1][1] if complete else None
 
 
+def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None]) -> Path | None:
+    """The newest checkpoint whose every byte is as it was saved; None when nothing was ever saved.
+
+    `passed_over` is told why of each newer one. UserError when none of those that are there is whole: to begin anew is
+    for the user to say.
+    """
+    refused: UserError | None = None
+    for _, checkpoint in reversed(_complete(directory)):
+        try:
+            manifest = read_manifest(checkpoint)
+            for name in manifest.files:
+                _check_bytes(checkpoint, name, manifest)
+        except UserError as e:
+            refused = refused or e
+            passed_over(str(e))
+        else:
+            return checkpoint
+    if refused is not None:
+        raise refused
+    return None
+
+
+def _check_bytes(checkpoint: Path, name: str, manifest: Manifest) -> None:
+    try:
+        digest = _digest(checkpoint / name)
+    except OSError as e:
+        raise UserError(f"checkpoint {checkpoint}: file {name} cannot be read: {e.strerror or e}") from None
+    if digest != manifest.files[name].sha256:
+        raise UserError(f"checkpoint {checkpoint}: file {name} is not as it was saved: truncated or altered since")
+
+
 def latest_checkpoint(directory: Path) -> Path:
     """The newest complete checkpoint under `directory`; UserError when there is none."""
     found = newest_checkpoint(directory)
@@ -149,13 +209,16 @@ def latest_checkpoint(directory: Path) -> Path:
 
 
 def read_manifest(checkpoint: Path) -> Manifest:
-    """UserError when the manifest is missing or broken, or a file of it is missing."""
+    """UserError when the manifest is missing, broken or of another step than its directory; when a file is missing."""
     try:
         manifest = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise UserError(f"checkpoint {checkpoint}: no {MANIFEST}: not a complete checkpoint") from None
     except msgspec.MsgspecError as e:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: {e}") from None
+    number = checkpoint.name.removeprefix("step-")
+    if number.isdecimal() and int(number) != manifest.step:
+        raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: step: got {manifest.step}, another than its directory's")
     for name in manifest.files:
         if not (checkpoint / name).is_file():
             raise UserError(f"checkpoint {checkpoint}: file {name} is missing")
@@ -165,14 +228,16 @@ def read_manifest(checkpoint: Path) -> Manifest:
 def read_tensors(checkpoint: Path, names: Collection[str] | None = None) -> dict[str, Tensor]:
     """Tensors by name (all by default); UserError for a truncated or altered file."""
     found: dict[str, Tensor] = {}
-    for name, listed in read_manifest(checkpoint).files.items():
-        wanted = [t for t in listed if names is None or t in names]
+    manifest = read_manifest(checkpoint)
+    for name, file in manifest.files.items():
+        wanted = [t for t in file.tensors if names is None or t in names]
+        _check_bytes(checkpoint, name, manifest)
         try:
-            with safe_open(checkpoint / name, framework="pt") as file:
+            with safe_open(checkpoint / name, framework="pt") as opened:
                 for tensor in wanted:
-                    found[tensor] = file.get_tensor(tensor)
+                    found[tensor] = opened.get_tensor(tensor)
         except (SafetensorError, OSError) as e:
-            raise UserError(f"checkpoint {checkpoint}: file {name} is truncated or not a tensor file: {e}") from None
+            raise UserError(f"checkpoint {checkpoint}: file {name} does not hold what its manifest says: {e}") from None
     return found
 
 

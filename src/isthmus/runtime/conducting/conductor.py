@@ -378,6 +378,7 @@ class Conductor:
                     self._newcomers.forget(device)
                 self._say(device, LendMessage(run=run, epoch=epoch, step=step, parts=parts))
             case Retire(step=step):
+                self._script.acknowledged(step)
                 for device in self._lanes:
                     self._say(device, RetireMessage(run=run, epoch=epoch, step=step))
             case Release(device=device):

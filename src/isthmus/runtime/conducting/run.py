@@ -26,7 +26,7 @@ from isthmus.runtime.conducting.record import Record, remove_record, write_recor
 from isthmus.runtime.conducting.script import Address, Outcome
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
-from isthmus.training.checkpoint import CheckpointWriter, Manifest, newest_checkpoint, read_manifest, replica_prefix
+from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
 from isthmus.training.snapshot import part_of
@@ -43,6 +43,8 @@ class Watcher(msgspec.Struct, frozen=True, kw_only=True):
     """Everything was checked, the checkpoint to go on from too, and nothing was written yet."""
     advanced: Callable[[Item, float | None, tuple[Span, ...]], None] = lambda item, loss, spans: None
     saved: Callable[[int, Path], None] = lambda step, directory: None
+    acknowledged: Callable[[int], None] = lambda step: None
+    """The state after this step is held twice: no single loss takes the run back behind it."""
     rolled_back: Callable[[int], None] = lambda step: None
     """The run goes on after this step: what was told of later ones is void."""
     noted: Callable[[str], None] = lambda text: None
@@ -150,8 +152,9 @@ class TrainingScript:
         if not begin.from_checkpoint:
             self._loaded_step, self._others = None, {}
         elif self._loaded_step != begin.step:
-            self._loaded_step = self._load(newest_checkpoint(self._writer.directory))
-            assert self._loaded_step == begin.step, "the machine goes back to the newest checkpoint"
+            # By its step: a newer one may be there that the run was not resumed from, because it is torn.
+            resumed = begin.step == self.start_step
+            self._loaded_step = self._load(self._options.resume_from if resumed else self._writer.at(begin.step))
         if not first:
             self._writer.discard()
             self._watcher.rolled_back(begin.step)
@@ -203,6 +206,9 @@ class TrainingScript:
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)
+
+    def acknowledged(self, step: int) -> None:
+        self._watcher.acknowledged(step)
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
         pair, replica = self.now.by_device[device], self.now.replica(device)

@@ -110,6 +110,10 @@ class Script(Protocol):
         """What a probe found, None for nothing. Whether the link is not as the plan assumed."""
         ...
 
+    def acknowledged(self, step: int) -> None:
+        """The state after this step is held by more than one device."""
+        ...
+
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
         """A device's part of a checkpoint is here."""
         ...
