@@ -20,6 +20,8 @@ class Moment(msgspec.Struct, frozen=True, kw_only=True):
     found: Found
     wall_s: float
     """That it took in all."""
+    load: float = 0.0
+    """Of the machine at its end: processes that compute or want to."""
 
 
 class RowSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -37,6 +39,8 @@ class RowSummary(msgspec.Struct, frozen=True, kw_only=True):
     lengths: dict[str, int]
     """How many moments had a fault of this length."""
     remarks: dict[str, int]
+    load: float
+    """Median."""
 
 
 def read(path: Path) -> list[Moment]:
@@ -60,6 +64,7 @@ def summed_up(row: Row, moments: Sequence[Moment]) -> RowSummary:
         redone=statistics.mean(m.found.redone for m in moments) if moments else 0.0,
         lengths=_counted(f"{m.found.length_s:g} s" for m in moments if m.found.length_s),
         remarks=_counted(m.found.remark for m in moments if m.found.remark),
+        load=statistics.median(m.load for m in moments) if moments else 0.0,
     )  # fmt: skip
 
 
@@ -69,13 +74,16 @@ def _counted(words: Iterable[str]) -> dict[str, int]:
 
 
 def table(summaries: Iterable[RowSummary]) -> Table:
-    made = Table("fault", "moments", "failed", "recovery, median", "longest", "steps again, mean", "", title="Faults")
+    made = Table(
+        "fault", "moments", "failed", "recovery, median", "longest", "steps again, mean", "load", "", title="Faults"
+    )
     for one in summaries:
         median, longest = ("-" if s is None else f"{s:.1f} s" for s in (one.median_s, one.longest_s))
         lengths = [f"{count} of {length}" for length, count in one.lengths.items()]
         remarks = [f"{word} ({count})" for word, count in one.remarks.items()]
         failed = ", ".join(map(str, one.failed)) or "none"
         made.add_row(
-            one.told, str(one.moments), failed, median, longest, f"{one.redone:.1f}", "; ".join((*lengths, *remarks))
-        )
+            one.told, str(one.moments), failed, median, longest, f"{one.redone:.1f}", f"{one.load:.1f}",
+            "; ".join((*lengths, *remarks)),
+        )  # fmt: skip
     return made

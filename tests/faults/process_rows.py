@@ -156,7 +156,7 @@ def again_and_again(seed: int, folder: Path) -> Found:
             with contextlib.suppress(KeyError):  # it is dead already
                 kill(name, history)
 
-    steps = int(AGAIN_S / 0.3)
+    steps = int(AGAIN_S / 0.25)
     found = run(
         folder / str(seed), job(steps, patience="10 s"), devices=len(names), spares=0, act=(4, act),
         crew=LocalCrew(revives_after_s=1.0), flops_per_s=SLOW_FLOPS_PER_S,

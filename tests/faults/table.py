@@ -3,7 +3,8 @@
 Each moment is drawn from its row and seed, and printed with both: `python -m tests.faults.table half-open --seed 7`
 replays one. A moment has failed if the run ended otherwise than it should, if its history is not one line with each
 range of samples once, if a step was lost that was held twice, or if the weights are not those of an undisturbed run:
-bit for bit where the cuts are the same. What was found is kept in `--kept`, and what is there is not done again.
+bit for bit where the cuts are the same. What was found is kept, and not done again until all rows have all their
+moments: then the next run begins anew.
 
 `ISTHMUS_FAULT_MOMENTS` is how many moments each fault gets (20), `ISTHMUS_FAULT_STOP_S` how long a device is stopped
 and a link is cut (60), `ISTHMUS_FAULT_AGAIN_S` for how long devices are killed again and again (600).
@@ -47,25 +48,37 @@ def main() -> int:
     parser.add_argument("--seed", type=int, help="this moment alone, again")
     parser.add_argument("--at-once", type=int, default=2, help="moments at once: they mostly wait")
     parser.add_argument("--within", type=float, default=float("inf"), metavar="S", help="begin none after so long")
+    parser.add_argument("--anew", action="store_true", help="forget what was found before")
     parser.add_argument("--kept", type=Path, default=Path("runs/faults/moments.jsonl"))
     options = parser.parse_args()
     if unknown := set(options.rows) - ROWS.keys():
         parser.error(f"no such row: {', '.join(sorted(unknown))}; expected some of: {', '.join(ROWS)}")
-    rows = [ROWS[name] for name in options.rows or ROWS]
+    rows, count = [ROWS[name] for name in options.rows or ROWS], options.moments
+    if options.anew:
+        options.kept.unlink(missing_ok=True)
     if options.seed is not None:
         due = [(row, options.seed) for row in rows]
     else:
         done = {(moment.row, moment.seed) for moment in read(options.kept)}
-        due = [(row, seed) for row, seed in _in_turn(rows, options.moments) if (row.name, seed) not in done]
+        if done:
+            print(f"{len(done)} moments were found before (--anew forgets them)", file=sys.stderr)
+        due = [(row, seed) for row, seed in _in_turn(rows, count) if (row.name, seed) not in done]
     left = _do(due, options.at_once, time.monotonic() + options.within, options.kept)
-    kept = read(options.kept)
-    summaries = [s for row in rows if (s := summed_up(row, [m for m in kept if m.row == row.name])).moments]
-    summary = options.kept.with_name("summary.json")
-    summary.write_bytes(msgspec.json.format(msgspec.json.encode(summaries), indent=1))
-    Console(width=160).print(table(summaries))
+    failed = _tell(rows, options.kept)
     if left:
         print(f"{left} moments are left: the same command goes on with them", file=sys.stderr)
-    return 1 if left or any(s.failed for s in summaries) else 0
+    elif {(m.row, m.seed) for m in read(options.kept)} >= {(r.name, s) for r, s in _in_turn([*ROWS.values()], count)}:
+        options.kept.replace(options.kept.with_name("complete.jsonl"))
+    return 1 if left or failed else 0
+
+
+def _tell(rows: list[Row], path: Path) -> bool:
+    """Print the table, and write it beside what was kept. Whether a moment has failed."""
+    kept = read(path)
+    summaries = [s for row in rows if (s := summed_up(row, [m for m in kept if m.row == row.name])).moments]
+    path.with_name("summary.json").write_bytes(msgspec.json.format(msgspec.json.encode(summaries), indent=1))
+    Console(width=160).print(table(summaries))
+    return any(summary.failed for summary in summaries)
 
 
 def _in_turn(rows: list[Row], moments: int) -> Iterator[tuple[Row, int]]:
@@ -119,7 +132,7 @@ def _once(name: str, seed: int) -> Moment:
         found = Found(wrong=f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})")
     finally:
         signal.setitimer(signal.ITIMER_REAL, 0.0)
-    return Moment(row=name, seed=seed, found=found, wall_s=time.monotonic() - since_s)
+    return Moment(row=name, seed=seed, found=found, wall_s=time.monotonic() - since_s, load=os.getloadavg()[0])
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
