@@ -51,10 +51,10 @@ class History:
     def _note(self, kind: Kind, step: int, first_sample: int = -1) -> None:
         self.events.append(Event(time.monotonic(), kind, step, first_sample))
 
-    def violation(self, steps: int, batch: int, *, resumed: bool = False) -> str:
-        """What does not hold, or nothing. `resumed`: from a step that the history does not know."""
-        at = self.events[0].step if resumed and self.events else 0
-        held, line = 0, list[int]()
+    def violation(self, steps: int, batch: int, *, losses: int = 1) -> str:
+        """What does not hold, or nothing. `losses`: how many devices may be gone at once; with two, what was held by
+        two may be lost."""
+        at, held, line = 0, 0, list[int]()
         for event in self.events:
             match event.kind:
                 case "step" if event.step != at:
@@ -68,10 +68,10 @@ class History:
                     return f"step {event.step} is held, and only {at} are done"
                 case "held" | "saved":
                     held = max(held, event.step)
-                case "rolled back" if event.step < held:
+                case "rolled back" if event.step < held and losses < 2:
                     return f"back to step {event.step}, and {held} was held"
                 case "rolled back":
-                    at = event.step
+                    at, held = event.step, min(held, event.step)
                     line = [step for step in line if step < at]
                 case "struck":
                     pass

@@ -19,6 +19,7 @@ from tests.faults.forwarder import ADDRESS, Forwarder, free_port
 from tests.faults.history import History
 from tests.faults.real import FLOPS_PER_S, Run, job, pid_of, run
 from tests.faults.rows import AGAIN_S, STOP_S, Found, Row, differing
+from tests.runtime.commands import devices_of
 
 STEPS = 24
 BATCH = 8
@@ -41,10 +42,13 @@ def undisturbed(folder: Path, steps: int) -> Run:
     return run(folder / f"undisturbed-{steps}", job(steps), spares=0, flops_per_s=1e12)
 
 
-def judged(found: Run, folder: Path, steps: int, *, bitwise: bool, recoveries: int = 1) -> Found:
-    """`bitwise`: the cuts were always the same. `recoveries`: so many at least."""
+def judged(
+    found: Run, folder: Path, steps: int, *, bitwise: bool, recoveries: int = 1, losses: int = 1
+) -> Found:  # fmt: skip
+    """`bitwise`: the cuts were always the same. `recoveries`: so many at least. `losses`: devices that may have been
+    gone at once."""
     outcome, history = found.outcome, found.history
-    wrong = history.violation(steps, BATCH)
+    wrong = history.violation(steps, BATCH, losses=losses)
     if outcome.outcome != "done":
         wrong = f"{outcome.outcome}: {outcome.reason}"
     elif not wrong and len(outcome.recoveries) < recoveries:
@@ -72,6 +76,39 @@ def killed(*, spares: int = 1, link: Link | None = None, **runtime: object) -> C
         return judged(found, folder, STEPS, bitwise=bool(spares))
 
     return once
+
+
+def killed_early(seed: int, folder: Path) -> Found:
+    """While it is connected, given its stage, or at its first steps."""
+    draw = random.Random(seed)
+    device, later_s = draw.choice(("d0", "d1")), draw.uniform(0.0, 1.5)
+
+    def act(history: History) -> None:
+        until_s = time.monotonic() + 60
+        while device not in devices_of(os.getpid()) and time.monotonic() < until_s:
+            time.sleep(0.01)
+        time.sleep(later_s)
+        kill(device, history)
+
+    found = run(folder / str(seed), job(STEPS), act=(0, act), flops_per_s=FLOPS_PER_S / 2)
+    return judged(found, folder, STEPS, bitwise=True, recoveries=0)  # before the first step there is nothing to redo
+
+
+def killed_twice(seed: int, folder: Path) -> Found:
+    """Another device soon after the first, or its successor: often in the middle of the recovery."""
+    draw = random.Random(seed)
+    step, between_s = draw.randint(1, STEPS - 6), draw.choice((0.0, draw.uniform(0.0, 1.5), draw.uniform(1.0, 5.0)))
+    first, second = draw.choice(("d0", "d1")), draw.choice(("d0", "d1", "d2", "d3"))
+
+    def act(history: History) -> None:
+        kill(first, history)
+        time.sleep(between_s)
+        with contextlib.suppress(KeyError):  # it was the first one, or has not been called yet
+            kill(second, history)
+
+    made = job(STEPS, save_every=6)
+    found = run(folder / str(seed), made, spares=2, act=(step, act), flops_per_s=FLOPS_PER_S / 2)
+    return judged(found, folder, STEPS, bitwise=True, losses=2)
 
 
 def stopped(seed: int, folder: Path) -> Found:
@@ -162,7 +199,7 @@ def again_and_again(seed: int, folder: Path) -> Found:
         crew=LocalCrew(revives_after_s=1.0), flops_per_s=SLOW_FLOPS_PER_S,
     )  # fmt: skip
     over.set()
-    told = judged(found, folder, steps, bitwise=False)
+    told = judged(found, folder, steps, bitwise=False, losses=2)
     elapsed_s, idle_s = found.outcome.elapsed_s, sum(r.seconds for r in found.outcome.recoveries)
     useful = steps / (steps + told.redone) * (1 - idle_s / max(elapsed_s, 1e-9))
     remark = (
@@ -197,6 +234,8 @@ ROWS = (
         name="sole-holder", told="sole holder of a stage killed: from the checkpoint",
         once=killed(snapshots=False, save_every=6),
     ),
+    Row(name="kill-early", told="killed as it is set up", once=killed_early),
+    Row(name="kill-twice", told="another killed in the recovery from the first", once=killed_twice),
     Row(name="stop", told="stopped, evicted after 4 s, awake again", once=stopped, limit_s=240 + 3 * STOP_S),
     Row(
         name="cut", told="link cut, noticed after 4 s", limit_s=240 + 3 * STOP_S,

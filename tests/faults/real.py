@@ -66,8 +66,8 @@ def run(
     folder: Path, made: Job, *, devices: int = 2, spares: int = 1, crew: LocalCrew | None = None,
     act: tuple[int, Act] | None = None, link: Link | None = None, flops_per_s: float = FLOPS_PER_S,
 ) -> Run:  # fmt: skip
-    """Train over one process per device. `act` is done once, in a thread of its own, after so many steps. `link` joins
-    them all."""
+    """Train over one process per device. `act` is done once, in a thread of its own, after so many steps; with 0, as
+    processes are started. `link` joins them all."""
     # The model is captured once: jobs here differ in how they are run.
     prepared = msgspec.structs.replace(_captured(made.training.steps), job=made)
     fleet = fleet_of(devices + spares, flops_per_s)
@@ -80,18 +80,23 @@ def run(
     history = History()
     waiting = [act] if act is not None else []
 
+    def strike() -> None:
+        threading.Thread(target=waiting.pop()[1], args=(history,), daemon=True).start()
+
     def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
         history.advanced(item)
         if item.kind == "train":
             losses.append((item.step, loss))
             if waiting and item.step + 1 >= waiting[0][0]:
-                threading.Thread(target=waiting.pop()[1], args=(history,), daemon=True).start()
+                strike()
 
     options = RunOptions(emulate=made.runtime.emulate, crew=crew or LocalCrew(), replan=replan)
     watcher = Watcher(
         advanced=advanced, acknowledged=history.held, saved=lambda step, _: history.saved(step),
         rolled_back=history.rolled_back, noted=notes.append,
     )  # fmt: skip
+    if waiting and not waiting[0][0]:
+        strike()
     outcome = train(prepared, plan, fleet, folder, options, watcher)
     weights = final_weights(folder) if outcome.outcome == "done" else {}
     return Run(outcome=outcome, weights=weights, losses=losses, notes=notes, history=history)
