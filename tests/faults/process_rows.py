@@ -236,9 +236,9 @@ ROWS = (
     ),
     Row(name="kill-early", told="killed as it is set up", once=killed_early),
     Row(name="kill-twice", told="another killed in the recovery from the first", once=killed_twice),
-    Row(name="stop", told="stopped, evicted after 4 s, awake again", once=stopped, limit_s=240 + 3 * STOP_S),
+    Row(name="stop", told="stopped, evicted after 4 s, awake again", once=stopped, limit_s=400 + 3 * STOP_S),
     Row(
-        name="cut", told="link cut, noticed after 4 s", limit_s=240 + 3 * STOP_S,
+        name="cut", told="link cut, noticed after 4 s", limit_s=400 + 3 * STOP_S,
         once=on_the_link(lambda f, _: f.cut(STOP_S), recovers=True, length_s=STOP_S),
     ),
     Row(name="half-open", told="half-open link", once=on_the_link(lambda f, _: f.half_open(), recovers=True)),
@@ -250,5 +250,5 @@ ROWS = (
         name="kill-again", told="killed every 15 s, 4 to 6 devices", once=again_and_again, moments=1,
         limit_s=300 + 3 * AGAIN_S,
     ),
-    Row(name="newcomer", told="killed; a new device comes and is used", once=comes_back, limit_s=240),
+    Row(name="newcomer", told="killed; a new device comes and is used", once=comes_back, limit_s=600),
 )  # fmt: skip

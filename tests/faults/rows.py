@@ -42,7 +42,7 @@ class Row(msgspec.Struct, frozen=True, kw_only=True):
     once: Callable[[int, Path], Found]
     """With a seed, and a folder of its own for all moments of a process: raises whatever it likes."""
     moments: int = 20
-    limit_s: float = 180.0
+    limit_s: float = 400.0
     """Nothing of it takes longer, on a busy machine either."""
 
 

@@ -107,9 +107,11 @@ def start(*arguments: str | Path) -> subprocess.Popen[str]:
     )  # fmt: skip
 
 
-def wait_until(condition: Callable[[], object], process: subprocess.Popen[str] | None = None) -> None:
+def wait_until(
+    condition: Callable[[], object], process: subprocess.Popen[str] | None = None, *, within_s: float = 90
+) -> None:
     """Wait for something that a command does."""
-    deadline_s = time.monotonic() + 90
+    deadline_s = time.monotonic() + within_s
     while not condition():
         assert process is None or process.poll() is None, process.communicate()
         assert time.monotonic() < deadline_s, "it did not happen"

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib.util
 import zipfile
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -133,11 +134,26 @@ def load_digits(options: DigitsOptions, split: Split) -> ArrayDataset:
 
     Larger sizes repeat the nearest pixel.
     """
-    bundled = import_extra("sklearn.datasets", "train").load_digits()
-    pixels = bundled.images.astype(np.float32) / np.float32(16)
+    images, labels = _bundled_digits()
+    pixels = images.astype(np.float32) / np.float32(16)
     nearest = np.arange(options.size) * _DIGIT_SIDE // options.size
     pixels = np.repeat(pixels[:, None, nearest[:, None], nearest], options.channels, axis=1)
     if options.flat:
         pixels = pixels.reshape(len(pixels), -1)
-    arrays = {"pixel_values": pixels, "labels": bundled.target.astype(np.int64)}
+    arrays = {"pixel_values": pixels, "labels": labels.astype(np.int64)}
     return ArrayDataset(_share(arrays, options.holdout, split, "digits"), "digits", limits={"labels": 10})
+
+
+def _bundled_digits() -> tuple[Array, Array]:
+    """Images [digits, 8, 8] of 0 to 16, and labels [digits].
+
+    Where scikit-learn's file is where it has always been, the library is not imported: that takes a second of a core,
+    in every device's process and whenever one takes another's place.
+    """
+    found = importlib.util.find_spec("sklearn")
+    file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz" if found and found.origin else None
+    if file is None or not file.is_file():
+        bundled = import_extra("sklearn.datasets", "train").load_digits()
+        return bundled.images, bundled.target
+    rows = np.loadtxt(file, delimiter=",")
+    return rows[:, :-1].reshape(-1, _DIGIT_SIDE, _DIGIT_SIDE), rows[:, -1]

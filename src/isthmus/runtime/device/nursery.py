@@ -10,6 +10,7 @@ from __future__ import annotations
 
 import contextlib
 import gc
+import importlib
 import os
 import selectors
 import signal
@@ -31,6 +32,7 @@ def main() -> None:
     setproctitle.setproctitle("isthmus nursery")
     torch.optim.SGD([torch.empty(1)])  # the first one has torch import its compiler
     line = socket.socket(fileno=0)
+    importlib.import_module("torch._dynamo")  # or an optimizer's first update does, for a second, in every copy
     gc.freeze()  # collecting in a copy would write to every page
     numbers: dict[int, int] = {}
     with selectors.DefaultSelector() as waiting, contextlib.suppress(OSError):
