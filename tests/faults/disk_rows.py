@@ -128,7 +128,15 @@ def full_disk(seed: int, folder: Path) -> Found:
     finally:
         over.set()
         filling.join(10)
-        subprocess.run(["umount", home], check=True)
+        _unmount(home)
+
+
+def _unmount(home: Path) -> None:
+    """Device processes that were killed may take a while to be gone where there is much to do."""
+    until_s = time.monotonic() + 30
+    while subprocess.run(["umount", home], capture_output=True).returncode:
+        assert time.monotonic() < until_s, f"something has a file open in {home} after the run"
+        time.sleep(0.2)
 
 
 ROWS = (
