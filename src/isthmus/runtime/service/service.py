@@ -51,6 +51,7 @@ from isthmus.runtime.transport.secure import Connection
 Answer = TypeVar("Answer", bound=Message)
 WATCH_S = 1.0
 """How often to look who was revoked."""
+REVOKED = "it was revoked"
 REMIND_S = 30.0
 """How often to say who is waited for."""
 MOST_MESSAGES_PER_S = 5.0
@@ -285,8 +286,9 @@ class Service:
             elif isinstance(message, Renew):
                 lane.put(Renewed(run="", certificate=self._renewed(message.request, party)))
             elif isinstance(message, EndedMessage) and message.run in self._ended:
+                how = message.how[:500] if self._state.roster.name_of(party.id) is not None else REVOKED
                 with self._changed:
-                    self._ended[message.run][name] = message.how[:500]
+                    self._ended[message.run][name] = how
                     self._working[name] = ""
             elif isinstance(message, Expecting | Measured | Computes) and message.run in self._asked:
                 device, answers = self._asked[message.run]
@@ -313,7 +315,7 @@ class Service:
             if self._state.roster.name_of(id) is not None:
                 continue
             for ended in list(self._ended.values()):
-                ended.setdefault(name, "it was revoked")
+                ended.setdefault(name, REVOKED)
             for channel in connected.get(id, []):
                 channel.close()
             self._relay.cut(id)
