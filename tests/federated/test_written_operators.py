@@ -25,7 +25,13 @@ def given_back(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [torch.mul(x, 1), torch.mul(y, 1)]
 
 
-@pytest.mark.parametrize("act", [idle, in_place, given_back])
+def several(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    """An operator with two results, as pooling has."""
+    found = torch.max(x, dim=1)
+    return [found.values * 1 + y.sum(dim=1), torch.nn.functional.max_pool1d(x, 2) * 1]
+
+
+@pytest.mark.parametrize("act", [idle, in_place, given_back, several])
 def test_as_the_function_itself(act: Operation) -> None:
     for seed in (0, 1):
         torch.manual_seed(seed)

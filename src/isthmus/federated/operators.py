@@ -48,10 +48,10 @@ def _changes(node: fx.Node) -> bool:
 def _is_idle(node: fx.Node) -> bool:
     """A shape that is what it was, or a product with 1 (the beta of `addmm`)."""
     given = node.args[0] if node.args else None
-    if not isinstance(given, fx.Node) or "tensor_meta" not in given.meta:
+    if not isinstance(given, fx.Node):
         return False
-    before, after = given.meta["tensor_meta"], node.meta["tensor_meta"]
-    if (before.shape, before.dtype) != (after.shape, after.dtype):
+    before, after = given.meta.get("tensor_meta"), node.meta.get("tensor_meta")  # none where several tensors come out
+    if before is None or after is None or (before.shape, before.dtype) != (after.shape, after.dtype):
         return False
     return node.target in _SHAPING or (node.target is _aten.mul.Scalar and node.args[1:] == (1,))
 

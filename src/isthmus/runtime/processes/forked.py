@@ -95,21 +95,27 @@ class Forked:
             time.sleep(0.005)
 
 
+_FAILED = "failed: "
+
+
 def asked(question: Callable[[], int]) -> int:
-    """The answer of a copy of this process, which leaves no trace here. InternalError when it gave none."""
+    """The answer of a copy of this process, which leaves no trace here. InternalError says why it gave none."""
     end, back = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             os.write(back, str(question()).encode())
+        except Exception as e:
+            os.write(back, f"{_FAILED}{type(e).__name__}: {e}".encode()[:4096])
         finally:
             os._exit(0)
     os.close(back)
     with open(end, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(pid, 0)
-    if not answer:
-        raise InternalError("a copy of this process ended without an answer")
+    if not answer or answer.startswith(_FAILED.encode()):
+        why = answer[len(_FAILED) :].decode(errors="replace") or "it ended without an answer"
+        raise InternalError(f"a copy of this process failed: {why}")
     return int(answer)
 
 
