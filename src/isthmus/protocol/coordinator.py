@@ -406,8 +406,11 @@ class Coordinator:
         if at_work and device not in self.devices:
             if self._next is not None:
                 return [Fence(device)]
+            asked_meanwhile = self._following is not None  # and told to come back when the change of plan is over
             out: Out = [Fence(device), *self._lend_no_more()]
-            return out + self._move() if self._phase == "settling" and not self._leases.open else out
+            if self._phase == "settling":
+                return out if self._leases.open else out + self._move()
+            return out + self._reconsider() if asked_meanwhile else out
         self._reason = f"device {device!r} was lost: {reason}"
         if self._phase == "joining" and not self._began and device in self.devices:
             self._began = True  # it never came: go on with those who did

@@ -99,7 +99,11 @@ def attach(
         model=flat, updates=Updates(optimizer, flat), averager=averager, monitor=Monitor(averager, workers),
         period=period, options=options, codec=codec,
     )  # fmt: skip
-    return Sync(mode, _MODES[mode](setting, model), setting, model)
+    try:
+        return Sync(mode, _MODES[mode](setting, model), setting, model)
+    except UserError:
+        setting.updates.detach()
+        raise
 
 
 def _private(group: dist.ProcessGroup | None) -> dist.ProcessGroup:

@@ -69,7 +69,7 @@ class Updates:
             for number, parameters in self._members[layer.name]:
                 members.setdefault(number, []).extend(parameters)
         self.optimizer.param_groups = [
-            {**groups[number], "params": parameters, **_kernels(groups[number], parameters)}
+            {**groups[number], "params": parameters, **self._kernels(groups[number], parameters)}
             for number, parameters in sorted(members.items())
         ]
         try:
@@ -77,6 +77,20 @@ class Updates:
                 self.optimizer.step()
         finally:
             self.optimizer.param_groups = groups
+
+    def _kernels(self, group: Mapping[str, object], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
+        """What to change in a group of `param_groups`, so that fused kernels update these parameters if they can.
+
+        They go through memory from end to end, whatever its strides; SGD's take momentum of all parameters or of none.
+        """
+        undecided = all(group.get(choice, False) is None for choice in ("foreach", "fused"))
+        special = any(group.get(option) for option in ("differentiable", "capturable"))
+        if not undecided or special or not all(_is_plain(p) for p in parameters):
+            return {}
+        states = [self.optimizer.state.get(p, {}) for p in parameters]
+        kept = {frozenset(name for name, value in state.items() if value is not None) for state in states}
+        alike = all(t.stride() == p.stride() for p in parameters for t in self.state_of(p))
+        return {"fused": True} if alike and len(kept) == 1 else {}
 
     def state_of(self, parameter: nn.Parameter) -> list[Tensor]:
         """The state that has one number per element of the parameter; counters are the same everywhere."""
@@ -103,17 +117,13 @@ class Updates:
             )
 
 
-def _kernels(group: Mapping[str, object], parameters: Sequence[nn.Parameter]) -> dict[str, bool]:
-    """What to change in a group of `param_groups`, so that fused kernels update these parameters if they can."""
-    undecided = all(group.get(choice, False) is None for choice in ("foreach", "fused"))
-    special = any(group.get(option) for option in ("differentiable", "capturable"))
-    if not undecided or special:
-        return {}
-    plain = all(
-        p.device.type == "cpu" and p.is_floating_point() and p.grad is not None and p.grad.layout == torch.strided
-        for p in parameters
-    )
-    return {"fused": True} if plain else {}
+def _is_plain(p: nn.Parameter) -> bool:
+    """On a CPU, of floats, with a gradient that lies in memory as it does."""
+    grad = p.grad
+    return (
+        p.device.type == "cpu" and p.is_floating_point()
+        and grad is not None and grad.layout == torch.strided and grad.stride() == p.stride()
+    )  # fmt: skip
 
 
 def attached(optimizer: Optimizer) -> bool:

@@ -122,7 +122,9 @@ class CheckpointWriter:
         except OSError as e:
             folder = self._partial(manifest.step)
             raise UserError(f"checkpoint {folder}: cannot be written: {e.strerror or e}") from None
-        for _, old in _complete(self.directory)[: -self._keep]:
+        # Later ones are of a line that is given up, or torn: they are no reason to lose one of this line.
+        ours = [path for step, path in _complete(self.directory) if step <= manifest.step]
+        for old in ours[: -self._keep]:
             if old != final:
                 shutil.rmtree(old)
         return final
@@ -214,6 +216,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         manifest = msgspec.json.decode((checkpoint / MANIFEST).read_bytes(), type=Manifest)
     except FileNotFoundError:
         raise UserError(f"checkpoint {checkpoint}: no {MANIFEST}: not a complete checkpoint") from None
+    except OSError as e:
+        raise UserError(f"checkpoint {checkpoint}: {MANIFEST} cannot be read: {e.strerror or e}") from None
     except msgspec.MsgspecError as e:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: {e}") from None
     number = checkpoint.name.removeprefix("step-")

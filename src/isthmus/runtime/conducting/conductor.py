@@ -238,8 +238,12 @@ class Conductor:
             threading.Thread(target=self._probe, args=(link,), name="probe", daemon=True).start()
 
     def _probe(self, link: tuple[str, str]) -> None:
-        found = self._script.emulated(link)
-        self._probed.put((link, self._work.bandwidth(*link) if found is None else found))
+        found = None
+        try:
+            found = self._script.emulated(link)
+            found = self._work.bandwidth(*link) if found is None else found
+        finally:  # nothing found, whatever the reason: another try comes later
+            self._probed.put((link, found))
 
     def _handle(self, event: CoordinatorEvent) -> Finish | None:
         finish: Finish | None = None

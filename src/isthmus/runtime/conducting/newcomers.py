@@ -28,14 +28,15 @@ class Newcomers:
         self._lanes = lanes
         self._followers: dict[str, list[str]] = {}
         """By device that lends its state."""
-        self._most_waiting_bytes = 0
+        self._most_waiting_bytes: dict[str, int] = {}
+        """By newcomer."""
 
     def follow(self, wanted: Follow, epoch: int) -> None:
         for lender in wanted.lent:
             self._followers.setdefault(lender, []).append(wanted.device)
         lent = {lender: self._script.shapes(parts) for lender, parts in wanted.lent.items()}
         elements = sum(math.prod(shape) for shapes in lent.values() for shape in shapes.values())
-        self._most_waiting_bytes = MOST_WAITING * elements
+        self._most_waiting_bytes[wanted.device] = MOST_WAITING * elements
         trained, config = self._script.updates()
         if (lane := self._lanes.get(wanted.device)) is not None:
             lane.put(FollowMessage(run=self._run, epoch=epoch, lent=lent, trained=trained, config=config))
@@ -43,10 +44,18 @@ class Newcomers:
 
     def forget(self, lender: str) -> None:
         """It lends no more."""
-        self._followers.pop(lender, None)
+        for newcomer in self._followers.pop(lender, ()):
+            self._drop(newcomer)
 
     def clear(self) -> None:
+        for newcomer in {n for newcomers in self._followers.values() for n in newcomers}:
+            self._drop(newcomer)
         self._followers.clear()
+
+    def _drop(self, newcomer: str) -> None:
+        """What it will not follow any more need not go down its line beside its work."""
+        if (lane := self._lanes.get(newcomer)) is not None:
+            lane.drop_background()
 
     def check(self, device: str, message: LentMessage | LentPart, epoch: int) -> None:
         """Before its tensors are received: PeerError unless it is a stretch of bytes, or says what bytes will be."""
@@ -63,7 +72,7 @@ class Newcomers:
         """To those who follow the device. One whose line is slower than the device's would fill our memory."""
         for newcomer in self._followers.get(device, ()):
             if (lane := self._lanes.get(newcomer)) is not None:
-                if lane.background_bytes() > self._most_waiting_bytes:
+                if lane.background_bytes() > self._most_waiting_bytes[newcomer]:
                     return [FollowingEnded(device=newcomer, epoch=message.epoch)]
                 lane.put(message, tensors, background=True)
         return []

@@ -207,7 +207,7 @@ class Device:
             return
         try:
             step = self._borrower.accept(message, tensors)
-        except PeerError as e:  # it can take part all the same: its state then comes while all wait
+        except Exception as e:  # whatever was lent, it can take part all the same: its state then comes while all wait
             print(f"device {self._site.device}: does not follow: {e}", file=sys.stderr)
             self._borrower = None
             self._say(FollowingEndedMessage(run=self._run, epoch=self._epoch))

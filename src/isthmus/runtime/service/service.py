@@ -332,7 +332,10 @@ class Service:
                 DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
                 for name in sorted(self._present)
             )
-            ways = {device: found for device, (run, found) in self._ways.items() if run in self._runs}
+            ways = {
+                device: found for device, (run, found) in self._ways.items()
+                if run in self._runs and self._working.get(device) == run
+            }  # fmt: skip
         relayed = self._relay.links()
         links = [_link_news(device, way, relayed) for device, found in sorted(ways.items()) for way in found]
         return Bulletin(
