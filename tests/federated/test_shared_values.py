@@ -9,7 +9,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.errors import PeerError
+from isthmus.errors import InternalError, PeerError
 from isthmus.federated import Update
 from isthmus.federated.admission import Form
 from isthmus.federated.partial import Partial
@@ -27,6 +27,14 @@ TOLD = {
     "round": torch.tensor(3),
     "none": torch.empty(0),
 }
+
+
+def test_a_copy_that_fails_says_why() -> None:
+    def fails() -> int:
+        raise ValueError("no such shape")
+
+    with pytest.raises(InternalError, match="a copy of this process failed: ValueError: no such shape"):
+        asked(fails)
 
 
 def test_a_copy_of_this_process_reads_what_is_put_later() -> None:

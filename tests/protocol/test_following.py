@@ -112,6 +112,7 @@ def test_a_lender_that_cannot_go_on_ends_it() -> None:
 def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> None:
     run = Run()
     run.rome_is_wanted()
+    assert run.tell(Offered(device="cairo")) == []
     if settling:
         run.work(3)
         run.tell(Followed(device="rome", of="oslo", step=2))
@@ -122,6 +123,7 @@ def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> No
     if settling:
         assert out[-1] == Hold("oslo"), "the run goes on by another plan"
     else:
+        assert out[-1] == MakePlan(("cairo", "oslo"), must=False), "what was not asked meanwhile is asked now"
         run.work(2)
         assert run.machine.statistics().phase == "running"
         assert not run.held
