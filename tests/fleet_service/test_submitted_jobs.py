@@ -224,10 +224,10 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
 
         run = tmp_path / "runs" / "small" / "losses.jsonl"
         wait_until(lambda: run.exists() and run.read_bytes().count(b"\n") > 3, process)
+        wait_until(lambda: isthmus("status", "--state", home).out.count("at work") == 2, process)  # told once a second
         status = json.loads(isthmus("status", "--state", home, "--json").out)
         assert status["running"]["done"] > 3 and [d["working"] for d in status["coordinator"]["devices"]] == [True] * 2
-        shown = isthmus("status", "--state", home).out
-        assert "job 1 (small)" in shown and shown.count("at work") == 2
+        assert "job 1 (small)" in isthmus("status", "--state", home).out
         wait_until(lambda: "direct" in isthmus("status", "--state", home).out, process)
         _doors_are_shut(process.pid)
         _no_secret_is_in_the_open(tickets, run.parent, process.pid)
