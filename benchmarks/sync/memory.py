@@ -44,11 +44,14 @@ def worker(kind: str, rank: int, store: str) -> None:
     if kind == "torch DDP":
         model = nn.parallel.DistributedDataParallel(model)
     optimizer = torch.optim.AdamW(model.parameters(), lr=1e-4)
-    step = optimizer.step if kind in ("plain", "torch DDP") else isthmus.sync.attach(model, optimizer, mode=kind).step
+    sync = None if kind in ("plain", "torch DDP") else isthmus.sync.attach(model, optimizer, mode=kind)
+    step = optimizer.step if sync is None else sync.step
     for _ in range(STEPS):
         optimizer.zero_grad()
         model(torch.ones(8, WIDTH)).square().mean().backward()
         step()
+    if sync is not None:
+        sync.close()  # `streaming` has something on its way between steps
     dist.barrier()
     print(resource.getrusage(resource.RUSAGE_SELF).ru_maxrss * 1024)
     dist.destroy_process_group()

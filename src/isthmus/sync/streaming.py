@@ -115,6 +115,11 @@ class Streaming(Mode):
         place = step % period
         return [f for n, f in enumerate(self._fragments) if step >= 0 and place == (n + 1) * period // count - 1]
 
+    def detach(self) -> None:
+        """What is on its way arrives: torch ends a process whose group goes away under an exchange."""
+        for fragment in self._fragments:
+            fragment.arrive()
+
     def state(self) -> dict[str, Tensor]:
         found: dict[str, Tensor] = {}
         for number, fragment in enumerate(self._fragments):
