@@ -45,12 +45,12 @@ class Stacked:
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""
-        parts = self._gradients(weights, batch)(*self._views(weights), *batch.values())
+        parts = self._gradients(weights, batch)(*self._resident.views(weights), *batch.values())
         return torch.cat([part.flatten(1) for part in parts], dim=1)
 
     def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:
         """weights <- weights - rate x gradient, without a tensor of the whole gradient in between."""
-        views = self._views(weights)
+        views = self._resident.views(weights)
         for view, part in zip(views, self._gradients(weights, batch)(*views, *batch.values()), strict=True):
             view.sub_(part, alpha=rate)
 
@@ -64,7 +64,8 @@ class Stacked:
     def trace(self, weights: Tensor, batch: Batch) -> Operation:
         """Write down the operators for these shapes now."""
         shapes = (weights.shape, *(column.shape for column in batch.values()))
-        self._traced[shapes] = written_down(self._untraced(list(batch)), [*self._views(weights), *batch.values()])
+        given = [*self._resident.views(weights), *batch.values()]
+        self._traced[shapes] = written_down(self._untraced(list(batch)), given)
         return self._traced[shapes]
 
     def _untraced(self, columns: Sequence[str]) -> Operation:
@@ -81,10 +82,6 @@ class Stacked:
             return [found[name] for name in names]
 
         return gradients
-
-    def _views(self, weights: Tensor) -> Parts:
-        """Each parameter's part of all models, [models, ...]."""
-        return self._resident.views(weights)
 
 
 def rows_for(count: int) -> int:

@@ -125,8 +125,7 @@ class CheckpointWriter:
         # Later ones are of a line that is given up, or torn: they are no reason to lose one of this line.
         ours = [path for step, path in _complete(self.directory) if step <= manifest.step]
         for old in ours[: -self._keep]:
-            if old != final:
-                shutil.rmtree(old)
+            shutil.rmtree(old)
         return final
 
     def _renamed(self, manifest: Manifest) -> Path:

@@ -19,7 +19,6 @@ from functools import partial
 
 import msgspec
 import setproctitle
-import torch
 
 from isthmus.runtime.device import device
 from isthmus.runtime.processes.births import MESSAGE_BYTES, Birth, Born, Died
@@ -30,9 +29,8 @@ def main() -> None:
     """Until the launcher at the other end of standard input is gone."""
     signal.signal(signal.SIGINT, signal.SIG_IGN)
     setproctitle.setproctitle("isthmus nursery")
-    torch.optim.SGD([torch.empty(1)])  # the first one has torch import its compiler
     line = socket.socket(fileno=0)
-    importlib.import_module("torch._dynamo")  # or an optimizer's first update does, for a second, in every copy
+    importlib.import_module("torch._dynamo")  # or the first optimizer does, for a second, in every copy
     gc.freeze()  # collecting in a copy would write to every page
     numbers: dict[int, int] = {}
     with selectors.DefaultSelector() as waiting, contextlib.suppress(OSError):
