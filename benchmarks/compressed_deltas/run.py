@@ -1,10 +1,10 @@
 """Workers that exchange packed deltas now and then, against gradients averaged in every step.
 
-`python benchmarks/compressed_deltas/run.py [--quick] [--fresh] [--json PATH]`. See README.md for what came out.
+`python benchmarks/compressed_deltas/run.py [--quick] [--fresh] [--again ROWS] [--json PATH]`. What came out: README.md.
 
 Every method has candidates for its rates: one seed decides between them, the others run the best alone. Runs that the
-results file holds are not made again without `--fresh`. Ends with 1 where no method sends a hundredth of the bytes at
-a loss at most 1 % higher.
+results file holds are not made again without `--fresh`, or `--again` for the first rows alone. Ends with 1 where no
+method sends a hundredth of the bytes at a loss at most 1 % higher.
 """
 
 from __future__ import annotations
@@ -87,6 +87,10 @@ class Runs:
         self._path = path
         kept = [] if fresh or not path.exists() else msgspec.json.decode(path.read_bytes(), type=Report).outcomes
         self._known = {outcome.setting: outcome for outcome in kept}
+
+    def forget(self, settings: Sequence[Setting]) -> None:
+        for setting in settings:
+            self._known.pop(setting, None)
 
     def of(self, settings: Sequence[Setting]) -> list[Outcome]:
         for workers in sorted({setting.workers for setting in settings}):
@@ -173,6 +177,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="first rates only, one seed, a fifth of the steps")
     parser.add_argument("--fresh", action="store_true", help="make all runs again")
+    parser.add_argument("--again", type=int, default=0, metavar="ROWS", help="run the first rows anew")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     seeds, steps = (SEEDS[:1], STEPS // 5) if options.quick else (SEEDS, STEPS)
@@ -182,6 +187,7 @@ def main() -> int:
     else:
         runs.of([setting for of in COMPARED for setting in settings(of, SEEDS[:1], steps)])
         best = [tuned(of, steps, runs) for of in COMPARED]
+    runs.forget([setting for of in best[: options.again] for setting in settings(of, seeds, steps)])
     found = runs.of([setting for of in best for setting in settings(of, seeds, steps)])
     rows = rows_of([found[n : n + len(seeds)] for n in range(0, len(found), len(seeds))])
     runs.write(rows)

@@ -74,10 +74,7 @@ def torn(seed: int, folder: Path) -> Found:
     seconds, where = time.monotonic() - since_s, f"{file.name} {how} at byte {place}"
     if "Traceback" in done.err or "internal" in done.err:
         return Found(wrong=f"{where}: {done.err}")
-    if done.code == 2:  # what a flip made of the manifest is another run's: that is for the user to judge
-        named = checkpoint.name in done.err
-        return Found(wrong="" if named else f"{where}: {done.err}", remark="refused", seconds=(seconds,))
-    named = checkpoint.name in done.err or file.name == "manifest.json"
+    named = checkpoint.name in done.err or (file.name == "manifest.json" and how == "lost")  # then it was never saved
     before = f"after step {newest - SAVE_EVERY}" in done.err
     wrong = resumed(done, run, expected) if named and before else f"not noticed, or not told: {done.err}"
     return Found(wrong=wrong and f"{where}: {wrong}", remark="the one before", seconds=(seconds,), redone=SAVE_EVERY)

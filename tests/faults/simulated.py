@@ -208,12 +208,12 @@ class Simulated:
                 self._to(name, lambda device: self._held(device, epoch))
             case Fetch(device=name, step=step, parts=parts):
                 self._to(name, lambda device: self._give(device, step, parts, epoch))
-            case Follow(device=name, step=step, lent=lent):
-                for of, parts in lent.items():
-                    copied = partial(self._copy, name, of, epoch, step, parts)
+            case Follow(device=name, lent=lent):
+                for of in lent:
+                    copied = partial(self._copy, instruction, of, epoch)
                     self._after(self._draw.uniform(0.1, 1.0), ("follow", name, of), copied)
-            case Lend(device=name, parts=parts):
-                self._lending[name] = next(self._sessions) if parts else 0
+            case Lend(device=name, number=number, parts=parts):
+                self._lending[name] = number if parts else 0
             case MakePlan():
                 self._after(self._draw.uniform(0.0, 2.0), "planner", partial(self._planned, instruction, epoch))
             case Call(device=name):
@@ -287,11 +287,11 @@ class Simulated:
 
         self._from_device(device.name, given)
 
-    def _copy(self, name: str, of: str, epoch: int, step: int, parts: frozenset[str]) -> None:
-        """The newcomer is told of the lender, and gets its state as soon as it is after `step` steps."""
-        lender, newcomer = self._devices.get(of), self._devices.get(name)
-        if lender is not None and newcomer is not None and self._lending.get(of):
-            self._follow(Loan(newcomer, lender, epoch, self._lending[of], parts), step)
+    def _copy(self, wanted: Follow, of: str, epoch: int) -> None:
+        """The newcomer is told of the lender, and gets its state as soon as it is after so many steps as it says."""
+        lender, newcomer = self._devices.get(of), self._devices.get(wanted.device)
+        if lender is not None and newcomer is not None:
+            self._follow(Loan(newcomer, lender, epoch, wanted.number, wanted.lent[of]), wanted.step)
 
     def _follow(self, loan: Loan, step: int) -> None:
         """One more look, now and then, at how far the lender is; what it has sent of that is for chance to say."""
@@ -301,13 +301,14 @@ class Simulated:
         if not alive or self._lending.get(of) != number or lender.epoch != epoch:
             return
         if frozenset((name, of)) in self._cut or self._draw.random() < 0.01:
-            self._from_device(of, lambda: FollowingEnded(device=of, epoch=epoch))
+            self._from_device(of, lambda: FollowingEnded(device=of, number=number, epoch=epoch))
             return
         if lender.step >= step and name not in self._stalled and of not in self._stalled:
             step = lender.step if self._draw.random() < 0.7 else self._draw.randint(step, lender.step)
             newcomer.memory.keep(epoch, step, lender.state_after(step, parts))
             self.followed += 1
-            self._from_device(name, lambda: Followed(device=name, of=of, step=step, epoch=epoch))
+            told = Followed(device=name, of=of, step=step, number=number, epoch=epoch)
+            self._from_device(name, lambda: told)
         self._after(self._draw.uniform(0.05, 0.5), ("follow", name, of), partial(self._follow, loan, step))
 
     def _planned(self, wanted: MakePlan, epoch: int) -> None:

@@ -72,20 +72,20 @@ def test_the_others_go_on_until_the_newcomer_is_close_and_wait_for_one_step() ->
     run = Run()
     run.work(3)
     lent = run.rome_is_wanted()
-    assert lent == [Follow("rome", 5, {"oslo": PARTS}), Lend("oslo", 5, PARTS)], "all that is leased counts"
+    assert lent == [Follow("rome", 1, 5, {"oslo": PARTS}), Lend("oslo", 1, 5, PARTS)], "all that is leased counts"
     run.work(8)
     assert run.machine.statistics().phase == "running"
-    run.tell(Followed(device="rome", of="oslo", step=5))
+    run.tell(Followed(device="rome", number=1, of="oslo", step=5))
     run.work()
     assert run.machine.statistics().phase == "running", "it is behind"
-    run.tell(Followed(device="rome", of="oslo", step=12 - CLOSE_STEPS))
+    run.tell(Followed(device="rome", number=1, of="oslo", step=12 - CLOSE_STEPS))
     assert run.machine.statistics().phase == "settling"
     run.finish_leased()
     assert not run.held, "the newcomer lacks the last steps"
     assert run.machine.awaited == {"rome"}
-    run.tell(Followed(device="rome", of="oslo", step=13))
+    run.tell(Followed(device="rome", number=1, of="oslo", step=13))
     assert not run.held
-    assert run.tell(Followed(device="rome", of="oslo", step=14)) == [Hold("oslo"), Hold("rome")]
+    assert run.tell(Followed(device="rome", number=1, of="oslo", step=14)) == [Hold("oslo"), Hold("rome")]
     for device in ("oslo", "rome"):
         run.tell(Held(device=device, holdings=(Holding(epoch=0, step=14, parts=PARTS),), epoch=1))
     assert not any(isinstance(i, Fetch) for i in run.said), "nothing has to travel"
@@ -103,7 +103,7 @@ def test_where_updates_cannot_be_repeated_the_state_comes_while_all_wait() -> No
 def test_a_lender_that_cannot_go_on_ends_it() -> None:
     run = Run()
     run.rome_is_wanted()
-    assert run.tell(FollowingEnded(device="oslo")) == [Lend("oslo", 2, frozenset())]
+    assert run.tell(FollowingEnded(device="oslo", number=1)) == [Lend("oslo", 1, 2, frozenset())]
     run.finish_leased()
     assert run.held
 
@@ -115,11 +115,11 @@ def test_a_newcomer_that_is_lost_leaves_the_others_at_work(settling: bool) -> No
     assert run.tell(Offered(device="cairo")) == []
     if settling:
         run.work(3)
-        run.tell(Followed(device="rome", of="oslo", step=2))
+        run.tell(Followed(device="rome", number=1, of="oslo", step=2))
         run.finish_leased()
         assert run.machine.awaited == {"rome"}
     out = run.tell(Lost(device="rome", reason="gone"))
-    assert Lend("oslo", 2, frozenset()) in out
+    assert Lend("oslo", 1, 2, frozenset()) in out
     if settling:
         assert out[-1] == Hold("oslo"), "the run goes on by another plan"
     else:
@@ -135,12 +135,26 @@ def test_no_better_plan_is_looked_for_meanwhile_but_one_that_must_be() -> None:
     assert run.tell(Offered(device="cairo")) == []
     assert run.tell(Leaving(device="cairo")) == [MakePlan(("oslo", "rome"), must=True)]
     again = run.tell(Planned(layout=BOTH))
-    assert again[0] == Lend("oslo", 2, frozenset())
-    assert again[1:] == [Follow("rome", 2, {"oslo": PARTS}), Lend("oslo", 2, PARTS)]
+    assert again[0] == Lend("oslo", 1, 2, frozenset())
+    assert again[1:] == [Follow("rome", 2, 2, {"oslo": PARTS}), Lend("oslo", 2, 2, PARTS)]
+
+
+def test_what_is_said_of_the_following_before_does_not_count() -> None:
+    run = Run()
+    run.rome_is_wanted()
+    run.tell(Offered(device="cairo"))
+    run.tell(Leaving(device="cairo"))
+    run.tell(Planned(layout=BOTH))
+    run.work(2)
+    assert run.tell(Followed(device="rome", number=1, of="oslo", step=2)) == []
+    assert run.tell(FollowingEnded(device="oslo", number=1)) == []
+    assert run.machine.statistics().phase == "running"
+    run.tell(Followed(device="rome", number=2, of="oslo", step=2))
+    assert run.machine.statistics().phase == "settling"
 
 
 def test_parts_come_from_whoever_has_them() -> None:
-    found = Following(7, {"rome": PARTS}, {"oslo": frozenset({"w"}), "cairo": frozenset({"v"})})
+    found = Following(1, 7, {"rome": PARTS}, {"oslo": frozenset({"w"}), "cairo": frozenset({"v"})})
     assert found.lenders == {"rome": ("cairo", "oslo")}
     found.followed("rome", "oslo", 9)
     assert found.reached() is None
@@ -151,7 +165,7 @@ def test_parts_come_from_whoever_has_them() -> None:
 
 @pytest.mark.parametrize("steps_behind", [range(10, 60), range(10, 0, -1)])
 def test_a_lag_that_grows_is_hopeless(steps_behind: range) -> None:
-    found, hopeless = Following(0, {"rome": PARTS}, {"oslo": PARTS}), False
+    found, hopeless = Following(1, 0, {"rome": PARTS}, {"oslo": PARTS}), False
     for step, lag in enumerate(steps_behind):
         found.followed("rome", "oslo", step)
         hopeless = hopeless or found.is_hopeless(step + lag)

@@ -19,9 +19,10 @@ from isthmus.job import prepare
 from isthmus.plan import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting import plans
+from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.runtime.conducting.run import RunOptions, TrainingScript, Watcher, train
 from isthmus.runtime.device.following import STRETCH_BYTES, Borrower, Lender
-from isthmus.runtime.messages.following import FollowMessage, LentMessage, LentPart
+from isthmus.runtime.messages.following import FollowMessage, LendMessage, LentMessage, LentPart
 from isthmus.trace import Span
 from isthmus.training.engine import EngineConfig
 from isthmus.training.following import Follower
@@ -41,7 +42,7 @@ CONFIG = EngineConfig(
     learning_rate=LearningRate(schedule="cosine", warmup_steps=3), steps=20,
 )  # fmt: skip
 SHAPES = {"w": (300, 301), "v": (4,), "mean": (4,)}
-AGREED = FollowMessage(run="r", lent={"oslo": SHAPES}, trained=frozenset({"w", "v"}), config=CONFIG)
+AGREED = FollowMessage(run="r", number=1, lent={"oslo": SHAPES}, trained=frozenset({"w", "v"}), config=CONFIG)
 Frame = tuple[LentMessage | LentPart, list[Tensor]]
 
 
@@ -59,8 +60,8 @@ def _lent(steps: int, waiting: int = 0) -> tuple[list[Frame], Mapping[str, Tenso
     own.repeat(_given(draw, 4))  # there is optimizer state
     sent: list[Frame] = []
     lender = Lender(
-        "r", 0, "oslo", step=5, parts=frozenset(SHAPES),
-        put=lambda message, tensors: sent.append((message, [t.clone() for t in tensors])), waiting=lambda: waiting,
+        LendMessage(run="r", number=1, step=5, parts=frozenset(SHAPES)), "oslo",
+        lambda message, tensors: sent.append((message, [t.clone() for t in tensors])), lambda: waiting,
     )  # fmt: skip
     lender.begin({**own.state(), "other": torch.zeros(3)})
     went_on: list[bool] = []
@@ -93,10 +94,10 @@ def test_a_lender_whose_steps_are_quicker_than_its_link_stops() -> None:
 @pytest.mark.parametrize(
     "wrong",
     [
-        LentMessage(run="r", of="rome", kind="state", step=5, headers=()),
-        LentMessage(run="r", of="oslo", kind="state", step=5, headers=(header_of("w", torch.zeros(3, 3)),)),
-        LentMessage(run="r", of="oslo", kind="gradients", step=5, headers=()),
-        LentPart(run="r", of="oslo", offset=0),
+        LentMessage(run="r", number=1, of="rome", kind="state", step=5, headers=()),
+        LentMessage(run="r", number=1, of="oslo", kind="state", step=5, headers=(header_of("w", torch.zeros(3, 3)),)),
+        LentMessage(run="r", number=1, of="oslo", kind="gradients", step=5, headers=()),
+        LentPart(run="r", number=1, of="oslo", offset=0),
     ],
     ids=["a stranger", "shapes", "gradients first", "no beginning"],
 )
@@ -113,7 +114,8 @@ def test_what_comes_out_of_turn_is_refused(wrong: str) -> None:
     for message, tensors in sent[: until - 1]:
         borrower.accept(message, tensors)
     if wrong in ("again", "gap"):
-        message, tensors = sent[0] if wrong == "again" else (LentPart(run="r", of="oslo", offset=3), [torch.zeros(1)])
+        gap = LentPart(run="r", number=1, of="oslo", offset=3)
+        message, tensors = sent[0] if wrong == "again" else (gap, [torch.zeros(1)])
     else:
         borrower.accept(*sent[until - 1])
         message, tensors = sent[until]
@@ -122,6 +124,28 @@ def test_what_comes_out_of_turn_is_refused(wrong: str) -> None:
         message = msgspec.structs.replace(message, **bad)
     with pytest.raises(PeerError):
         borrower.accept(message, tensors)
+
+
+def test_a_change_costs_what_is_waited_for_and_that_is_less_where_newcomers_follow() -> None:
+    made = job_of("mlp", {"layers": 4}, DIGITS)
+    prepared = prepare(made)
+    elements = sum(p.numel() for p in prepared.build().parameters())
+    wire_s = elements * 4 / 1e9
+
+    def moving_s(step_s: float) -> float:
+        flops = prepared.problem(fleet_of(2)).cumulative_flops[-1] * made.training.micro_batches
+        fleet = fleet_of(2, flops / step_s)
+        alone, both = (build_replicas(
+            prepared.problem(fleet.subset([f"d{i}" for i in range(n)])),
+            [Layout((f"d{i}",), (), made.training.micro_batches // n) for i in range(n)], planner="test",
+        ) for n in (1, 2))  # fmt: skip
+        now = Deployment(prepared, alone, fleet)
+        assert now.moving_s(now) == 0
+        return Deployment(prepared, both, fleet, number=1).moving_s(now)
+
+    assert moving_s(100 * wire_s) == pytest.approx(wire_s)
+    state = prepared.problem(fleet_of(2)).state.optimizer_bytes / 4 + 1
+    assert moving_s(0.1 * wire_s) == pytest.approx(2 * state * wire_s), "its gradients would come too late"
 
 
 def test_a_newcomer_takes_part_and_nobody_waited_for_its_state(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -12,7 +12,7 @@ from isthmus.errors import PeerError
 from isthmus.protocol.coordinator_events import Follow, FollowingEnded
 from isthmus.runtime.conducting.newcomers import MOST_STRETCH_BYTES, MOST_WAITING, Newcomers
 from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.following import LentMessage, LentPart
+from isthmus.runtime.messages.following import FollowMessage, LentMessage, LentPart
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.training.layout import header_of
 
@@ -46,19 +46,19 @@ class Lane:
 
 def _stretch(size_bytes: int, of: str = "oslo", dtype: torch.dtype = torch.uint8) -> tuple[LentPart, torch.Tensor]:
     flat = torch.zeros(size_bytes, dtype=dtype)
-    return LentPart(run="r", of=of, offset=0, tensors=(header_of("stretch", flat),)), flat
+    return LentPart(run="r", number=1, of=of, offset=0, tensors=(header_of("stretch", flat),)), flat
 
 
 def test_a_newcomer_whose_line_is_slow_does_not_fill_the_memory() -> None:
     lane = Lane()
     newcomers = Newcomers("r", Modelled(), {"rome": cast(SendLane, lane)})
-    newcomers.follow(Follow("rome", 3, {"oslo": frozenset({"w"})}), 0)
+    newcomers.follow(Follow("rome", 1, 3, {"oslo": frozenset({"w"})}), 0)
     message, flat = _stretch(10_000)
     passed = 0
     while not (ended := newcomers.pass_on("oslo", message, [flat])):
         passed += 1
         assert passed < 100, "there is no end"
-    assert ended == [FollowingEnded(device="rome")]
+    assert ended == [FollowingEnded(device="rome", number=1)]
     most = MOST_WAITING * SHAPE[0] * SHAPE[1]
     assert most < lane.waiting_bytes <= most + 10_000
     newcomers.forget("oslo")
@@ -70,8 +70,8 @@ def test_a_newcomer_whose_line_is_slow_does_not_fill_the_memory() -> None:
     "wrong",
     [
         _stretch(MOST_STRETCH_BYTES + 1)[0], _stretch(8, of="cairo")[0], _stretch(8, dtype=torch.float32)[0],
-        LentPart(run="r", of="oslo", offset=0, tensors=_stretch(8)[0].tensors * 2),
-        LentMessage(run="r", of="cairo", kind="state", step=1, headers=()),
+        LentPart(run="r", number=1, of="oslo", offset=0, tensors=_stretch(8)[0].tensors * 2),
+        LentMessage(run="r", number=1, of="cairo", kind="state", step=1, headers=()),
     ],
     ids=["too large", "of another", "no bytes", "two", "begun for another"],
 )  # fmt: skip
@@ -80,3 +80,15 @@ def test_what_is_no_stretch_of_its_own_is_refused_before_it_is_received(wrong: L
     newcomers.check("oslo", _stretch(8)[0], 0)
     with pytest.raises(PeerError, match="lent what is not its own"):
         newcomers.check("oslo", wrong, 0)
+
+
+def test_what_is_still_under_way_of_an_earlier_following_goes_no_further() -> None:
+    lane = Lane()
+    newcomers = Newcomers("r", Modelled(), {"rome": cast(SendLane, lane)})
+    message, flat = _stretch(100)
+    for number in (1, 2):
+        newcomers.follow(Follow("rome", number, 3, {"oslo": frozenset({"w"})}), 0)
+        newcomers.pass_on("oslo", message, [flat])
+        if number == 1:
+            newcomers.forget("oslo")
+    assert [type(m) for m in lane.said] == [FollowMessage, LentPart, FollowMessage]

@@ -210,6 +210,19 @@ def test_one_flipped_bit_is_noticed(tmp_path: Path, name: str) -> None:
         read_tensors(path)
 
 
+@pytest.mark.parametrize("said", ['"seed": 1', '"batch": 8', '"shuffle": true', '"f"', "stage-0", '"a"'])
+def test_a_manifest_that_says_something_else_is_noticed(tmp_path: Path, said: str) -> None:
+    """Still one that can be read: a run would go on with other samples."""
+    path = _save(CheckpointWriter(tmp_path), 1)
+    manifest = (path / "manifest.json").read_text()
+    others = {'"seed": 1': '"seed": 3', '"batch": 8': '"batch": 9', '"shuffle": true': '"shuffle": false',
+              '"f"': '"g"', "stage-0": "stage-2", '"a"': '"e"'}  # fmt: skip
+    assert said in manifest
+    (path / "manifest.json").write_text(manifest.replace(said, others[said]))
+    with pytest.raises(UserError, match=r"manifest\.json is not as it was saved"):
+        read_manifest(path)
+
+
 def test_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, keep=4)
     passed_over: list[str] = []

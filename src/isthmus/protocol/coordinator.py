@@ -110,6 +110,7 @@ class Coordinator:
         self._next: Layout | None = None
         self._following: Following | None = None
         """What newcomers of the next plan get beforehand."""
+        self._followings = 0
         self._done_step = spec.start_step
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
@@ -182,8 +183,10 @@ class Coordinator:
                 return self._on_fetched(device)
             case Mirrored(of=of, step=step):
                 return self._acknowledged(self._leases.mirrored(of, step))
+            case Followed() | FollowingEnded() if self._following is None or event.number != self._following.number:
+                return []
             case Followed(device=device, of=of, step=step):
-                return self._on_followed(device, of, step)
+                return self._on_followed(self._following, device, of, step)
             case FollowingEnded():
                 return self._follow_no_more()
             case Offered(device=device):
@@ -346,17 +349,15 @@ class Coordinator:
         if not needs or not self._layout.repeats:
             return self._settle()
         holds = {d: self._layout.parts.get(d, frozenset[str]()) for d in self.devices}
-        following = self._following = Following(self._leases.last_step, needs, holds)
+        self._followings += 1
+        following = self._following = Following(self._followings, self._leases.last_step, needs, holds)
         out: Out = [
-            Follow(device, following.step, {d: following.lent[d] for d in lenders})
+            Follow(device, following.number, following.step, {d: following.lent[d] for d in lenders})
             for device, lenders in following.lenders.items()
         ]
-        return out + [Lend(d, following.step, parts) for d, parts in sorted(following.lent.items())]
+        return out + [Lend(d, following.number, following.step, parts) for d, parts in sorted(following.lent.items())]
 
-    def _on_followed(self, device: str, of: str, step: int) -> Out:
-        following = self._following
-        if following is None:
-            return []
+    def _on_followed(self, following: Following, device: str, of: str, step: int) -> Out:
         following.followed(device, of, step)
         if self._phase == "settling":
             return [] if self._leases.open else self._move()
@@ -375,7 +376,9 @@ class Coordinator:
 
     def _lend_no_more(self) -> Out:
         following, self._following = self._following, None
-        return [Lend(d, following.step, frozenset()) for d in sorted(following.lent)] if following is not None else []
+        if following is None:
+            return []
+        return [Lend(d, following.number, following.step, frozenset()) for d in sorted(following.lent)]
 
     def _settle(self) -> Out:
         """Finish what is leased."""

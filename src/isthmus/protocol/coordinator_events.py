@@ -84,12 +84,15 @@ class Followed(Event, frozen=True, kw_only=True):
     device: str
     of: str
     step: int
+    number: int
+    """Of the following."""
 
 
 class FollowingEnded(Event, frozen=True, kw_only=True):
     """The device lends no more: its steps are quicker than what it sends of them."""
 
     device: str
+    number: int
 
 
 class Offered(Event, frozen=True, kw_only=True):
@@ -195,6 +198,8 @@ class Follow(msgspec.Struct, frozen=True):
     """Have a newcomer get the state of these devices' lent parts after `step` steps, and repeat what they do then."""
 
     device: str
+    number: int
+    """Of the following, among the run's."""
     step: int
     lent: Mapping[str, frozenset[str]]
     """By device."""
@@ -205,6 +210,7 @@ class Lend(msgspec.Struct, frozen=True):
     step's gradients, beside its work. No parts: give no more."""
 
     device: str
+    number: int
     step: int
     parts: frozenset[str]
 

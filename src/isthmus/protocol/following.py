@@ -23,8 +23,10 @@ MOST_TIMES = 20
 class Following:
     """The newcomers of one change of plan, from the state after `step` steps on."""
 
-    def __init__(self, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> None:
-        """By device: the parts that newcomers need, and those that devices at work have."""
+    def __init__(self, number: int, step: int, needs: Mapping[str, Set[str]], holds: Mapping[str, Set[str]]) -> None:
+        """By device: the parts that newcomers need, and those that devices at work have. `number` counts the run's
+        followings: what is still said of an earlier one is none of this one's."""
+        self.number = number
         self.step = step
         self.lent = loans(needs, holds)
         """By device at work, the parts that it gives."""

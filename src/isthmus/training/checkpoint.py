@@ -2,7 +2,7 @@
 
     checkpoints/
       step-000040/
-        manifest.json        step, what a resumed run must agree with, what each file holds and its digest
+        manifest.json        step, what a resumed run must agree with, what each file holds, all with digests
         stage-0.safetensors  weights under the module's own names, `optimizer.<parameter>.<key>` beside them
         stage-1.safetensors
         replica-1-stage-0.safetensors  what another replica holds that differs from the first's: `replica.1.<name>`
@@ -62,7 +62,7 @@ class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds and what a resumed run must agree with."""
 
-    version: Literal[2] = 2
+    version: Literal[3] = 3
     step: Annotated[int, Meta(ge=0)]
     """Optimizer steps done."""
     seed: int
@@ -72,6 +72,13 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     """Fingerprints of the data, by split."""
     files: dict[str, SavedFile] = {}
     """By name."""
+    sha256: str = ""
+    """Of all else that is said here."""
+
+    def sealed(self) -> Manifest:
+        """With the digest that belongs to it."""
+        bare = msgspec.structs.replace(self, sha256="")
+        return msgspec.structs.replace(self, sha256=hashlib.sha256(msgspec.json.encode(bare)).hexdigest())
 
 
 class CheckpointWriter:
@@ -131,7 +138,7 @@ class CheckpointWriter:
     def _renamed(self, manifest: Manifest) -> Path:
         folder, final = self._partial(manifest.step), self.at(manifest.step)
         folder.mkdir(parents=True, exist_ok=True)
-        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest), indent=1))
+        (folder / MANIFEST).write_bytes(msgspec.json.format(msgspec.json.encode(manifest.sealed()), indent=1))
         _flush(folder / MANIFEST)
         _flush(folder)
         if final.exists():  # not from this run, or it would have gone on from there
@@ -219,6 +226,8 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST} cannot be read: {e.strerror or e}") from None
     except msgspec.MsgspecError as e:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: {e}") from None
+    if manifest != manifest.sealed():
+        raise UserError(f"checkpoint {checkpoint}: {MANIFEST} is not as it was saved: altered since")
     number = checkpoint.name.removeprefix("step-")
     if number.isdecimal() and int(number) != manifest.step:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: step: got {manifest.step}, another than its directory's")

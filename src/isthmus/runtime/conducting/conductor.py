@@ -292,10 +292,10 @@ class Conductor:
                 return [Held(device=device, holdings=holdings, epoch=epoch)]
             case MirroredMessage(of=of, step=step):
                 return [Mirrored(device=device, of=of, step=step, epoch=epoch)]
-            case FollowedMessage(of=of, step=step):
-                return [Followed(device=device, of=of, step=step, epoch=epoch)]
-            case FollowingEndedMessage():
-                return [FollowingEnded(device=device, epoch=epoch)]
+            case FollowedMessage(of=of, step=step, number=number):
+                return [Followed(device=device, of=of, step=step, number=number, epoch=epoch)]
+            case FollowingEndedMessage(number=number):
+                return [FollowingEnded(device=device, number=number, epoch=epoch)]
             case LentMessage() | LentPart():
                 return [*self._newcomers.pass_on(device, message, tensors)] if epoch == self.machine.epoch else []
             case GivenMessage():
@@ -377,10 +377,10 @@ class Conductor:
                 self._say(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
             case Follow():
                 self._newcomers.follow(instruction, epoch)
-            case Lend(device=device, step=step, parts=parts):
+            case Lend(device=device, number=number, step=step, parts=parts):
                 if not parts:
                     self._newcomers.forget(device)
-                self._say(device, LendMessage(run=run, epoch=epoch, step=step, parts=parts))
+                self._say(device, LendMessage(run=run, epoch=epoch, number=number, step=step, parts=parts))
             case Retire(step=step):
                 self._script.acknowledged(step)
                 for device in self._lanes:

@@ -135,19 +135,27 @@ class Deployment:
     def _bytes_of(self, parts: Collection[str]) -> int:
         """Master weights and the optimizer's tensors."""
         state = self._prepared.problem(self._fleet).state
-        return sum(math.prod(self._shapes[name]) for name in parts) * (FLOAT32_BYTES + state.optimizer_bytes)
+        return self._elements(parts) * (FLOAT32_BYTES + state.optimizer_bytes)
 
-    def moving_s(self, held: Mapping[str, Collection[str]]) -> float:
-        """About how long it takes until every device has the state of its stage, if this is what they hold.
+    def _elements(self, parts: Collection[str]) -> int:
+        return sum(math.prod(self._shapes[name]) for name in parts)
+
+    def moving_s(self, now: Deployment) -> float:
+        """About how long all wait until every device has the state of its stage, if `now` is in force.
 
         State goes by way of the coordinator, to all devices at the same time. Where the coordinator is no fleet says:
-        what is known of a device's own line is its fastest link.
+        what is known of a device's own line is its fastest link. A newcomer that gets its state while the others train
+        is waited for as long as one step's gradients take; it cannot if that is longer than a step.
         """
         found = [0.0]
         for device, parts in self.layout.parts.items():
             near = [self._fleet.link(d, device).bandwidth_bytes_per_s for d in self._fleet.names if d != device]
-            missing = parts - frozenset(held.get(device, ()))
-            found.append(2 * self._bytes_of(missing) / max(near) if near and missing else 0.0)
+            missing = parts - now.layout.parts.get(device, frozenset())
+            if not near or not missing:
+                continue
+            gradients_s = self._elements(missing) * FLOAT32_BYTES / max(near)
+            follows = now.layout.repeats and device not in now.layout.parts and gradients_s < now.plan.predicted.step_s
+            found.append(gradients_s if follows else 2 * self._bytes_of(missing) / max(near))
         return max(found)
 
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:

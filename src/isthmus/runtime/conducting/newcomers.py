@@ -30,8 +30,11 @@ class Newcomers:
         """By device that lends its state."""
         self._most_waiting_bytes: dict[str, int] = {}
         """By newcomer."""
+        self._number = 0
+        """Of the following; what is still under way of an earlier one goes no further."""
 
     def follow(self, wanted: Follow, epoch: int) -> None:
+        self._number = wanted.number
         for lender in wanted.lent:
             self._followers.setdefault(lender, []).append(wanted.device)
         lent = {lender: self._script.shapes(parts) for lender, parts in wanted.lent.items()}
@@ -39,7 +42,9 @@ class Newcomers:
         self._most_waiting_bytes[wanted.device] = MOST_WAITING * elements
         trained, config = self._script.updates()
         if (lane := self._lanes.get(wanted.device)) is not None:
-            lane.put(FollowMessage(run=self._run, epoch=epoch, lent=lent, trained=trained, config=config))
+            lane.put(FollowMessage(
+                run=self._run, epoch=epoch, number=wanted.number, lent=lent, trained=trained, config=config
+            ))  # fmt: skip
         self._script.note(f"{wanted.device} gets its state, from step {wanted.step} on, while the others train")
 
     def forget(self, lender: str) -> None:
@@ -70,9 +75,11 @@ class Newcomers:
         self, device: str, message: LentMessage | LentPart, tensors: Sequence[Tensor]
     ) -> list[FollowingEnded]:  # fmt: skip
         """To those who follow the device. One whose line is slower than the device's would fill our memory."""
+        if message.number != self._number:
+            return []
         for newcomer in self._followers.get(device, ()):
             if (lane := self._lanes.get(newcomer)) is not None:
                 if lane.background_bytes() > self._most_waiting_bytes[newcomer]:
-                    return [FollowingEnded(device=newcomer, epoch=message.epoch)]
+                    return [FollowingEnded(device=newcomer, number=message.number, epoch=message.epoch)]
                 lane.put(message, tensors, background=True)
         return []

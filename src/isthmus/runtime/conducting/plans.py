@@ -73,7 +73,7 @@ class Plans:
         return Gain(
             step_s=self.now.repriced(self._believed), other_step_s=found.plan.predicted.step_s,
             steps=self._prepared.job.training.steps - self._reached,
-            cost_s=found.moving_s(self.now.layout.parts) + CHANGE_S,
+            cost_s=found.moving_s(self.now) + CHANGE_S,
         )  # fmt: skip
 
     def begin(self, layout: Layout, step: int) -> None:

@@ -196,24 +196,23 @@ class Device:
             self._executor.lends(None)
             self._control.forget_meanwhile()
             return
-        lender = Lender(
-            self._run, self._epoch, self._site.device, step=message.step, parts=message.parts,
-            put=self._control.say_meanwhile, waiting=self._control.meanwhile_bytes,
-        )  # fmt: skip
-        self._executor.lends(lender, lambda: self._say(FollowingEndedMessage(run=self._run, epoch=message.epoch)))
+        lender = Lender(message, self._site.device, self._control.say_meanwhile, self._control.meanwhile_bytes)
+        ended = FollowingEndedMessage(run=self._run, epoch=message.epoch, number=message.number)
+        self._executor.lends(lender, lambda: self._say(ended))
 
     def _borrow(self, message: LentMessage | LentPart, tensors: Sequence[Tensor]) -> None:
-        if self._borrower is None or message.epoch != self._epoch:
+        borrower, number = self._borrower, message.number
+        if borrower is None or (message.epoch, number) != (self._epoch, borrower.number):
             return
         try:
-            step = self._borrower.accept(message, tensors)
+            step = borrower.accept(message, tensors)
         except Exception as e:  # whatever was lent, it can take part all the same: its state then comes while all wait
             print(f"device {self._site.device}: does not follow: {e}", file=sys.stderr)
             self._borrower = None
-            self._say(FollowingEndedMessage(run=self._run, epoch=self._epoch))
+            self._say(FollowingEndedMessage(run=self._run, epoch=self._epoch, number=number))
             return
         if step is not None:
-            self._say(FollowedMessage(run=self._run, epoch=self._epoch, of=message.of, step=step))
+            self._say(FollowedMessage(run=self._run, epoch=self._epoch, number=number, of=message.of, step=step))
 
     def _set_up(self, assignment: Assignment) -> None:
         torch.set_num_threads(assignment.threads)

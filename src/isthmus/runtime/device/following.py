@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.runtime.messages.following import FollowMessage, LentMessage, LentPart
+from isthmus.runtime.messages.following import FollowMessage, LendMessage, LentMessage, LentPart
 from isthmus.training.following import Follower
 from isthmus.training.layout import TensorHeader, check_header, header_of
 from isthmus.training.snapshot import Part, Snapshot, by_part, check_state, part_of, size_bytes, snapshot
@@ -28,14 +28,13 @@ Put = Callable[[LentMessage | LentPart, Sequence[Tensor]], None]
 class Lender:
     """Gives what newcomers need. Used by the compute lane alone."""
 
-    def __init__(
-        self, run: str, epoch: int, of: str, *, step: int, parts: frozenset[str], put: Put, waiting: Callable[[], int]
-    ) -> None:  # fmt: skip
-        """`put` hands a message to the connection, behind all others; `waiting` tells how many bytes wait there."""
-        self._run, self._epoch, self._of = run, epoch, of
-        self.step = step
+    def __init__(self, asked: LendMessage, of: str, put: Put, waiting: Callable[[], int]) -> None:
+        """`of` is this device; `put` hands a message to the connection, behind all others; `waiting` tells how many
+        bytes wait there."""
+        self._asked = asked
+        self._of = of
+        self.step = asked.step
         """From the state after so many steps on."""
-        self._parts = parts
         self._put = put
         self._waiting = waiting
         self._state_bytes = 0
@@ -56,15 +55,18 @@ class Lender:
         return True
 
     def _lend(self, kind: Literal["state", "gradients"], tensors: Mapping[str, Tensor]) -> int:
-        taken = snapshot({name: t for name, t in tensors.items() if part_of(name) in self._parts})
+        asked = self._asked
+        taken = snapshot({name: t for name, t in tensors.items() if part_of(name) in asked.parts})
         self._put(LentMessage(
-            run=self._run, epoch=self._epoch, of=self._of, kind=kind, step=self.step, headers=taken.headers
+            run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, kind=kind, step=self.step,
+            headers=taken.headers,
         ), ())  # fmt: skip
         for offset in range(0, taken.flat.numel(), STRETCH_BYTES):
             stretch = taken.flat[offset : offset + STRETCH_BYTES]
             headers = (header_of(STRETCH, stretch),)
-            part = LentPart(run=self._run, epoch=self._epoch, of=self._of, offset=offset, tensors=headers)
-            self._put(part, [stretch])
+            self._put(LentPart(
+                run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, offset=offset, tensors=headers
+            ), [stretch])  # fmt: skip
         return taken.flat.numel()
 
 
@@ -93,6 +95,7 @@ class Borrower:
     """A newcomer's side: the states that it follows. PeerError for what was not agreed."""
 
     def __init__(self, agreed: FollowMessage) -> None:
+        self.number = agreed.number
         self._agreed = agreed
         self._arriving: dict[str, _Arriving] = {}
         self._followers: dict[str, Follower] = {}

@@ -12,17 +12,24 @@ from isthmus.training.layout import TensorHeader
 
 NotNegative = Annotated[int, msgspec.Meta(ge=0)]
 
+
+class OfFollowing(Message, frozen=True, kw_only=True):
+    """Of one following among the run's: what another one still has under way is dropped."""
+
+    number: NotNegative
+
+
 # Coordinator to device
 
 
-class LendMessage(Message, frozen=True, kw_only=True):
+class LendMessage(OfFollowing, frozen=True, kw_only=True):
     """Give these parts of your state after `step` steps, and the gradients of each later step; none: give no more."""
 
     step: NotNegative
     parts: frozenset[str]
 
 
-class FollowMessage(Message, frozen=True, kw_only=True):
+class FollowMessage(OfFollowing, frozen=True, kw_only=True):
     """Parts of these devices' states will come, and gradients to repeat their steps with."""
 
     lent: dict[str, dict[str, tuple[int, ...]]]
@@ -35,7 +42,7 @@ class FollowMessage(Message, frozen=True, kw_only=True):
 # Device to coordinator, and on to the newcomers
 
 
-class LentMessage(Message, frozen=True, kw_only=True):
+class LentMessage(OfFollowing, frozen=True, kw_only=True):
     """The state after `step` steps begins, or the gradients that led to it; bytes follow in stretches."""
 
     of: str
@@ -44,7 +51,7 @@ class LentMessage(Message, frozen=True, kw_only=True):
     headers: tuple[TensorHeader, ...]
 
 
-class LentPart(Message, frozen=True, kw_only=True):
+class LentPart(OfFollowing, frozen=True, kw_only=True):
     """The next stretch, as one tensor of bytes."""
 
     of: str
@@ -54,14 +61,14 @@ class LentPart(Message, frozen=True, kw_only=True):
 # Device to coordinator
 
 
-class FollowedMessage(Message, frozen=True, kw_only=True):
+class FollowedMessage(OfFollowing, frozen=True, kw_only=True):
     """The state of that device's parts after so many steps is here."""
 
     of: str
     step: NotNegative
 
 
-class FollowingEndedMessage(Message, frozen=True, kw_only=True):
+class FollowingEndedMessage(OfFollowing, frozen=True, kw_only=True):
     """It cannot be followed, or cannot follow."""
 
 

@@ -121,6 +121,7 @@ class SendLane:
         self._waiting: deque[_Entry] = deque()
         self._urgent: deque[_Entry] = deque()
         self._background: deque[_Entry] = deque()
+        self._background_bytes = 0
         self._closing = self._ended = self._sending = False
         self._packing = ThreadPoolExecutor(1, thread_name_prefix=f"pack for {channel.other}")
         self._thread = threading.Thread(target=self._run, name=f"send to {channel.other}", daemon=True)
@@ -143,17 +144,18 @@ class SendLane:
                     entry.packed = self._packing.submit(_timed, packer)
                 queue = self._background if background else self._waiting
                 (self._urgent if isinstance(message, Credit | Heartbeat) else queue).append(entry)
+                self._background_bytes += size_bytes if queue is self._background else 0
                 self._changed.notify_all()
 
     def background_bytes(self) -> int:
         """What waits to be sent when nothing else is."""
-        with self._changed:
-            return sum(entry.size_bytes for entry in self._background)
+        return self._background_bytes
 
     def drop_background(self) -> None:
         """Forget it."""
         with self._changed:
             self._background.clear()
+            self._background_bytes = 0
 
     def reshape(self, shape: Link) -> None:
         """Emulation: what leaves from now on leaves on such a link."""
@@ -202,7 +204,9 @@ class SendLane:
                     return None
                 if self._background:
                     self._sending = True
-                    return self._background.popleft()
+                    entry = self._background.popleft()
+                    self._background_bytes -= entry.size_bytes
+                    return entry
                 if not self._waiting:
                     self._changed.wait()
                 else:
