@@ -170,6 +170,17 @@ class TestSteps:
         with pytest.raises(UserError, match=r"expected loss\.backward\(\)"):
             sync.step()
 
+    @pytest.mark.parametrize("mode", mode_names())
+    def test_step_after_close(self, mode: str) -> None:
+        """With several workers it would wait for ever: nobody sums any more."""
+        model, optimizer, sync = attached(mode)
+        sync.close()
+        sync.close()
+        loss_of(model).backward()
+        with pytest.raises(UserError, match=r"sync\.step\(\): this Sync is closed"):
+            sync.step()
+        optimizer.step()
+
     def test_second_backward_in_dream(self) -> None:
         model, _, _ = attached("dream")
         loss_of(model).backward()

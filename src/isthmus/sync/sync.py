@@ -34,6 +34,7 @@ class Sync:
             self._hooks = GradientHooks(setting.model.layers, self._ready, self._backward_ended)
         self._buffers = [b for b in module.buffers() if b.is_floating_point()]
         self._buffers_sent: tuple[Packed, Pending] | None = None
+        self._closed = False
 
     def step(self, closure: Closure | None = None, *, scaler: GradScaler | None = None) -> Tensor | None:
         """Update the parameters and average what is due. To be called once per step, by every worker.
@@ -41,6 +42,8 @@ class Sync:
         With `closure`, as `optimizer.step(closure)`; with `scaler`, as `scaler.step(optimizer)`, and `scaler.update()`
         is still to be called. Returns the closure's loss. Raises UserError for a use that the mode does not allow.
         """
+        if self._closed:
+            raise UserError("sync.step(): this Sync is closed: attach anew, or call optimizer.step()")
         self._setting.model.check_in_place()
         mode = self._mode
         self._send_buffers()
@@ -136,8 +139,12 @@ class Sync:
     def close(self) -> None:
         """Take the hooks away. The parameters stay where they are; the process group may be destroyed then.
 
-        What `streaming` has on its way to a later step is left out: the workers keep their own.
+        What `streaming` has on its way to a later step is left out: the workers keep their own. A second call does
+        nothing.
         """
+        if self._closed:
+            return
+        self._closed = True
         self.wait()
         self._setting.monitor.flush()
         self._setting.updates.detach()
