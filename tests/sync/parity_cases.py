@@ -489,8 +489,47 @@ def resumed(found: dict[str, float]) -> None:
     folder.unlink()
 
 
+class Centred(nn.Module):
+    """Running means: one is changed in place, as batch norm's; the other is a new tensor in each forward."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.linear = nn.Linear(6, 3, dtype=torch.float64)
+        self.changed: Tensor
+        self.replaced: Tensor
+        for name in ("changed", "replaced"):
+            self.register_buffer(name, torch.zeros(6, dtype=torch.float64))
+
+    def forward(self, inputs: Tensor) -> Tensor:
+        mean = inputs.mean(0)
+        self.changed.lerp_(mean, 0.1)
+        self.replaced = 0.9 * self.replaced + 0.1 * mean
+        return self.linear(inputs - self.replaced)
+
+
+def running_means(found: dict[str, float]) -> None:
+    """Buffers are averaged at the end of a period, wherever the module keeps them."""
+    workers, rank = dist.get_world_size(), dist.get_rank()
+    expected = torch.zeros(6, dtype=torch.float64)
+    for step in range(6):
+        inputs = torch.cat([batch(step, worker)[0] for worker in range(workers)])
+        expected = 0.9 * expected + 0.1 * inputs.mean(0)
+    for mode in ("every-step", "local", "dream"):
+        made = Centred()
+        optimizer = OPTIMIZERS["sgd"](made)
+        sync = isthmus.sync.attach(made, optimizer, mode=mode, period=3)
+        for step in range(6):
+            optimizer.zero_grad()
+            loss_of(made, step, rank).backward()
+            sync.step()
+        sync.close()
+        for name, buffer in made.named_buffers():
+            found[f"running means, {name}: {mode}"] = float((buffer - expected).abs().max())
+
+
 OF_FOUR = (parity, planned, sums)
-OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs, recipe, resumed)
+OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs, recipe, resumed,
+          running_means)  # fmt: skip
 
 
 def main(killed: Path) -> None:

@@ -32,7 +32,8 @@ class Sync:
         self._hooks: GradientHooks | None = None
         if mode.in_backward:
             self._hooks = GradientHooks(setting.model.layers, self._ready, self._backward_ended)
-        self._buffers = [b for b in module.buffers() if b.is_floating_point()]
+        self._module = module
+        self._held = {name: buffer for name, buffer in module.named_buffers() if buffer.is_floating_point()}
         self._buffers_sent: tuple[Packed, Pending] | None = None
         self._closed = False
 
@@ -167,8 +168,8 @@ class Sync:
 
         The forward has changed them for the last time in this step, so they are averaged behind the backward.
         """
-        if self._buffers and self._mode.ends_period and self._buffers_sent is None:
-            packed = pack(self._buffers)
+        if self._held and self._mode.ends_period and self._buffers_sent is None:
+            packed = pack(self._buffers())
             self._buffers_sent = packed, self._setting.averager.start(packed.flats)
 
     @torch.no_grad()
@@ -177,5 +178,17 @@ class Sync:
             packed, pending = self._buffers_sent
             with self._setting.monitor.waiting():
                 pending.wait()
-            packed.copy_to(self._buffers)
+            packed.copy_to(self._buffers())
             self._buffers_sent = None
+
+    def _buffers(self) -> list[Tensor]:
+        """What the module calls by the names of the start: it may have put another tensor there (`self.mean = ...`).
+
+        All workers send alike, so one of another shape is left alone, and what was held before goes in its place.
+        """
+        now = dict(self._module.named_buffers())
+        for name, held in self._held.items():
+            found = now.get(name, held)
+            if (found.shape, found.dtype, found.device) == (held.shape, held.dtype, held.device):
+                self._held[name] = found
+        return list(self._held.values())
