@@ -86,7 +86,7 @@ def attach(
         raise UserError(f"sync option 'balance': got it with mode {mode!r}, expected 'local' or 'outer'")
     if codec is not None and mode not in ("outer", "streaming"):
         raise UserError(f"codec: got one with mode {mode!r}, expected 'outer' or 'streaming': only deltas are packed")
-    if (codec is not None and not callable(getattr(codec, "encode", None))) or isinstance(codec, str):
+    if codec is not None and not _is_codec(codec):
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
     if attached(optimizer):
         raise UserError("isthmus.sync.attach: this optimizer is attached already: close() its Sync first")
@@ -104,6 +104,12 @@ def attach(
     except UserError:
         setting.updates.detach()
         raise
+
+
+def _is_codec(codec: object) -> bool:
+    """A text encodes too, and so does a class, which is to be called first."""
+    packs = all(callable(getattr(codec, name, None)) for name in ("encode", "decode"))
+    return packs and not isinstance(codec, str | type)
 
 
 def _private(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
