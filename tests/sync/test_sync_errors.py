@@ -182,6 +182,31 @@ class TestSteps:
             sync.step()
         optimizer.step()
 
+    @pytest.mark.parametrize("mode", ["local", "outer", "partial"])
+    def test_what_averaged_state_has_no_place_for(self, mode: str) -> None:
+        """Workers would go apart without a word, or send each other messages of different length."""
+
+        def made(model: nn.Module) -> Sync:
+            options = Options(average_state=True, smallest_layer_bytes=0)
+            return attach(model, torch.optim.SGD(model.parameters(), lr=0.1), mode=mode, period=3, options=options)
+
+        model = net()
+        sync = made(model)
+        loss_of(model).backward()
+        with pytest.raises(UserError, match="'average_state': got a closure, whose gradients come after"):
+            sync.step(lambda: loss_of(model))
+        with pytest.raises(UserError, match="'average_state': got a GradScaler, whose scale comes off after"):
+            sync.step(scaler=torch.amp.GradScaler("cpu"))
+        sync.step()
+        model[2].weight.grad = None
+        with pytest.raises(UserError, match=r"'average_state': parameter '2\.weight' has no gradient"):
+            sync.step()
+        model = nn.Sequential(nn.Embedding(5, 3, sparse=True), nn.Linear(3, 2))
+        sync = made(model)
+        model(torch.tensor([1, 2])).sum().backward()
+        with pytest.raises(UserError, match=r"'average_state': parameter '0\.weight' has a sparse gradient"):
+            sync.step()
+
     def test_second_backward_in_dream(self) -> None:
         model, _, _ = attached("dream")
         loss_of(model).backward()

@@ -53,6 +53,8 @@ class Local(LocalSteps):
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         s = self.setting
+        if s.options.average_state:
+            s.updates.check_to_average(s.model.layers, closure, scaler)
         with_state = s.options.average_state and self.ends_period
         if with_state:
             with s.monitor.waiting():

@@ -31,6 +31,8 @@ class Outer(LocalSteps):
 
     def step(self, closure: Closure | None, scaler: GradScaler | None) -> Tensor | None:
         s = self.setting
+        if s.options.average_state:
+            s.updates.check_to_average(s.model.layers, closure, scaler)
         if s.options.average_state and self.ends_period:
             with s.monitor.waiting():
                 average_with_state(s.averager, s.updates, s.model.layers)

@@ -26,6 +26,7 @@ class Partial(Mode):
         due = set(self.plan.averaged(self.steps))
         layers = [layer for layer in reversed(s.model.layers) if layer.name in due]
         if s.options.average_state:
+            s.updates.check_to_average(s.model.layers, closure, scaler)
             with s.monitor.waiting():
                 average_with_state(s.averager, s.updates, layers)
         loss = s.updates.whole(closure, scaler)

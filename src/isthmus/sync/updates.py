@@ -97,6 +97,26 @@ class Updates:
         state = self.optimizer.state.get(parameter, {})
         return [v for _, v in sorted(state.items()) if isinstance(v, Tensor) and v.shape == parameter.shape]
 
+    def check_to_average(self, layers: Sequence[Layer], closure: Closure | None, scaler: GradScaler | None) -> None:
+        """Raises UserError for a step that `average_with_state` cannot be part of.
+
+        To be asked in every step: workers whose optimizers differ in what they remember cannot average it.
+        """
+        if closure is not None or scaler is not None:
+            got = "a closure, whose gradients come" if closure is not None else "a GradScaler, whose scale comes off"
+            raise UserError(
+                f"sync option 'average_state': got {got} after they were averaged: expected loss.backward() and "
+                "sync.step() alone"
+            )
+        for layer in layers:
+            for name, parameter in zip(layer.parameter_names, layer.parameters, strict=True):
+                if parameter.grad is None or parameter.grad.layout != torch.strided:
+                    got = "no gradient" if parameter.grad is None else "a sparse gradient"
+                    raise UserError(
+                        f"sync option 'average_state': parameter {name!r} has {got}: expected a dense one of every "
+                        "trainable parameter in each step"
+                    )
+
     def detach(self) -> None:
         self._guard.remove()
         _ATTACHED.discard(self.optimizer)
