@@ -7,6 +7,7 @@ from pathlib import Path
 
 import pytest
 import torch
+import torch.distributed as dist
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
@@ -41,6 +42,22 @@ def attached(mode: str, period: int = 2) -> tuple[nn.Sequential, torch.optim.Opt
     model = net()
     optimizer = sgd(model)
     return model, optimizer, attach(model, optimizer, mode=mode, period=period)
+
+
+@pytest.mark.parametrize("backend", [None, "cpu:gloo"])
+def test_a_backend_for_each_kind_of_device(backend: str | None) -> None:
+    """`init_process_group()` names none."""
+    dist.init_process_group(backend, store=dist.HashStore(), rank=0, world_size=1)
+    try:
+        model = net()
+        sync = attach(model, sgd(model), mode="dream", period=1)
+        for _ in range(6):
+            loss_of(model).backward()
+            sync.step()
+            sync.optimizer.zero_grad()
+        sync.close()
+    finally:
+        dist.destroy_process_group()
 
 
 def test_without_a_process_group() -> None:
@@ -78,6 +95,17 @@ class TestAttach:
         model = net()
         with pytest.raises(UserError, match=r"codec: got .*(int8|Bytes).*, expected a codec"):
             attach(model, sgd(model), mode="outer", codec=codec)  # pyright: ignore[reportArgumentType]
+
+    def test_a_group_of_others(self) -> None:
+        """What torch.distributed.new_group gives to those who are not in it."""
+        model = net()
+        with pytest.raises(UserError, match="group: got -100, expected a process group that this process is in"):
+            attach(model, sgd(model), group=dist.GroupMember.NON_GROUP_MEMBER)  # pyright: ignore[reportArgumentType]
+
+    def test_a_device_without_a_backend(self) -> None:
+        model = nn.Linear(4, 2, device="meta")
+        with pytest.raises(UserError, match="the model is on 'meta', for which the process group has no backend"):
+            attach(model, sgd(model))
 
     def test_no_trainable_parameters(self) -> None:
         model = net()

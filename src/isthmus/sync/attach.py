@@ -90,7 +90,7 @@ def attach(
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
     if attached(optimizer):
         raise UserError("isthmus.sync.attach: this optimizer is attached already: close() its Sync first")
-    private = _private(group)
+    private = _private(group, model)
     workers = _check_alike(model, _Settings(mode, period, codec_name(codec), options), private)
     _start_alike(model, private)
     flat = flatten(model, options.smallest_layer_bytes)
@@ -112,13 +112,33 @@ def _is_codec(codec: object) -> bool:
     return packs and not isinstance(codec, str | type)
 
 
-def _private(group: dist.ProcessGroup | None) -> dist.ProcessGroup:
+def _private(group: dist.ProcessGroup | None, model: nn.Module) -> dist.ProcessGroup:
     """The same workers in a group that nobody else sends in."""
-    ranks = dist.get_process_group_ranks(group)
-    made = dist.new_group(ranks, backend=dist.get_backend(group), use_local_synchronization=group is not None)
+    made = None
+    if group is None or isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+        made = dist.new_group(
+            dist.get_process_group_ranks(group), backend=_backend(group, model),
+            use_local_synchronization=group is not None,
+        )  # fmt: skip
     if not isinstance(made, dist.ProcessGroup):
-        raise UserError("group: this process is not in it: call attach only in the workers that are")
+        # torch.distributed.new_group gives a number to those who are not in what it has made.
+        raise UserError(
+            f"group: got {group!r}, expected a process group that this process is in: call attach only in the workers "
+            "that are"
+        )
     return made
+
+
+def _backend(group: dist.ProcessGroup | None, model: nn.Module) -> str:
+    """The group's for the model's kind of device: it may have several, as it has after `init_process_group()`."""
+    of_device = dict(pair.split(":") for pair in dist.get_backend_config(group).split(","))
+    used = {tensor.device.type for tensor in itertools.chain(model.parameters(), model.buffers())}
+    for kind in sorted(used - of_device.keys()):
+        raise UserError(
+            f"the model is on {kind!r}, for which the process group has no backend (it has "
+            f"{', '.join(f'{backend} for {device}' for device, backend in of_device.items())})"
+        )
+    return of_device[used.pop()] if len(used) == 1 else dist.get_backend(group)
 
 
 class _Settings(msgspec.Struct, frozen=True):
