@@ -315,6 +315,33 @@ class TestSteps:
         with pytest.raises(UserError, match=r"'outer\.0': got shape .*same model"):
             outer.load_state_dict(other.state_dict())
 
+    def test_file_of_a_model_of_other_shapes(self, tmp_path: Path) -> None:
+        """One element would be copied to all, and torch's own words name neither file nor parameter."""
+        small, large = nn.Linear(1, 1), nn.Linear(3, 3)
+        for model in (small, large):
+            optimizer = sgd(model)
+            sync = attach(model, optimizer, mode="local")
+            if model is small:
+                save_worker(tmp_path / "one", model, optimizer, sync)
+            else:
+                with pytest.raises(UserError, match=r"one: 'weight': got shape \(1, 1\), expected \(3, 3\)"):
+                    load_worker(tmp_path / "one", model, optimizer, sync)
+
+    @pytest.mark.parametrize("mode", mode_names())
+    def test_taken_back_to_the_start(self, mode: str, tmp_path: Path) -> None:
+        """What came after the file was written is forgotten, momentum of the outer step too."""
+        model, optimizer, sync = attached(mode)
+        save_worker(tmp_path / "one", model, optimizer, sync)
+        ends: list[list[Tensor]] = []
+        for _ in range(2):
+            load_worker(tmp_path / "one", model, optimizer, sync)
+            for _ in range(5):
+                optimizer.zero_grad()
+                loss_of(model).backward()
+                sync.step()
+            ends.append([p.detach().clone() for p in model.parameters()])
+        assert all(one.equal(other) for one, other in zip(*ends, strict=True))
+
     def test_numbers_of_an_optimizer_are_kept(self, tmp_path: Path) -> None:
         model, optimizer, sync = attached("local")
         optimizer.state[model[0].weight].update(count=3, rate=0.25, warm=True)

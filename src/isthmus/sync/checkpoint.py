@@ -35,7 +35,8 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
                 state[f"optimizer.{name}.{key}{suffix}"] = _kept(value, optimizer, key)
     state.update({f"sync.{name}": tensor for name, tensor in sync.state_dict().items()})
     path.parent.mkdir(parents=True, exist_ok=True)
-    partial = path.with_suffix(f".{os.getpid()}.partial")
+    # Workers on several hosts may share a folder and a process id, but not a name.
+    partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     # Parameters are views of one memory, which safetensors refuses: it is told of copies.
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, partial)
     os.replace(partial, path)
@@ -55,10 +56,18 @@ def load_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
     if wrong:
         raise UserError(f"{path}: {wrong[0]!r} is in only one of the file and the model: same model?")
     for name, tensor in own.items():
+        if state[f"model.{name}"].shape != tensor.shape:
+            raise UserError(
+                f"{path}: {name!r}: got shape {tuple(state[f'model.{name}'].shape)}, expected {tuple(tensor.shape)}: "
+                "same model?"
+            )
+    sync.wait()  # what is on its way would come over what is copied
+    for name, tensor in own.items():
         tensor.copy_(state[f"model.{name}"])
     for name, parameter in model.named_parameters():
         prefix = f"optimizer.{name}."
         kept = {key.removeprefix(prefix): value for key, value in state.items() if key.startswith(prefix)}
+        optimizer.state.pop(parameter, None)
         if kept:
             # Counters stay on the host, as torch's optimizers make them.
             optimizer.state[parameter] = {

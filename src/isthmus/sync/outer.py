@@ -94,5 +94,6 @@ class OuterStep:
     def load(self, state: Mapping[str, Tensor], prefix: str) -> None:
         for number, value in enumerate(self.values):
             value.copy_(restored(state, f"{prefix}.{number}", value))
+            self._optimizer.state.pop(value, None)
             if (name := f"{prefix}.{number}.momentum") in state:
                 self._optimizer.state[value] = {"momentum_buffer": restored(state, name, value).clone()}

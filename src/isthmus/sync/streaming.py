@@ -73,6 +73,8 @@ class Fragment:
         self._outer.load(state, prefix)
         if isinstance(self._averager, CompressedAverager):
             self._averager.load(state, prefix)
+        self.arrive()
+        self._deltas = []
         if f"{prefix}.delta.0" in state:
             values = self._outer.values
             self._deltas = [restored(state, f"{prefix}.delta.{n}", v).clone() for n, v in enumerate(values)]
