@@ -119,6 +119,14 @@ class TestAttach:
         with pytest.raises(UserError, match=r"'2\.weight' is trainable but not in the optimizer"):
             attach(model, sgd(model[0]))
 
+    def test_an_optimizer_of_more_than_the_model(self) -> None:
+        model, other = net(), nn.Linear(3, 5)
+        optimizer = torch.optim.SGD([*model.parameters(), *other.parameters()], lr=0.1)
+        with pytest.raises(UserError, match=r"a trainable parameter of shape \(5, 3\) that is not averaged"):
+            attach(model, optimizer)
+        other.requires_grad_(False)
+        attach(model, optimizer)
+
     def test_ddp(self) -> None:
         model = net()
         with pytest.raises(UserError, match="DistributedDataParallel"):
@@ -234,6 +242,22 @@ class TestSteps:
         model(torch.tensor([1, 2])).sum().backward()
         with pytest.raises(UserError, match=r"'average_state': parameter '0\.weight' has a sparse gradient"):
             sync.step()
+
+    @pytest.mark.parametrize("mode", mode_names())
+    def test_what_becomes_trainable_later(self, mode: str) -> None:
+        """Layers thawed one after the other: they would go apart without a word, and in `dream` not learn."""
+        model = net()
+        model[0].requires_grad_(False)
+        optimizer = sgd(model)
+        sync = attach(model, optimizer, mode=mode, period=2)
+        model[0].requires_grad_(True)
+        loss_of(model).backward()
+        with pytest.raises(UserError, match=r"shape \(8, 4\) that is not averaged: .*or not trainable\. Attach"):
+            sync.step()
+        sync.close()
+        optimizer.add_param_group({"params": [nn.Parameter(torch.ones(2))]})
+        with pytest.raises(UserError, match=r"shape \(2,\) that is not averaged"):
+            attach(model, optimizer, mode=mode, period=2)
 
     def test_second_backward_in_dream(self) -> None:
         model, _, _ = attached("dream")

@@ -46,6 +46,7 @@ class Sync:
         if self._closed:
             raise UserError("sync.step(): this Sync is closed: attach anew, or call optimizer.step()")
         self._setting.model.check_in_place()
+        self._setting.updates.check_averaged()
         mode = self._mode
         self._send_buffers()
         loss = mode.step(closure, scaler)

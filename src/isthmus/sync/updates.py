@@ -34,6 +34,8 @@ class Updates:
     def __init__(self, optimizer: Optimizer, model: FlatModel) -> None:
         _check_covered(optimizer, model)
         self.optimizer = optimizer
+        self._averaged = frozenset(p for layer in model.layers for p in layer.parameters)
+        self.check_averaged()
         self._allowed = False
         self._guard = optimizer.register_step_pre_hook(self._check_allowed)
         _ATTACHED.add(optimizer)
@@ -96,6 +98,20 @@ class Updates:
         """The state that has one number per element of the parameter; counters are the same everywhere."""
         state = self.optimizer.state.get(parameter, {})
         return [v for _, v in sorted(state.items()) if isinstance(v, Tensor) and v.shape == parameter.shape]
+
+    def check_averaged(self) -> None:
+        """Raises UserError for a trainable parameter that is in the optimizer and in no layer, from the start or since.
+
+        It would be updated by each worker for itself, and not at all where layers are updated one by one.
+        """
+        for group in self.optimizer.param_groups:
+            for parameter in group["params"]:
+                if parameter.requires_grad and parameter not in self._averaged:
+                    raise UserError(
+                        f"the optimizer has a trainable parameter of shape {tuple(parameter.shape)} that is not "
+                        "averaged: it was not in the model at isthmus.sync.attach, or not trainable. Attach a module "
+                        "that holds all; after a change, close() and attach anew"
+                    )
 
     def check_to_average(self, layers: Sequence[Layer], closure: Closure | None, scaler: GradScaler | None) -> None:
         """Raises UserError for a step that `average_with_state` cannot be part of.
