@@ -272,6 +272,13 @@ class TestSteps:
         with pytest.raises(UserError, match=r"'0\.weight' was changed after backward, as global-norm clipping"):
             sync.step()
 
+    def test_gradients_put_in_place_of_others_in_dream(self) -> None:
+        model, _, sync = attached("dream")
+        loss_of(model).backward()
+        model[2].bias.grad = model[2].bias.grad / 2
+        with pytest.raises(UserError, match=r"'2\.bias' was changed after backward"):
+            sync.step()
+
     def test_grad_scaler_in_dream(self) -> None:
         model, _, sync = attached("dream")
         scaler = torch.amp.GradScaler("cpu")

@@ -90,6 +90,9 @@ def gradients(layer: Layer) -> list[torch.Tensor]:
     return [grad for grad in found if grad is not None]
 
 
-def versions(parameters: Sequence[nn.Parameter]) -> list[int]:
-    """Autograd's count of the changes to each gradient; -1 where there is none."""
-    return [-1 if p.grad is None else p.grad._version for p in parameters]  # pyright: ignore[reportPrivateUsage]
+GONE = (0, -1)
+
+
+def versions(parameters: Sequence[nn.Parameter]) -> list[tuple[int, int]]:
+    """Where each gradient lies, and autograd's count of the changes to it; `GONE` where there is none."""
+    return [GONE if (grad := p.grad) is None else (grad.data_ptr(), grad._version) for p in parameters]  # pyright: ignore[reportPrivateUsage]

@@ -22,7 +22,7 @@ from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.gates import ForwardGates
-from isthmus.sync.hooks import gradients, versions
+from isthmus.sync.hooks import GONE, gradients, versions
 from isthmus.sync.layers import Layer, spans
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.packing import Packed, pack
@@ -95,7 +95,7 @@ class Scheduled(Mode):
         """All layers are averaged after this step, none inside its backward."""
         self._ready: set[int] = set()
         self._started = 0
-        self._versions: dict[int, list[int]] = {}
+        self._versions: dict[int, list[tuple[int, int]]] = {}
 
     @property
     def averages_whole(self) -> bool:
@@ -210,7 +210,7 @@ class Scheduled(Mode):
             for name, then, is_now in zip(
                 layer.parameter_names, self._versions[number], versions(layer.parameters), strict=True
             ):
-                if is_now not in (then, -1):
+                if is_now not in (then, GONE):
                     raise UserError(
                         f"the gradient of {name!r} was changed after backward, as global-norm clipping "
                         "(clip_grad_norm_) and GradScaler.unscale_ do: too late in this mode, whose updates are made "
