@@ -302,6 +302,27 @@ def different(found: dict[str, float]) -> None:
             found[f"{name}: named"] = 1.0
 
 
+def resumed_apart(found: dict[str, float]) -> None:
+    """Some were killed before they could save what others had: files of different steps are refused, by all."""
+    made = model()
+    optimizer = OPTIMIZERS["sgd"](made)
+    sync = isthmus.sync.attach(made, optimizer, mode="partial", period=3)
+    states: list[dict[str, Tensor]] = []
+    for step in range(2):
+        optimizer.zero_grad()
+        loss_of(made, step, dist.get_rank()).backward()
+        sync.step()
+        states.append(sync.state_dict())
+    try:
+        sync.load_state_dict(states[dist.get_rank()])
+    except UserError as error:
+        told = "worker 0's was taken after 1 steps in 0 periods, worker 1's after 2 in 0"
+        found["resumed apart: named"] = 0.0 if told in str(error) else 1.0
+    else:
+        found["resumed apart: named"] = 1.0
+    sync.close()
+
+
 def unequal(found: dict[str, float]) -> None:
     """A slow worker is named, and with `balance` it makes fewer steps; all end their periods together."""
     rank = dist.get_rank()
@@ -528,8 +549,8 @@ def running_means(found: dict[str, float]) -> None:
 
 
 OF_FOUR = (parity, planned, sums)
-OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, unequal, packed, codecs, recipe, resumed,
-          running_means)  # fmt: skip
+OF_TWO = (sums, parity, periods, planned, shared, lbfgs, different, resumed_apart, unequal, packed, codecs,
+          recipe, resumed, running_means)  # fmt: skip
 
 
 def main(killed: Path) -> None:

@@ -14,7 +14,7 @@ from isthmus.errors import UserError
 from isthmus.sync.averaging import Pending
 from isthmus.sync.compressed import codec_name
 from isthmus.sync.dream import Dream
-from isthmus.sync.exchange import to_bytes
+from isthmus.sync.exchange import gather, to_bytes
 from isthmus.sync.hooks import GradientHooks
 from isthmus.sync.mode import Mode, Setting, restored_document
 from isthmus.sync.packing import Packed, pack
@@ -118,7 +118,8 @@ class Sync:
     def load_state_dict(self, state: Mapping[str, Tensor]) -> None:
         """Go on where `state_dict` was taken. Load the model and the optimizer of this very worker first, in place.
 
-        Raises UserError for the state of another mode, period, codec or model.
+        To be called by every worker. Raises UserError for the state of another mode, period, codec or model, and for
+        states that were taken after different steps.
         """
         for name in ("made", "counts"):
             if name not in state:
@@ -130,7 +131,21 @@ class Sync:
         self._setting.model.check_in_place()
         self.wait()
         self._mode.recount(state["counts"])
+        self._check_together()
         self._mode.load(state)
+
+    def _check_together(self) -> None:
+        """Workers that are not at the same step would wait for each other in vain, or average what does not belong
+        together. Where their periods differ in length (`balance`), they are in the same one."""
+        places = gather((self._mode.periods, self._mode.steps), tuple[int, int], self._setting.averager.group)
+        compared = 1 if self._setting.options.balance else 2
+        for rank, place in enumerate(places):
+            if place[:compared] != places[0][:compared]:
+                (periods, steps), (others, other_steps) = places[0], place
+                raise UserError(
+                    f"saved sync state: worker 0's was taken after {steps} steps in {periods} periods, worker {rank}'s "
+                    f"after {other_steps} in {others}: expected what all workers saved together"
+                )
 
     @property
     def _made(self) -> dict[str, str]:
