@@ -8,6 +8,7 @@ from collections.abc import Callable
 
 import pytest
 import torch
+import torch.distributed as dist
 from hypothesis import given
 from hypothesis import strategies as st
 from torch import Tensor, nn
@@ -16,11 +17,12 @@ import isthmus.sync
 from isthmus.errors import UserError
 from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options, attach
+from isthmus.sync.averaging import Averager
 from isthmus.sync.balance import balanced_steps
 from isthmus.sync.divergence import SAMPLED, sample
 from isthmus.sync.dream import Dream, joined
 from isthmus.sync.layers import flatten, spans
-from isthmus.sync.link import LinkModel, fitted
+from isthmus.sync.link import MOST_BYTES, SMALLEST_BYTES, LinkModel, fitted, probe
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.packing import pack
 from isthmus.sync.scheduled import layers_of
@@ -38,6 +40,26 @@ def test_link_terms_are_never_negative() -> None:
     assert falling.byte_s == 0 and falling.latency_s > 0
     steep = fitted([(1000, 0.001), (2000, 0.1)])
     assert steep.latency_s == 0 and steep.byte_s > 0
+
+
+@pytest.mark.usefixtures("alone")
+def test_probes_are_of_their_size_whatever_the_default_type(monkeypatch: pytest.MonkeyPatch) -> None:
+    assert dist.group.WORLD is not None
+    averager = Averager(dist.group.WORLD, 1.0)
+    sizes: list[int] = []
+
+    def taken(tensor: Tensor, averager: Averager) -> float:
+        sizes.append(tensor.nbytes)
+        return tensor.nbytes * 1e-9
+
+    monkeypatch.setattr("isthmus.sync.link._timed", taken)
+    torch.set_default_dtype(torch.float64)
+    try:
+        found = probe(averager)
+    finally:
+        torch.set_default_dtype(torch.float32)
+    assert min(sizes[1:]) == SMALLEST_BYTES and max(sizes) == MOST_BYTES
+    assert found.byte_s == pytest.approx(1e-9)
 
 
 def test_flat_parameters_keep_values_identity_and_ties() -> None:

@@ -38,7 +38,7 @@ def probe(averager: Averager) -> LinkModel:
     size_bytes = SMALLEST_BYTES
     _timed(torch.zeros(1, device=device), averager)  # connections are made by the first one
     while True:
-        tensor = torch.zeros(size_bytes // 4, device=device)
+        tensor = torch.zeros(size_bytes // 4, dtype=torch.float32, device=device)  # whatever torch's default is
         taken_s = statistics.median(_timed(tensor, averager) for _ in range(REPEATS))
         slowest = torch.tensor([taken_s], dtype=torch.float64, device=device)
         dist.all_reduce(slowest, op=dist.ReduceOp.MAX, group=averager.group)
