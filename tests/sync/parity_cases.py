@@ -511,7 +511,7 @@ def resumed(found: dict[str, float]) -> None:
 
 
 class Centred(nn.Module):
-    """Running means: one is changed in place, as batch norm's; the other is a new tensor in each forward."""
+    """Running means: one changed in place, as batch norm's; one a new tensor in each forward. And what is constant."""
 
     def __init__(self) -> None:
         super().__init__()
@@ -520,6 +520,7 @@ class Centred(nn.Module):
         self.replaced: Tensor
         for name in ("changed", "replaced"):
             self.register_buffer(name, torch.zeros(6, dtype=torch.float64))
+        self.register_buffer("constant", torch.arange(2048, dtype=torch.float16))
 
     def forward(self, inputs: Tensor) -> Tensor:
         mean = inputs.mean(0)
@@ -529,22 +530,25 @@ class Centred(nn.Module):
 
 
 def running_means(found: dict[str, float]) -> None:
-    """Buffers are averaged at the end of a period, wherever the module keeps them."""
+    """Buffers are averaged at the end of a period, wherever the module keeps them; what is constant stays so."""
     workers, rank = dist.get_world_size(), dist.get_rank()
     expected = torch.zeros(6, dtype=torch.float64)
+    samples = workers * (workers + 1) // 2  # thirds and the like, which round
     for step in range(6):
-        inputs = torch.cat([batch(step, worker)[0] for worker in range(workers)])
-        expected = 0.9 * expected + 0.1 * inputs.mean(0)
+        means = [(worker + 1) / samples * batch(step, worker)[0].mean(0) for worker in range(workers)]
+        expected = 0.9 * expected + 0.1 * torch.stack(means).sum(0)
     for mode in ("every-step", "local", "dream"):
         made = Centred()
         optimizer = OPTIMIZERS["sgd"](made)
-        sync = isthmus.sync.attach(made, optimizer, mode=mode, period=3)
+        sync = isthmus.sync.attach(made, optimizer, mode=mode, period=3, options=Options(weight=rank + 1.0))
         for step in range(6):
             optimizer.zero_grad()
             loss_of(made, step, rank).backward()
             sync.step()
         sync.close()
-        for name, buffer in made.named_buffers():
+        buffers = dict(made.named_buffers())
+        found[f"constant: {mode}"] = float((buffers.pop("constant") - torch.arange(2048)).abs().max())
+        for name, buffer in buffers.items():
             found[f"running means, {name}: {mode}"] = float((buffer - expected).abs().max())
 
 

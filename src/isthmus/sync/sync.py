@@ -185,7 +185,8 @@ class Sync:
         The forward has changed them for the last time in this step, so they are averaged behind the backward.
         """
         if self._held and self._mode.ends_period and self._buffers_sent is None:
-            packed = pack(self._buffers())
+            # In float64 the mean of equal numbers is that number: what is constant (a mask, positions) has to stay so.
+            packed = pack([buffer.double() for buffer in self._buffers()])
             self._buffers_sent = packed, self._setting.averager.start(packed.flats)
 
     @torch.no_grad()
