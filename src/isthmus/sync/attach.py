@@ -116,10 +116,11 @@ def _private(group: dist.ProcessGroup | None, model: nn.Module) -> dist.ProcessG
     """The same workers in a group that nobody else sends in."""
     made = None
     if group is None or isinstance(group, dist.ProcessGroup):  # pyright: ignore[reportUnnecessaryIsInstance]
+        ranks = dist.get_process_group_ranks(group)
+        # Among some, torch names a group by how many each of them has: where all take part nobody has to have as many.
         made = dist.new_group(
-            dist.get_process_group_ranks(group), backend=_backend(group, model),
-            use_local_synchronization=group is not None,
-        )  # fmt: skip
+            ranks, backend=_backend(group, model), use_local_synchronization=len(ranks) < dist.get_world_size()
+        )
     if not isinstance(made, dist.ProcessGroup):
         # torch.distributed.new_group gives a number to those who are not in what it has made.
         raise UserError(
