@@ -21,7 +21,7 @@ from isthmus.sync.averaging import Averager
 from isthmus.sync.balance import balanced_steps
 from isthmus.sync.divergence import SAMPLED, sample
 from isthmus.sync.dream import Dream, joined
-from isthmus.sync.layers import flatten, spans
+from isthmus.sync.layers import Layer, flatten, spans
 from isthmus.sync.link import MOST_BYTES, SMALLEST_BYTES, LinkModel, fitted, probe
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.packing import pack
@@ -106,6 +106,14 @@ def test_neighbours_are_one_piece_of_memory() -> None:
     full = [bool((p == 1).all()) for p in model.parameters()]
     assert full == [True, True, True, True, False, False, True, True]
     assert len(spans(flat.layers)) == 1
+
+
+def test_pieces_of_several_kinds_come_in_the_order_of_the_model() -> None:
+    """Addresses differ between workers, who must send the same pieces one after the other."""
+    one, other = torch.zeros(64, dtype=torch.bfloat16), torch.zeros(64)
+    for buffers in ((one, other), (other, one)):
+        layers = [Layer(name="layer", parameters=(), parameter_names=(), flats=(b[:10],)) for b in buffers]
+        assert [piece.dtype for piece in spans(layers)] == [b.dtype for b in buffers]
 
 
 def test_short_messages_are_joined() -> None:

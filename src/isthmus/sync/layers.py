@@ -62,8 +62,13 @@ class FlatModel:
 
 
 def spans(layers: Iterable[Layer]) -> list[Tensor]:
-    """The memory of some layers in as few pieces as can be: neighbours are one piece, the gap between them included."""
-    flats = sorted((flat for layer in layers for flat in layer.flats), key=_place)
+    """The memory of some layers in as few pieces as can be: neighbours are one piece, the gap between them included.
+
+    In the same order on every worker: one kind of number after the other, whatever the addresses of their buffers.
+    """
+    flats = [flat for layer in layers for flat in layer.flats]
+    kinds = {place: number for number, place in enumerate(dict.fromkeys(_place(flat)[0] for flat in flats))}
+    flats.sort(key=lambda flat: (kinds[_place(flat)[0]], _place(flat)[1]))
     found: list[Tensor] = []
     for flat in flats:
         last = found[-1] if found else None
