@@ -96,6 +96,20 @@ class TestAttach:
         with pytest.raises(UserError, match=r"codec: got .*(int8|Bytes).*, expected a codec"):
             attach(model, sgd(model), mode="outer", codec=codec)  # pyright: ignore[reportArgumentType]
 
+    def test_buffers_of_any_type(self) -> None:
+        model = net()
+        kinds = (torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.float16)
+        for number, kind in enumerate(kinds):
+            model.register_buffer(f"buffer{number}", torch.ones(3, 2).t().to(kind))
+        model.register_buffer("scalar", torch.tensor(5, dtype=torch.int16))
+        model.register_buffer("empty", torch.zeros(0))
+        values = {name: buffer.clone() for name, buffer in model.named_buffers()}
+        sync = attach(model, sgd(model), mode="local", period=1)
+        loss_of(model).backward()
+        sync.step()
+        for name, buffer in model.named_buffers():
+            assert torch.equal(buffer.to(torch.complex64), values[name].to(torch.complex64)), name
+
     def test_a_group_of_others(self) -> None:
         """What torch.distributed.new_group gives to those who are not in it."""
         model = net()

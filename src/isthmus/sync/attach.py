@@ -200,5 +200,6 @@ def _start_alike(model: nn.Module, group: dist.ProcessGroup) -> None:
     source = dist.get_global_rank(group, 0)
     for tensor in itertools.chain(model.parameters(), model.buffers()):
         contiguous = tensor.detach().contiguous()
-        dist.broadcast(contiguous, source, group=group)
+        # As bytes: Gloo knows no short integers, no float8 and no complex numbers.
+        dist.broadcast(contiguous.view(-1).view(torch.uint8), source, group=group)
         tensor.copy_(contiguous)
