@@ -141,6 +141,15 @@ class TestAttach:
         other.requires_grad_(False)
         attach(model, optimizer)
 
+    def test_parameters_tied_by_their_memory(self) -> None:
+        """They would learn apart from then on."""
+        model = nn.Sequential(nn.Linear(4, 4), nn.Linear(4, 4))
+        model[1].weight.data = model[0].weight.data
+        with pytest.raises(UserError, match=r"'0\.weight' and '1\.weight' share their memory: tie them as one"):
+            attach(model, sgd(model))
+        model[1].weight = model[0].weight
+        attach(model, sgd(model))
+
     def test_ddp(self) -> None:
         model = net()
         with pytest.raises(UserError, match="DistributedDataParallel"):

@@ -89,11 +89,12 @@ def _place(flat: Tensor) -> tuple[int, int]:
 def flatten(model: nn.Module, smallest_layer_bytes: int) -> FlatModel:
     """Move the trainable parameters of `model` into flat buffers. Values and the parameters' identity stay.
 
-    Raises UserError for a model without trainable parameters.
+    Raises UserError for a model without trainable parameters, or with two that share their memory.
     """
     groups = _merged(_by_module(model), smallest_layer_bytes)
     if not groups:
         raise UserError("the model has no trainable parameters: expected at least one with requires_grad")
+    _check_apart(model)
     buffers, ranges = _moved([parameter for _, named in groups for _, parameter in named])
     return FlatModel(
         layers=tuple(
@@ -118,6 +119,16 @@ def _by_module(model: nn.Module) -> list[tuple[str, _Named]]:
     named = [(name, p) for name, p in model.named_parameters() if p.requires_grad]
     groups = itertools.groupby(named, key=lambda pair: pair[0].rpartition(".")[0])
     return [(module or "model", list(members)) for module, members in groups]
+
+
+def _check_apart(model: nn.Module) -> None:
+    """Parameters tied by their memory (`a.data = b.data`) would come apart when they are moved."""
+    at: dict[tuple[torch.device, int], str] = {}
+    for name, parameter in model.named_parameters():
+        if parameter.numel() and (other := at.setdefault((parameter.device, parameter.data_ptr()), name)) != name:
+            raise UserError(
+                f"parameters {other!r} and {name!r} share their memory: tie them as one parameter (a.weight = b.weight)"
+            )
 
 
 def _merged(groups: Sequence[tuple[str, _Named]], smallest_bytes: int) -> list[tuple[str, _Named]]:
