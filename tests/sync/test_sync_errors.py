@@ -73,6 +73,22 @@ class TestAttach:
         with pytest.raises(UserError, match="unknown sync mode 'drem': did you mean 'dream'"):
             attach(model, sgd(model), mode="drem")
 
+    @pytest.mark.parametrize("mode", [None, 3, ["dream"]])
+    def test_mode_of_another_kind(self, mode: object) -> None:
+        model = net()
+        with pytest.raises(UserError, match="unknown sync mode"):
+            attach(model, sgd(model), mode=mode)  # pyright: ignore[reportArgumentType]
+
+    def test_other_things_than_model_optimizer_and_options(self) -> None:
+        model = net()
+        optimizer = sgd(model)
+        with pytest.raises(UserError, match=r"model: got list, expected torch\.nn\.\S*Module"):
+            attach([model], optimizer)  # pyright: ignore[reportArgumentType]
+        with pytest.raises(UserError, match=r"optimizer: got StepLR, expected torch\.optim\.\S*Optimizer"):
+            attach(model, torch.optim.lr_scheduler.StepLR(optimizer, 1))  # pyright: ignore[reportArgumentType]
+        with pytest.raises(UserError, match=r"options: got dict, expected isthmus\.sync\.\S*Options"):
+            attach(model, optimizer, options={"delay": 1})  # pyright: ignore[reportArgumentType]
+
     @pytest.mark.parametrize("period", [0, -1])
     def test_period_below_1(self, period: int) -> None:
         model = net()

@@ -69,8 +69,14 @@ def attach(
     Raises UserError without a process group, for an unknown mode, a period below 1, a model that differs between
     workers, or an optimizer that does not fit.
     """
-    if mode not in _MODES:
-        raise unknown_name("sync mode", mode, _MODES)
+    kinds: list[tuple[str, object, type]] = [
+        ("model", model, nn.Module), ("optimizer", optimizer, Optimizer), ("options", options, Options)
+    ]  # fmt: skip
+    for name, given, kind in kinds:
+        if not isinstance(given, kind):
+            raise UserError(f"{name}: got {type(given).__name__}, expected {kind.__module__}.{kind.__qualname__}")
+    if str(mode) not in _MODES:
+        raise unknown_name("sync mode", str(mode), _MODES)
     if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period < 1 << 31:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"period: got {period!r}, expected at least 1 step, in whole numbers")
     if mode == "dream" and options.planner not in sync_planner_names():
