@@ -144,6 +144,19 @@ def test_samples_are_the_same_elements_each_time() -> None:
     assert sample(flat[:10]).equal(flat[:10])
 
 
+@pytest.mark.usefixtures("alone")
+def test_an_empty_parameter_is_not_apart_from_itself() -> None:
+    model = nn.Linear(3, 3)
+    model.nothing = nn.Parameter(torch.zeros(0, dtype=torch.float64))
+    optimizer = torch.optim.SGD(model.parameters(), lr=0.1)
+    sync = attach(model, optimizer, mode="partial", period=1)
+    for _ in range(3):
+        (model(torch.ones(1, 3)).sum() + model.nothing.sum()).backward()
+        sync.step()
+    told = sync.statistics().last_period
+    assert told is not None and told.divergence == 0
+
+
 @given(st.integers(1, 50), st.lists(st.floats(0.01, 1.0), min_size=1, max_size=8))
 def test_balanced_periods_last_alike(period: int, compute_s: list[float]) -> None:
     steps = balanced_steps(period, compute_s)

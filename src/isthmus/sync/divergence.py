@@ -43,4 +43,5 @@ class MeasuredAverage:
         return sum(
             float((sample(flat) - before).double().square().mean()) * len(flat)
             for flat, before in zip(self._flats, self._before, strict=True)
+            if len(flat)
         )
