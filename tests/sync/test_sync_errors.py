@@ -298,6 +298,18 @@ class TestSteps:
         with pytest.raises(UserError, match=r"shape \(2,\) that is not averaged"):
             attach(model, optimizer, mode=mode, period=2)
 
+    @pytest.mark.parametrize("mode", FREE)
+    def test_a_closure_may_give_a_float(self, mode: str) -> None:
+        model, optimizer, sync = attached(mode)
+
+        def closure() -> float:
+            optimizer.zero_grad()
+            loss = loss_of(model)
+            loss.backward()
+            return loss.item()
+
+        assert sync.step(closure) == pytest.approx(loss_of(net()).item())  # pyright: ignore[reportArgumentType]
+
     def test_second_backward_in_dream(self) -> None:
         model, _, _ = attached("dream")
         loss_of(model).backward()

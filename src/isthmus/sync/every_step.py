@@ -61,7 +61,7 @@ class EveryStep(Mode):
         """A line search decides by the loss, and all workers must decide alike."""
 
         def averaged() -> Tensor:
-            loss = closure().detach().clone().reshape(1)
+            loss = torch.as_tensor(closure()).detach().clone().reshape(1)  # torch's optimizers take a float as well
             with torch.no_grad(), self.setting.monitor.waiting():
                 self.setting.averager.average([loss])
             return loss.reshape(())
