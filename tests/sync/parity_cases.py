@@ -293,9 +293,11 @@ def different(found: dict[str, float]) -> None:
         ("the models differ", nn.Linear(4, 3 + rank), "local", 2),
         ("mode", nn.Linear(4, 3), "local" if rank else "outer", 2),
         ("period", nn.Linear(4, 3), "local", 2 + rank),
+        ("optimizer", nn.Linear(4, 3), "local", 2),
     ]:
+        kind = torch.optim.Adam if rank and name == "optimizer" else torch.optim.SGD
         try:
-            isthmus.sync.attach(made, torch.optim.SGD(made.parameters(), lr=0.1), mode=mode, period=period)
+            isthmus.sync.attach(made, kind(made.parameters(), lr=0.1), mode=mode, period=period)
         except UserError as error:
             found[f"{name}: named"] = 0.0 if name in str(error) and "worker 1" in str(error) else 1.0
         else:

@@ -97,7 +97,8 @@ def attach(
     if attached(optimizer):
         raise UserError("isthmus.sync.attach: this optimizer is attached already: close() its Sync first")
     private = _private(group, model)
-    workers = _check_alike(model, _Settings(mode, period, codec_name(codec), options), private)
+    settings = _Settings(mode, period, codec_name(codec), type(optimizer).__name__, options)
+    workers = _check_alike(model, settings, private)
     _start_alike(model, private)
     flat = flatten(model, options.smallest_layer_bytes)
     averager = Averager(private, options.weight)
@@ -152,6 +153,8 @@ class _Settings(msgspec.Struct, frozen=True):
     mode: str
     period: int
     codec: str
+    optimizer: str
+    """Its class: what it keeps of a parameter may be averaged."""
     options: Options
 
 
@@ -183,7 +186,7 @@ def _compare(first: _Worker, other: _Worker, rank: int) -> None:
                 "model on every worker"
             )
     mine, theirs = (msgspec.to_builtins(worker.settings) for worker in (first, other))
-    for field in ("mode", "period", "codec"):
+    for field in ("mode", "period", "codec", "optimizer"):
         if mine[field] != theirs[field]:
             raise UserError(f"{field}: worker 0 has {mine[field]!r}, worker {rank} {theirs[field]!r}: must be alike")
     for field, value in mine["options"].items():
