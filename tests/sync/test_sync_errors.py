@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from datetime import timedelta
 from pathlib import Path
 
 import pytest
@@ -55,6 +56,19 @@ def test_a_backend_for_each_kind_of_device(backend: str | None) -> None:
             loss_of(model).backward()
             sync.step()
             sync.optimizer.zero_grad()
+        sync.close()
+    finally:
+        dist.destroy_process_group()
+
+
+def test_others_are_waited_for_as_long_as_the_user_said() -> None:
+    said = timedelta(seconds=77)
+    dist.init_process_group("gloo", store=dist.HashStore(), rank=0, world_size=1, timeout=said)
+    try:
+        model = net()
+        sync = attach(model, sgd(model))
+        group = sync._setting.averager.group  # pyright: ignore[reportPrivateUsage]
+        assert group._get_backend(torch.device("cpu")).options._timeout == said  # pyright: ignore
         sync.close()
     finally:
         dist.destroy_process_group()

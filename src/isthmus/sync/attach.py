@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import socket
 from collections.abc import Callable, Mapping
+from datetime import timedelta
 
 import msgspec
 import torch
@@ -126,8 +127,9 @@ def _private(group: dist.ProcessGroup | None, model: nn.Module) -> dist.ProcessG
         ranks = dist.get_process_group_ranks(group)
         # Among some, torch names a group by how many each of them has: where all take part nobody has to have as many.
         made = dist.new_group(
-            ranks, backend=_backend(group, model), use_local_synchronization=len(ranks) < dist.get_world_size()
-        )
+            ranks, backend=_backend(group, model), timeout=_timeout(group, model),
+            use_local_synchronization=len(ranks) < dist.get_world_size(),
+        )  # fmt: skip
     if not isinstance(made, dist.ProcessGroup):
         # torch.distributed.new_group gives a number to those who are not in what it has made.
         raise UserError(
@@ -147,6 +149,17 @@ def _backend(group: dist.ProcessGroup | None, model: nn.Module) -> str:
             f"{', '.join(f'{backend} for {device}' for device, backend in of_device.items())})"
         )
     return of_device[used.pop()] if len(used) == 1 else dist.get_backend(group)
+
+
+def _timeout(group: dist.ProcessGroup | None, model: nn.Module) -> timedelta | None:
+    """How long the caller's group waits for others; None for torch's own choice, half an hour on Gloo."""
+    whole = dist.group.WORLD if group is None else group
+    tensor = next(itertools.chain(model.parameters(), model.buffers()), None)
+    if whole is None or tensor is None:
+        return None
+    # torch has no public name for it.
+    backend = whole._get_backend(tensor.device)  # pyright: ignore[reportPrivateUsage]
+    return getattr(getattr(backend, "options", None), "_timeout", None)
 
 
 class _Settings(msgspec.Struct, frozen=True):
