@@ -127,6 +127,12 @@ class TestDream:
         monkeypatch.setattr(MeasuredAverage, "wait", noted)
         return waited
 
+    def test_no_hook_becomes_part_of_a_compiled_graph(self) -> None:
+        """torch.compile would break its graph where a hook looks at the clock."""
+        model, _, _ = _attached(Options())
+        hooks = [*model._forward_pre_hooks.values(), *model._forward_hooks.values()]  # pyright: ignore
+        assert len(hooks) == 4 and all(getattr(hook, "_torchdynamo_disable", False) for hook in hooks)
+
     def _step(self, model: nn.Module, optimizer: torch.optim.Optimizer, sync: Sync) -> Tensor:
         optimizer.zero_grad()
         loss = model(torch.ones(2, 4)).sum()

@@ -33,7 +33,7 @@ class ForwardGates:
         self._reads: _Reads | None = None
         self.proven = False
         """Whether a whole forward was seen, so that nothing is read past a gate."""
-        self._handles = [model.register_forward_pre_hook(_uncompiled(self._model_begins))]
+        self._handles = [model.register_forward_pre_hook(uncompiled(self._model_begins))]
         for module in model.modules():
             numbers = sorted({self._layer_of[p] for p in module.parameters(recurse=False) if p in self._layer_of})
             if numbers:
@@ -42,7 +42,7 @@ class ForwardGates:
                     module.register_forward_pre_hook(_hook_of(self._entered, numbers)),
                     module.register_state_dict_pre_hook(touching), module.register_load_state_dict_pre_hook(touching),
                 ]  # fmt: skip
-        self._handles.append(model.register_forward_hook(_uncompiled(self._model_ended), always_call=True))
+        self._handles.append(model.register_forward_hook(uncompiled(self._model_ended), always_call=True))
 
     def detach(self) -> None:
         for handle in self._handles:
@@ -71,11 +71,11 @@ def _hook_of(call: Callable[[int], None], numbers: Sequence[int]) -> Callable[..
         for number in numbers:
             call(number)
 
-    return _uncompiled(hook)
+    return uncompiled(hook)
 
 
-def _uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
-    """torch.compile is to leave a gate as it is: it waits, and keeps account."""
+def uncompiled(hook: Callable[..., None]) -> Callable[..., None]:
+    """torch.compile is to leave a hook as it is: it waits, looks at the clock, and keeps account."""
     return cast("Callable[..., None]", torch.compiler.disable(hook))
 
 

@@ -13,6 +13,7 @@ from torch import nn
 
 from isthmus.errors import InternalError
 from isthmus.planners.sync import WorkerProfile
+from isthmus.sync.gates import uncompiled
 from isthmus.sync.stopwatch import Moment, between_s, now
 
 KEPT_STEPS = 16
@@ -58,8 +59,9 @@ class Profiler:
         self._now = _Step()
         self._steps: deque[_Step] = deque(maxlen=KEPT_STEPS)
         self._handles = [
-            model.register_forward_pre_hook(self._forward_begins), model.register_forward_hook(self._forward_ended)
-        ]  # fmt: skip
+            model.register_forward_pre_hook(uncompiled(self._forward_begins)),
+            model.register_forward_hook(uncompiled(self._forward_ended)),
+        ]
 
     def begins(self, layer: str) -> None:
         """The layer's forward begins; the first of several counts."""
