@@ -126,6 +126,13 @@ class TestAttach:
         with pytest.raises(UserError, match=r"codec: got .*(int8|Bytes).*, expected a codec"):
             attach(model, sgd(model), mode="outer", codec=codec)  # pyright: ignore[reportArgumentType]
 
+    def test_a_model_that_cannot_be_written_in_place(self) -> None:
+        for layer, name in ((nn.LazyLinear(8), "has no shape yet"), (nn.Linear(4, 8), "'0.mask' was expanded")):
+            model = nn.Sequential(layer, nn.Linear(8, 2))
+            layer.register_buffer("mask", torch.zeros(1).expand(3))
+            with pytest.raises(UserError, match=name):
+                attach(model, torch.optim.SGD(model[1].parameters(), lr=0.1), mode="local")
+
     def test_buffers_of_any_type(self) -> None:
         model = net()
         kinds = (torch.int16, torch.bool, torch.float8_e4m3fn, torch.complex64, torch.uint16, torch.float16)

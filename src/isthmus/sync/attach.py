@@ -11,6 +11,7 @@ import msgspec
 import torch
 import torch.distributed as dist
 from torch import nn
+from torch.nn.parameter import is_lazy
 from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
@@ -97,6 +98,7 @@ def attach(
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
     if attached(optimizer):
         raise UserError("isthmus.sync.attach: this optimizer is attached already: close() its Sync first")
+    _check_own_memory(model)
     private = _private(group, model)
     settings = _Settings(mode, period, codec_name(codec), type(optimizer).__name__, options)
     workers = _check_alike(model, settings, private)
@@ -112,6 +114,18 @@ def attach(
     except UserError:
         setting.updates.detach()
         raise
+
+
+def _check_own_memory(model: nn.Module) -> None:
+    """Raises UserError for what cannot be written in place, element by element."""
+    for name, tensor in itertools.chain(model.named_parameters(), model.named_buffers()):
+        if is_lazy(tensor):
+            raise UserError(f"model: {name!r} has no shape yet: run one forward before isthmus.sync.attach")
+        if any(stride == 0 and size > 1 for stride, size in zip(tensor.stride(), tensor.shape, strict=True)):
+            raise UserError(
+                f"model: {name!r} was expanded, so that elements share memory: expected memory of its own, as "
+                ".contiguous() gives"
+            )
 
 
 def _is_codec(codec: object) -> bool:
