@@ -3,7 +3,7 @@
 `python benchmarks/federated_convergence/run.py [--quick] [--json PATH]`
 
 Writes the curves and the table of docs/federated-convergence.md. Each algorithm takes the learning rate that is best
-for it on a seed of its own, then three other seeds count.
+for it on three seeds, then three others count.
 """
 
 from __future__ import annotations
