@@ -16,6 +16,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
+from isthmus.federated.spreading import spread
 
 FRACTION_BITS = 36
 """A term is rounded to a multiple of 2^-36, after scaling: 1.5e-11 of the largest mean that is of size 1."""
@@ -37,7 +38,8 @@ def scale_exponent(total: float) -> int:
 class FixedSum:
     """A sum of vectors of `size` numbers, each times a weight. `exponent` is the cohort's, equal on all executors.
 
-    The first vector is written, not added, so that nothing has to be zeroed before.
+    The first vector is written, not added, so that nothing has to be zeroed before. Another sum that is merged is read
+    when there is time for it (`settle`), or where it lies when the whole is divided: a pass over memory less.
     """
 
     def __init__(self, size: int, exponent: int, room: Tensor | None = None) -> None:
@@ -45,22 +47,35 @@ class FixedSum:
         self._total = torch.empty(size, dtype=torch.int64) if room is None else room
         self._blocks = self._total.split(_BLOCK)
         self._work = torch.empty(min(size, _BLOCK), dtype=torch.float64)
+        self._merged: list[Tensor] = []
+        """Not read yet."""
         self.begin(exponent)
 
     def begin(self, exponent: int) -> None:
         """Nothing is added yet; the memory stays, and is not touched."""
         self._empty = True
         self._bound = 0.0
+        self._merged.clear()
         self._factor = math.ldexp(1.0, FRACTION_BITS - exponent)
         self._unit = math.ldexp(1.0, exponent - FRACTION_BITS)
 
     @property
     def total(self) -> Tensor:
         """The sum as integers, int64 [size]."""
+        self.settle()
+        return self._own()
+
+    def _own(self) -> Tensor:
+        """What is read of it."""
         if self._empty:
             self._total.zero_()
             self._empty = False
         return self._total
+
+    @property
+    def bound(self) -> float:
+        """No number of the sum is further from 0."""
+        return self._bound
 
     def __len__(self) -> int:
         return len(self._total)
@@ -121,31 +136,48 @@ class FixedSum:
         if self._bound + largest >= _SUM_LIMIT:
             raise PeerError(f"a sum of {(self._bound + largest) * self._unit:.3g} has no room in 64 bits")
 
-    def check(self, total: Tensor) -> float:
-        """The largest number of another sum's `total`, int64 [size]. PeerError when the two have no room."""
-        largest = _largest(total)
+    def check(self, total: Tensor, largest: float | None = None) -> float:
+        """The largest number of another sum's `total`, int64 [size], looked for where it is not given. PeerError when
+        the two have no room."""
+        largest = _largest(total) if largest is None else largest
+        if not 0 <= largest < math.inf:
+            raise PeerError(f"got numbers within {largest:g}, expected a bound")
         if (bound := self._bound + largest) >= _SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
         return largest
 
     def merge(self, total: Tensor, largest: float | None = None) -> None:
-        """Add another sum's `total`, int64 [size], of the same exponent, whose `largest` number `check` has found.
-        PeerError as `check`, and nothing added."""
-        bound = self._bound + (self.check(total) if largest is None else largest)
-        if bound >= _SUM_LIMIT:
-            raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
-        self._bound = bound
-        if self._empty:
-            self._total.copy_(total)
-            self._empty = False
-        else:
-            self._total.add_(total)
+        """Add another sum's `total`, int64 [size], of the same exponent, whose `largest` number `check` has found; it
+        must not change until `settle` or `over`. PeerError as `check`, and nothing added."""
+        self._bound += self.check(total, largest)
+        self._merged.append(total)
+
+    def settle(self) -> None:
+        """Read what was merged."""
+        for other in self._merged:
+            if self._empty:
+                self._total.copy_(other)
+                self._empty = False
+            else:
+                self._total.add_(other)
+        self._merged.clear()
 
     def over(self, divisor: float, dtype: torch.dtype) -> Tensor:
-        """The sum divided by `divisor`, [size]."""
+        """The sum divided by `divisor`, [size]. It ends the sum: nothing is in it any more."""
         factor, found = self._unit / divisor, torch.empty(len(self), dtype=dtype)
-        for part, total in zip(found.split(_BLOCK), self.total.split(_BLOCK), strict=True):
-            part.copy_(self._work[: len(part)].copy_(total).mul_(factor))
+        terms = self._merged if self._empty and self._merged else [self._own(), *self._merged]
+
+        def divide(start: int, stop: int) -> None:
+            work, whole = torch.empty(_BLOCK, dtype=torch.float64), torch.empty(_BLOCK, dtype=torch.int64)
+            for at in range(start, stop, _BLOCK):
+                part = slice(at, min(at + _BLOCK, stop))
+                number = terms[0][part]
+                for other in terms[1:]:
+                    number = torch.add(number, other[part], out=whole[: len(number)])
+                found[part].copy_(work[: len(number)].copy_(number).mul_(factor))
+
+        spread(divide, len(self), _BLOCK)
+        self._merged, self._empty, self._bound = [], True, 0.0
         return found
 
 

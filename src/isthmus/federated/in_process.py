@@ -127,6 +127,7 @@ class InProcess:
                 case Merge(executor=executor):
                     partial = self._seats[executor].site.partial
                     self.server.merge(partial.tensors(), partial.weights())
+                    self.server.settle()  # the executor's memory is its own again
                 case Absorb():
                     self.server.absorb()
                 case Commit(record=record):

@@ -157,9 +157,17 @@ class Partial:
     def weights(self) -> Weights:
         return Weights(clients=self.clients, total=self._weight, each=dict(self._weights))
 
-    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> Mapping[str, float]:
+    def bounds(self) -> dict[str, float]:
+        """Of each sum: no number of it is further from 0."""
+        return {name: total.bound for name, total in self._sums.items()} if self.clients else {}
+
+    def check(
+        self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights,
+        bounds: Mapping[str, float] | None = None,
+    ) -> Mapping[str, float]:  # fmt: skip
         """PeerError unless `tensors` and `part` are what another partial gives after folding these clients. Nothing
-        is changed. Returns the largest number of each sum, so that `merge` need not look again."""
+        is changed. Returns the largest number of each sum, so that `merge` need not look again; those whose `bounds`
+        are given are believed, and not looked at."""
         if part.clients != len(clients):
             raise PeerError(f"sent sums of {part.clients} clients, expected {len(clients)}")
         most = part.clients * self._most_weight
@@ -176,20 +184,21 @@ class Partial:
         for name, value in tensors.items():
             try:
                 if name in sums:
-                    largest[name] = self._check_sum(name, value)
+                    largest[name] = self._check_sum(name, value, (bounds or {}).get(name))
                 else:
                     _check_finite(value)
             except PeerError as e:
                 raise PeerError(f"value {name!r}: {e}") from None
         return largest
 
-    def _check_sum(self, name: str, value: Tensor) -> float:
+    def _check_sum(self, name: str, value: Tensor, bound: float | None) -> float:
         if value.dtype != torch.int64 or value.dim() != 1:
             raise PeerError(f"got {value.dtype} {list(value.shape)}, expected int64 numbers in a row")
-        return self._sum(name, len(value)).check(value)
+        return self._sum(name, len(value)).check(value, bound)
 
     def merge(self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None) -> None:
-        """Add what another partial's `tensors` and `weights` gave. It has passed `check`, which found `largest`."""
+        """Add what another partial's `tensors` and `weights` gave. It has passed `check`, which found `largest`. Its
+        sums must not change until `settle` or `combined`."""
         for key, value in tensors.items():
             if self._returns.get(key, "collect") != "collect":
                 self._sum(key, len(value)).merge(value, (largest or {}).get(key))
@@ -200,8 +209,14 @@ class Partial:
         self._weight += part.total
         self.clients += part.clients
 
+    def settle(self) -> None:
+        """Read the sums that were merged."""
+        for total in self._sums.values():
+            total.settle()
+
     def combined(self, dtype: torch.dtype) -> Values:
         """The server's view: means, sums, and collected values stacked [clients, ...] in the order of client numbers.
+        It ends the sums.
 
         UserError when no client's update is in, or all weights are 0.
         """

@@ -97,13 +97,22 @@ class Server:
         told = self._algorithm.broadcast(known)
         return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
 
-    def check(self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights) -> Mapping[str, float]:
-        """PeerError for an executor's sums that do not fit the open turn. Returns what `merge` takes as `largest`."""
-        return self._partial.check(tensors, clients, part)
+    def check(
+        self, tensors: Mapping[str, Tensor], clients: Collection[int], part: Weights,
+        bounds: Mapping[str, float] | None = None,
+    ) -> Mapping[str, float]:  # fmt: skip
+        """PeerError for an executor's sums that do not fit the open turn. Returns what `merge` takes as `largest`.
+        `bounds` are those of sums that need not be looked at."""
+        return self._partial.check(tensors, clients, part, bounds)
 
     def merge(self, tensors: Mapping[str, Tensor], part: Weights, largest: Mapping[str, float] | None = None) -> None:
-        """An executor's sums, which have passed `check`."""
+        """An executor's sums, which have passed `check`. They must not change until `settle` or `absorb`."""
         self._partial.merge(tensors, part, largest)
+
+    def settle(self) -> None:
+        """Read the sums that were merged."""
+        if self.turn is not None:
+            self._partial.settle()
 
     @property
     def sums(self) -> list[dict[str, Form]]:

@@ -216,8 +216,8 @@ class FederatedCoordinator:
         opening = Opening(
             turn=turn, clients=len(asked), samples=self._dealer.samples(asked), durable_round=self.durable_round
         )
-        short = opened.predicted_s is not None and opened.predicted_s < STEALING_PAYS_S
-        holds = self._steals and len(alive) > 1 and not short
+        brief = opened.predicted_s is not None and opened.predicted_s < STEALING_PAYS_S
+        holds = self._steals and len(alive) > 1 and not brief
         for name in alive:
             mine = deal.tasks.get(name, ())
             if self.rules.single:
@@ -226,7 +226,7 @@ class FederatedCoordinator:
             if not mine and not holds:
                 continue  # nothing to train, nothing to say
             opened.give(name, mine)
-            out.append(Open(name, TurnOpened(opening=opening, tasks=mine, holds=holds)))
+            out.append(Open(name, TurnOpened(opening=opening, tasks=mine, holds=holds, brief=brief)))
         opened.spare.sort(key=lambda t: -t.samples)
         return out if expected else [*out, *self._close_turn("all")]
 

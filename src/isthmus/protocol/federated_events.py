@@ -71,6 +71,8 @@ class TurnOpened(msgspec.Struct, frozen=True, kw_only=True):
     tasks: tuple[Task, ...]
     holds: bool = False
     """Say when the tasks are done, and keep the sums until the turn closes: there may be more tasks."""
+    brief: bool = False
+    """Expected to be over before another message could come: nobody need listen meanwhile."""
 
 
 class Granted(msgspec.Struct, frozen=True, kw_only=True, tag=True):

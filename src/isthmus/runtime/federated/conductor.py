@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
@@ -93,7 +93,11 @@ class Office(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class FederatedConductor:
-    """Runs the machine in the thread that calls `conduct`, over the connections that its reception is given."""
+    """Runs the machine over the connections that its reception is given.
+
+    What an executor says is acted on by the thread that receives it, one at a time: another thread would first have to
+    wake up, which takes as long as to decide. The thread that calls `conduct` looks at the clock.
+    """
 
     def __init__(
         self,
@@ -102,10 +106,11 @@ class FederatedConductor:
         intake: Intake,
         office: Office,
         *,
-        committed: Callable[[Record, RoundMeasure], None],
+        committed: Callable[[Record, RoundMeasure], Callable[[], None] | None],
         note: Callable[[str], None] = lambda _: None,
     ) -> None:
-        """`committed` is called before the next round opens. `note` is told of losses."""
+        """`committed` is called before the next round opens, and what it returns once executors are at work on that
+        one. `note` is told of losses."""
         self._machine = machine
         self._server = server
         self._intake = intake
@@ -113,7 +118,11 @@ class FederatedConductor:
         self._run, self._patience_s = office.run, office.patience_s
         self._committed = committed
         self._note = note
-        self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
+        self._deciding = threading.Lock()
+        self._begun = threading.Event()
+        self._ended: Callable[[], Mapping[str, str]] = dict
+        self._bell: queue.SimpleQueue[Interrupted | None] = queue.SimpleQueue()
+        """Wakes the thread that conducts: for Ctrl-C, and at the end. A signal may put where it could not lock."""
         self._joining = Waits(note)
         self._deadlines = Deadlines(self._patience_s, 0.0, note)
         self._posts: dict[str, Outgoing] = {}
@@ -128,10 +137,12 @@ class FederatedConductor:
         self._shown_bytes = 0
         self._opened_s = 0.0
         self._counted = (0, 0, 0, 0)
-        self._failure: IsthmusError | None = None
+        self._later: list[Callable[[], None]] = []
+        self._finish: Finish | None = None
+        self._failure: Exception | None = None
         self._over = threading.Event()
         self.reception = office.reception(
-            self._run, machine.executors, heard=self._heard.put, guard=intake.guard, patience_s=self._patience_s
+            self._run, machine.executors, heard=self._hear, guard=intake.guard, patience_s=self._patience_s
         )
         """Takes the executors' connections."""
 
@@ -140,12 +151,13 @@ class FederatedConductor:
 
         Ctrl-C drops the open round and ends. Raises UserError for what an executor refused as the user's.
         """
+        self._ended = ended
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
-            with interruptible(lambda: self._heard.put(Interrupted())):
-                finish = self._loop(ended)
+            with interruptible(lambda: self._bell.put(Interrupted())):
+                finish = self._watch()
             for out in self._posts.values():
                 out.flush()
         finally:
@@ -172,49 +184,75 @@ class FederatedConductor:
         self._joining.look("to join", missing, now_s)
         self._deadlines.lag(*self._machine.behind, now_s)
 
-    def _absent(self, late: bool, ended: Callable[[], Mapping[str, str]]) -> list[CoordinatorEvent]:
+    def _absent(self, late: bool) -> list[CoordinatorEvent]:
         """One that never joined, of processes that were started for the run; how long sites may take the machine
         decides."""
         if self._office.returns:
             return []
         if late and (missing := set(self._machine.executors) - self._posts.keys()):
-            return [self._lost(min(missing), f"it did not join within {self._patience_s:g} s", ended)]
-        if gone := ended().keys() - self._posts.keys():
-            return [self._lost(min(gone), "its process ended before it joined", ended)]
+            return [self._lost(min(missing), f"it did not join within {self._patience_s:g} s")]
+        if gone := self._ended().keys() - self._posts.keys():
+            return [self._lost(min(gone), "its process ended before it joined")]
         return []
 
     def _reachable(self) -> list[Outgoing]:
         return [out for name, out in list(self._posts.items()) if name not in self._left]
 
-    def _loop(self, ended: Callable[[], Mapping[str, str]]) -> Finish:
-        finish: Finish | None = None
+    def _watch(self) -> Finish:
+        """Until the run is over: look at the clock, and at who is missing."""
         looked_s = time.monotonic()
         join_by_s = looked_s + self._patience_s
         self._machine.handle(Tick(now_s=looked_s))  # before any turn: deadlines count from its opening
-        while finish is None:
+        self._begun.set()
+        while self._finish is None:
             events: list[CoordinatorEvent] = []
             with contextlib.suppress(queue.Empty):
-                events += self._translate(self._heard.get(timeout=TICK_S), ended)
+                if (rung := self._bell.get(timeout=TICK_S)) is not None:
+                    events.append(rung)
             now_s = time.monotonic()
-            if now_s - looked_s >= TICK_S:
-                looked_s = now_s
-                self._tell_waits(now_s)
-                events.append(Tick(now_s=now_s))
-                events += self._absent(now_s > join_by_s, ended)
-            for event in events:
-                instructions = self._machine.handle(event)
-                finish = self._carry_out(instructions) or finish
-                if any(isinstance(i, Open) for i in instructions):
-                    self._machine.look_ahead()
-            if self._failure is not None:
-                return self._carry_out([Halt()]) or Finish("lost", str(self._failure))
-        return finish
+            with self._deciding:
+                if now_s - looked_s >= TICK_S and self._finish is None:
+                    looked_s = now_s
+                    self._tell_waits(now_s)
+                    events.append(Tick(now_s=now_s))
+                    events += self._absent(now_s > join_by_s)
+                self._decide(events)
+        return self._finish
 
-    def _translate(
-        self, heard: Heard | CoordinatorEvent, ended: Callable[[], Mapping[str, str]]
-    ) -> Sequence[CoordinatorEvent]:
-        if not isinstance(heard, tuple):
-            return [heard]
+    def _hear(self, heard: Heard) -> None:
+        """In the thread that receives it."""
+        self._begun.wait()
+        with self._deciding:
+            if self._finish is not None:
+                return
+            try:
+                self._decide(self._translate(heard))
+            except Exception as e:  # the thread that conducts raises it
+                self._failure = e
+                self._end(Finish("lost", str(e)))
+
+    def _decide(self, events: Sequence[CoordinatorEvent]) -> None:
+        """Whoever calls it holds the lock. What can wait until executors are at work again comes last."""
+        for event in events:
+            instructions = self._machine.handle(event)
+            finish = self._carry_out(instructions)
+            if any(isinstance(i, Open) for i in instructions):
+                self._machine.look_ahead()
+            self._intake.settle()
+            for act in self._later:
+                act()
+            self._later.clear()
+            if finish is not None:
+                self._end(finish)
+        if self._failure is not None and self._finish is None:
+            self._carry_out([Halt()])
+            self._end(Finish("lost", str(self._failure)))
+
+    def _end(self, finish: Finish) -> None:
+        self._finish = finish
+        self._bell.put(None)
+
+    def _translate(self, heard: Heard) -> Sequence[CoordinatorEvent]:
         executor, message, tensors = heard
         match message:
             case None | Exception():
@@ -222,13 +260,13 @@ class FederatedConductor:
                     self._dismissed.remove(executor)
                     return []
                 reason = "its connection closed" if message is None else str(message)
-                return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "), ended)]
+                return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "))]
             case Join():
                 self._welcome(executor)
             case Failed(fault="user", reason=reason) if not self._office.returns:
                 self._failure = UserError(reason)
             case Failed(reason=reason):
-                return [self._lost(executor, reason, ended)]
+                return [self._lost(executor, reason)]
             case Heartbeat():
                 pass
             case _:
@@ -236,7 +274,7 @@ class FederatedConductor:
                     event = self._intake.hear(executor, message, tensors)
                 except PeerError as e:
                     self._dismiss(executor)
-                    return [self._lost(executor, str(e), ended)]
+                    return [self._lost(executor, str(e))]
                 return [] if event is None else [event]
         return []
 
@@ -261,12 +299,12 @@ class FederatedConductor:
         if (greeting := self._intake.greeting(executor)) is not None:
             self._posts[executor].put(greeting)
 
-    def _lost(self, executor: str, reason: str, ended: Callable[[], Mapping[str, str]]) -> Lost:
+    def _lost(self, executor: str, reason: str) -> Lost:
         self._left.add(executor)
         deadline_s = time.monotonic() + self._office.last_words_s
-        while executor not in ended() and time.monotonic() < deadline_s:
+        while executor not in self._ended() and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        reason = ended().get(executor, reason)
+        reason = self._ended().get(executor, reason)
         self._note(f"executor {executor} was lost: {reason}")
         return Lost(executor=executor, reason=reason)
 
@@ -292,8 +330,10 @@ class FederatedConductor:
                     self._dismiss(executor)
                 case Absorb():
                     self._server.absorb()
+                    self._intake.settle()  # so that executors find their rooms free when the next turn opens
                 case Commit(record=record):
-                    self._committed(record, self._measure())
+                    if (later := self._committed(record, self._measure())) is not None:
+                        self._later.append(later)
                 case Halt():
                     for out in self._reachable():
                         out.put(HaltMessage(run=self._run))

@@ -2,7 +2,8 @@
 
 Model and algorithm are of this machine: code does not come over a link.
 
-The main thread trains. Another receives, and answers what must not wait for a client to end: a recall.
+The main thread trains. Another receives, and answers what must not wait for a client to end: a recall. The clients of a
+brief turn are trained by the one that receives it: the other takes as long to wake up as a small client takes to train.
 """
 
 from __future__ import annotations
@@ -10,6 +11,7 @@ from __future__ import annotations
 import queue
 import sys
 import threading
+from collections import deque
 from collections.abc import Callable
 
 from torch import Tensor
@@ -43,11 +45,11 @@ from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.post import SWITCH_S, Post, headers_of
 
 Told = dict[str, Tensor]
-Act = tuple[Begin, Told] | tuple[Train, Task | None] | SendSums | Forget | Stop | Exception
+Act = tuple[Begin, Told] | tuple[Train, Task | None] | SendSums | Forget
 
 
 class Executor:
-    """The machine's driver. Training happens in the thread that calls `run`."""
+    """The machine's driver. Two threads act, never both at once."""
 
     def __init__(
         self, site: Worksite, channel: SocketChannel, post: Post, run: str, patience_s: float, together: int,
@@ -61,7 +63,10 @@ class Executor:
         self._run = run
         self._patience_s = patience_s
         self._deciding = threading.Lock()
-        self._acts: queue.SimpleQueue[Act] = queue.SimpleQueue()
+        self._acting = threading.Lock()
+        self._acts: deque[Act] = deque()
+        self._bell: queue.SimpleQueue[Exception | Stop | None] = queue.SimpleQueue()
+        """Wakes the main thread: there are acts, or it is over."""
         self._told: Told = {}
         self._shared = shared
         if shared is not None:
@@ -70,10 +75,17 @@ class Executor:
     def run(self) -> None:
         """Until halted. Raises what ended the connection, or training."""
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
-        while not isinstance(act := self._acts.get(), Stop):
-            match act:
-                case Exception():
-                    raise act
+        while not isinstance(rung := self._bell.get(), Stop):
+            if rung is not None:
+                raise rung
+            with self._acting:
+                self._work_off()
+        self._post.flush()
+
+    def _work_off(self) -> None:
+        """Whoever calls it holds the lock."""
+        while self._acts:
+            match act := self._acts.popleft():
                 case (Begin(opening=opening), told):
                     self.site.open(opening, told)
                 case (Train(turn=turn, tasks=tasks), upcoming):
@@ -87,7 +99,16 @@ class Executor:
                     self._send_sums(act)
                 case Forget(kept=kept):
                     self.site.forget(kept)
-        self._post.flush()
+
+    def _act(self, brief: bool) -> None:
+        """In the thread that receives: what there is to do now, by itself or by the main thread."""
+        if not brief or not self._acting.acquire(blocking=False):  # the other still trains for a turn before
+            self._bell.put(None)
+            return
+        try:
+            self._work_off()
+        finally:
+            self._acting.release()
 
     def _listen(self) -> None:
         try:
@@ -99,19 +120,21 @@ class Executor:
                         if self._shared is not None:
                             self._told |= self._shared.board.get(message.lie)
                         self._handle(opened)
+                        self._act(opened.brief)
                     case ToldMessage(told=told):
                         self._handle(told)
+                        self._act(brief=False)
                     case HaltMessage():
                         self._handle(Halted())
                         return
                     case _:
                         pass
-            self._acts.put(PeerError("coordinator: closed the connection"))
+            self._bell.put(PeerError("coordinator: closed the connection"))
         except Exception as e:  # the main thread decides
-            self._acts.put(e)
+            self._bell.put(e)
 
     def _handle(self, event: ExecutorEvent) -> None:
-        """From both threads: one event at a time, answers at once, everything else to the main thread in order."""
+        """From both threads: one event at a time, answers at once, everything else to who acts, in order."""
         with self._deciding:
             for instruction in self.machine.handle(event):
                 match instruction:
@@ -120,20 +143,20 @@ class Executor:
                     case TellReturned(turn=turn, tasks=tasks):
                         self._post.put(ReturnedMessage(run=self._run, turn=turn, tasks=tasks))
                     case Begin():
-                        self._acts.put((instruction, self._told))
+                        self._acts.append((instruction, self._told))
                     case Train():
-                        self._acts.put((instruction, self.machine.upcoming))
-                    case _:
-                        self._acts.put(instruction)
+                        self._acts.append((instruction, self.machine.upcoming))
+                    case SendSums() | Forget():
+                        self._acts.append(instruction)
+                    case Stop():
+                        self._bell.put(instruction)
 
     def _send_sums(self, act: SendSums) -> None:
         partial = self.site.partial
-        tensors, lent = partial.tensors(), False
-        if self._shared is not None:
-            totals = self._shared.room.totals[act.turn.number]
-            lent = bool(tensors.keys() & totals.keys())
-            tensors = {name: tensor for name, tensor in tensors.items() if name not in totals}
-        if lent and self._shared is not None:
+        tensors, lent = partial.tensors(), None
+        if self._shared is not None and (bounds := partial.bounds()):
+            lent = bounds
+            tensors = {name: tensor for name, tensor in tensors.items() if name not in lent}
             self._shared.room.lend()
         self._post.put(
             SumsMessage(

@@ -42,6 +42,10 @@ class Intake(Protocol):
         """Take in what the executor sent last."""
         ...
 
+    def settle(self) -> None:
+        """What was taken in need not stay where it is: now there is time to read it, or all of it has been."""
+        ...
+
     def ignore(self, executor: str) -> None:
         """Drop it."""
         ...
@@ -51,6 +55,7 @@ class _Sums(NamedTuple):
     tensors: Mapping[str, Tensor]
     weights: Weights
     largest: Mapping[str, float]
+    """Of each sum, its largest number or a bound."""
     lent: bool
 
 
@@ -64,6 +69,8 @@ class SumsIntake:
         self._pinned = pinned
         self._rooms = rooms or {}
         self._sums: dict[str, _Sums] = {}
+        self._merged: list[str] = []
+        """Whose rooms are to be given back."""
 
     def guard(self, executor: str, message: AnyMessage) -> None:
         if not isinstance(message, ReadyMessage | DrainedMessage | ReturnedMessage | SumsMessage | Failed | Heartbeat):
@@ -87,8 +94,8 @@ class SumsIntake:
                 lying = self._lying(executor, message)
                 largest: Mapping[str, float] = {}
                 if turn == self._server.turn:  # of another turn the machine drops it unseen
-                    largest = self._server.check({**lying, **named}, {t.client for t in timed}, part)
-                self._sums[executor] = _Sums({**lying, **named}, part, largest, message.lent)
+                    largest = self._server.check({**lying, **named}, {t.client for t in timed}, part, message.lent)
+                self._sums[executor] = _Sums({**lying, **named}, part, largest, bool(lying))
                 shared_bytes = sum(t.nbytes for t in lying.values())
                 self.trips += bool(named or lying)
                 self.value_bytes += sum(h.nbytes for h in message.tensors) + shared_bytes
@@ -98,7 +105,7 @@ class SumsIntake:
                 return None
 
     def _lying(self, executor: str, message: SumsMessage) -> Mapping[str, Tensor]:
-        if not message.lent:
+        if message.lent is None:
             return {}
         room = self._rooms.get(executor)
         if room is None or not 0 <= message.turn.number < len(room.totals):
@@ -108,12 +115,16 @@ class SumsIntake:
     def merge(self, executor: str) -> None:
         sums = self._sums.pop(executor)
         self._server.merge(sums.tensors, sums.weights, sums.largest)
-        self._give_back(executor, sums)
+        if sums.lent:
+            self._merged.append(executor)
+
+    def settle(self) -> None:
+        if self._merged:
+            self._server.settle()
+        for executor in self._merged:
+            self._rooms[executor].give_back()
+        self._merged.clear()
 
     def ignore(self, executor: str) -> None:
-        if (sums := self._sums.pop(executor, None)) is not None:
-            self._give_back(executor, sums)
-
-    def _give_back(self, executor: str, sums: _Sums) -> None:
-        if sums.lent:
+        if (sums := self._sums.pop(executor, None)) is not None and sums.lent:
             self._rooms[executor].give_back()

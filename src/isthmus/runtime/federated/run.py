@@ -141,7 +141,7 @@ class FederatedRun:
             nonlocal opened_s
             now_s = time.monotonic()
             seconds, opened_s = now_s - opened_s, now_s
-            self._commit(record, RoundMeasure(seconds=seconds, sent_bytes=0, received_bytes=0), after)
+            self._commit(record, RoundMeasure(seconds=seconds, sent_bytes=0, received_bytes=0), after)()
 
         sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
         after.start()
@@ -176,9 +176,10 @@ class FederatedRun:
             finally:
                 listener.close()
 
-    def _commit(self, record: Record, measure: RoundMeasure, after: _Aftermath) -> None:
+    def _commit(self, record: Record, measure: RoundMeasure, after: _Aftermath) -> Callable[[], None]:
         """What must be seen before the next round changes it; the rest happens beside that round."""
-        after.put(self.books.closed(record, measure))
+        closed = self.books.closed(record, measure)
+        return lambda: after.put(closed)
 
     def _after(self, done: Closed) -> None:
         line = self.books.write(done, self.machine.rules)

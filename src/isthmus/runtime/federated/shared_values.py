@@ -24,6 +24,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.federated.admission import Form
 from isthmus.federated.fixed_point import BYTES_PER_NUMBER
+from isthmus.federated.spreading import spread
 from isthmus.training.layout import TensorHeader, header_of, in_a_row, unpack
 
 ALIGNMENT_BYTES = 64
@@ -36,6 +37,13 @@ def _shared(size_bytes: int) -> Tensor:
 
 def _aligned(size_bytes: int) -> int:
     return -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+
+
+def _copy(place: Tensor, numbers: Tensor) -> None:
+    def some(start: int, stop: int) -> None:
+        place[start:stop].copy_(numbers[start:stop])
+
+    spread(some, len(place))
 
 
 class Shared(NamedTuple):
@@ -58,7 +66,7 @@ class Board:
         if sum(_aligned(h.nbytes) for h in headers) > len(self._bytes):
             return None
         for place, tensor in zip(self._places(headers), tensors.values(), strict=True):
-            place.copy_(in_a_row(tensor))
+            _copy(place, in_a_row(tensor))
         return headers
 
     def get(self, headers: Sequence[TensorHeader]) -> dict[str, Tensor]:

@@ -96,6 +96,9 @@ class UpdatesIntake:
         if update is not None:
             self._server.fold(self._clients[executor], update, self._samples[executor])
 
+    def settle(self) -> None:
+        """An update is read when it is taken in."""
+
     def ignore(self, executor: str) -> None:
         self._updates.pop(executor, None)
         self._note(f"site {executor}: an update came when none was due: it counts nowhere")

@@ -37,8 +37,8 @@ class ReturnedMessage(Message, frozen=True, kw_only=True):
 class SumsMessage(Message, frozen=True, kw_only=True):
     """The tensors are the sums, 8 bytes a number, and what is collected, per client. None where no client is in."""
 
-    lent: bool = False
-    """The sums lie in the room that this executor shares with the coordinator."""
+    lent: dict[str, float] | None = None
+    """These sums lie in the room that this executor shares with the coordinator: no number is further from 0."""
 
     turn: Turn
     timed: tuple[Timed, ...]
