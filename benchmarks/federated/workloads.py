@@ -15,7 +15,7 @@ from task import weights_of
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.protocol.federated_participation import Participation, cohort
-from isthmus.streams import stream
+from isthmus.streams import orders, stream
 
 SEED = 0
 Samples = tuple[NDArray[np.float32], NDArray[np.int64], NDArray[np.int64]]
@@ -93,13 +93,12 @@ def write(workload: Workload, folder: Path) -> None:
     rules = Participation(clients=workload.clients_a_round)
     cohorts = [cohort(rules, sizes, SEED, round_) for round_ in range(workload.rounds)]
     np.save(folder / "cohorts.npy", np.stack(cohorts))
-    orders: list[NDArray[np.int64]] = []
+    shuffled: list[NDArray[np.int64]] = []
     for round_, members in enumerate(cohorts):
         for client in members.tolist():
-            draws = stream(SEED, "order", round_, client)
-            orders.append(np.concatenate([draws.permutation(int(sizes[client])) for _ in range(workload.epochs)]))
-    np.save(folder / "orders.npy", np.concatenate(orders))
-    np.save(folder / "order_offsets.npy", np.cumsum([0, *map(len, orders)]))
+            shuffled.append(orders(SEED, round_, [client], int(sizes[client]), workload.epochs).reshape(-1))
+    np.save(folder / "orders.npy", np.concatenate(shuffled))
+    np.save(folder / "order_offsets.npy", np.cumsum([0, *map(len, shuffled)]))
     torch.manual_seed(SEED)
     np.save(folder / "weights.npy", weights_of(NETWORKS[workload.network]()).numpy())
     settings = {name: getattr(workload, name) for name in (

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import numpy as np
 import pytest
 import torch
 from torch import Tensor
 
 from isthmus.federated.operators import Operation, written_down
-from isthmus.streams import permutations, stream
+from isthmus.streams import orders, stream
 
 
 def idle(x: Tensor, y: Tensor) -> Sequence[Tensor]:
@@ -43,11 +44,25 @@ def test_as_the_function_itself(act: Operation) -> None:
         assert not lent & {t.data_ptr() for t in found}
 
 
-def test_orders_of_many_clients_are_those_of_their_streams() -> None:
+def test_orders_belong_to_a_client_whoever_else_is_asked_for() -> None:
     clients = (5, 0, 5, 2**40)
-    for client, orders in zip(clients, permutations(3, "order", 7, clients, 9, 3), strict=True):
-        draws = stream(3, "order", 7, client)
-        assert [o.tolist() for o in orders] == [draws.permutation(9).tolist() for _ in range(3)]
+    many = orders(3, 7, clients, 9, 3)
+    assert many.shape == (4, 3, 9)
+    assert (np.sort(many) == np.arange(9)).all()
+    for client, one in zip(clients, many, strict=True):
+        assert np.array_equal(orders(3, 7, [client], 9, 3)[0], one)
+    unlike = [many[0], many[1], many[3], *(orders(*of, [5], 9, 3)[0] for of in ((3, 8), (4, 7), (2, 8), (-3, 7)))]
+    assert len({tuple(order) for each in unlike for order in each.tolist()}) == 3 * len(unlike)
+
+
+def test_every_order_comes_as_often_as_another() -> None:
+    found = orders(0, 0, range(6000), 4, 2).reshape(-1, 4)
+    _, counts = np.unique(found, axis=0, return_counts=True)
+    assert len(counts) == 24
+    assert ((counts - 500.0) ** 2 / 500.0).sum() < 49.7  # chi-squared of 23 degrees: exceeded by chance in 0.1 %
+
+
+def test_streams_are_apart() -> None:
     others = [
         stream(3, "order", 7, 5), stream(4, "order", 7, 5), stream(3, "model", 7, 5), stream(3, "order", 8, 5),
         stream(3, "order", 7, 6), stream(3, "order", 5, 7),

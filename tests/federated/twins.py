@@ -11,7 +11,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
-from isthmus.streams import stream
+from isthmus.streams import orders
 
 Data = Mapping[str, Tensor]
 ETA, BATCH, EPOCHS, SEED = 0.05, 4, 2, 3
@@ -19,10 +19,8 @@ ETA, BATCH, EPOCHS, SEED = 0.05, 4, 2, 3
 
 def batches(data: Data, client: int, round_: int) -> list[Data]:
     n = len(data["labels"])
-    draws = stream(SEED, "order", round_, client)
     found: list[Data] = []
-    for _ in range(EPOCHS):
-        order = draws.permutation(n)
+    for order in orders(SEED, round_, [client], n, EPOCHS)[0]:
         found += [{k: v[order[i : i + BATCH]] for k, v in data.items()} for i in range(0, n, BATCH)]
     return found
 

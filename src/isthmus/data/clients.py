@@ -65,7 +65,7 @@ class PartitionedData:
         return self._dataset.batch(self._parts.samples(client), self._columns)
 
     def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
-        return self._dataset.batch(np.concatenate([self._parts.samples(c) for c in clients]), self._columns)
+        return self._dataset.batch(self._parts.samples_of(clients), self._columns)
 
 
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:

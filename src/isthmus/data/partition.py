@@ -5,8 +5,9 @@ Every scheme gives each sample to one client at most, and every client at least 
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from functools import cached_property
 from typing import Annotated, Literal
 
 import msgspec
@@ -49,13 +50,20 @@ class Partition:
     def clients(self) -> int:
         return len(self.offsets) - 1
 
-    @property
+    @cached_property
     def sizes(self) -> Integers:
         """(clients,) samples of each."""
         return np.diff(self.offsets)
 
     def samples(self, client: int) -> Integers:
         return self.order[self.offsets[client] : self.offsets[client + 1]]
+
+    def samples_of(self, clients: Sequence[int]) -> Integers:
+        """Of several, one after another."""
+        chosen = np.asarray(clients, dtype=np.int64)
+        sizes = self.sizes[chosen]
+        before = np.cumsum(sizes) - sizes
+        return self.order[np.repeat(self.offsets[chosen] - before, sizes) + np.arange(sizes.sum())]
 
 
 def partition(spec: PartitionSpec, samples: int, columns: Mapping[str, NDArray[np.generic]], seed: int) -> Partition:

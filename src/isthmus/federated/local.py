@@ -11,7 +11,7 @@ from msgspec import Meta
 from torch import Tensor
 
 from isthmus.federated.resident import Resident
-from isthmus.streams import stream
+from isthmus.streams import orders
 
 Batch = Mapping[str, Tensor]
 
@@ -75,9 +75,7 @@ class PlainLocal:
     def batches(self) -> Iterator[Batch]:
         """The client's own permutation per epoch, in batches of which the last may be smaller."""
         seed, round_, client = self._key
-        draws = stream(seed, "order", round_, client)
-        for _ in range(self._config.epochs):
-            order = torch.from_numpy(draws.permutation(self.samples))
+        for order in torch.from_numpy(orders(seed, round_, [client], self.samples, self._config.epochs)[0]):
             shuffled = {name: column[order] for name, column in self._data.items()}
             yield from _slices(shuffled, self.samples, self._config.batch_size)
 

@@ -7,24 +7,28 @@ numbers agree to 1e-5), and a run keeps to what it began with.
 
 from __future__ import annotations
 
+import math
 import time
 from collections import Counter
 from collections.abc import Callable, Iterator, Sequence
 
 import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.operators import Operation, written_down
 from isthmus.federated.resident import Batch, Resident, loss_of
-from isthmus.streams import permutations
+from isthmus.streams import orders
 
 TRIED = (8, 32, 128)
 """Numbers of clients that a measurement tries, in this order, until more is no faster."""
 PAYS = 1.2
 """So many times faster it must be to give up one by one."""
+LIKELY = 5
+"""Shapes that are traced before the first round."""
 HOT = 20
 """Calls with the same shapes after which they are traced: that takes as long as a hundred calls."""
 Parts = Sequence[Tensor]
@@ -86,10 +90,27 @@ class Stacked:
 
 def rows_for(count: int) -> int:
     """How many rows so many clients are given: few different numbers, so that each soon comes often enough to be
-    traced, and at most a quarter of the rows for nothing above 32. Powers of two up to 16, then eighths of one."""
+    traced, and at most three rows for nothing up to 32, a quarter above. Powers of two up to 8, then multiples of 4,
+    and of an eighth of the next power from 32 on."""
     power = 1 << (count - 1).bit_length()
-    step = max(8, power // 8)
-    return power if power <= 16 else -(-count // step) * step
+    step = max(4, power // 8)
+    return power if power <= 8 else -(-count // step) * step
+
+
+def likely_shapes(sizes: NDArray[np.int64], clients: int, together: int, batch_size: int) -> list[tuple[int, int]]:
+    """(rows, samples) of the batches that a turn of `clients` will have most often, where `sizes` (population,) are the
+    samples of clients that are drawn evenly: within a deviation of what is expected of each size. At most `LIKELY`."""
+    found: dict[tuple[int, int], float] = {}
+    for size, count in zip(*np.unique_counts(sizes), strict=True):
+        share = int(count) / len(sizes)
+        expected, deviation = clients * share, math.sqrt(clients * share * (1 - share))
+        if expected + deviation < 2:
+            continue  # of this size there is hardly ever more than one
+        least, most = (min(max(round(expected + sign * deviation), 2), together) for sign in (-1, 1))
+        steps = {min(size, batch_size), size % batch_size} - {0}
+        for shape in {(rows_for(n), int(step)) for n in range(least, most + 1) for step in steps}:
+            found[shape] = max(found.get(shape, 0.0), expected)
+    return sorted(found, key=lambda shape: -found[shape])[:LIKELY]
 
 
 class StackedLocal:
@@ -110,8 +131,10 @@ class StackedLocal:
         self._clients = len(clients)
         self._rows = data
         self.samples = len(next(iter(data.values()))) // len(clients)
-        self._orders = np.array(permutations(seed, "order", round_, clients, self.samples, config.epochs))
-        self._orders += np.arange(0, len(clients) * self.samples, self.samples)[:, None, None]
+        drawn = orders(seed, round_, clients, self.samples, config.epochs)
+        drawn += np.arange(0, len(clients) * self.samples, self.samples)[:, None, None]
+        self._orders = torch.from_numpy(np.ascontiguousarray(drawn.swapaxes(0, 1))).flatten(1)
+        """[epochs, rows], of the rows of all clients."""
 
     @property
     def learning_rate(self) -> float:
@@ -122,8 +145,7 @@ class StackedLocal:
 
     def batches(self) -> Iterator[Batch]:
         """Of all clients in step: each one's own permutation."""
-        for epoch in range(self._config.epochs):
-            order = torch.from_numpy(self._orders[:, epoch].reshape(-1))
+        for order in self._orders:
             yield from self._slices({name: column.index_select(0, order) for name, column in self._rows.items()})
 
     def _slices(self, rows: Batch) -> Iterator[Batch]:

@@ -66,9 +66,9 @@ class Worksite:
         """From the next turn on, in this memory: by pass, int64 [numbers] of every value that is summed."""
         self._partials = [Partial(self._returns(number), rooms=room) for number, room in enumerate(rooms)]
 
-    def warm_up(self, client: int = 0, together: int = 1) -> None:
+    def warm_up(self, client: int = 0, shapes: Sequence[tuple[int, int]] = ()) -> None:
         """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The
-        same for `together` clients trained as one, and for few.
+        same for clients trained as one, of these `shapes` (rows, samples of a batch).
 
         Also finds out whether the model draws random numbers: seeding torch takes as long as a small client.
         """
@@ -80,9 +80,10 @@ class Worksite:
         self.resident.descend(model, few, 0.0)  # no vector of a gradient is made that may never be needed
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
-        for count in sorted({rows_for(min(n, together)) for n in (2, 4, 8, 16, together)} if together > 1 else ()):
-            several = {name: column.expand(count, *column.shape).clone() for name, column in few.items()}
-            self._stacked.trace(model.expand(count, -1).clone(), several)
+        for rows, samples in shapes:
+            one = {name: column[:1] for name, column in columns.items()}
+            several = {name: c.expand(rows, samples, *c.shape[1:]).clone() for name, c in one.items()}
+            self._stacked.trace(model.expand(rows, -1).clone(), several)
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""

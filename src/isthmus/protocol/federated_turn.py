@@ -38,8 +38,9 @@ class OpenTurn:
     """Clients whose updates are in."""
     _out: int = 0
     """Clients that are held: counted as they come and go, for there may be a million."""
-    _load_s: dict[str, float] = field(default_factory=dict)
-    _richest: list[tuple[float, str]] = field(default_factory=list)
+    _given: dict[str, tuple[int, int]] = field(default_factory=dict)
+    """Clients, and samples of them all: what they take is asked only where clients change hands."""
+    _richest: list[tuple[float, str]] | None = None
 
     @property
     def outstanding(self) -> int:
@@ -54,45 +55,54 @@ class OpenTurn:
         self.done += len(timed)
 
     def give(self, executor: str, tasks: Iterable[Task]) -> None:
-        line = self.line(executor)
+        given = {task.client: task for task in tasks}
         held = self.held.setdefault(executor, {})
         self._out -= len(held)
-        load_s = self._load_s.get(executor, 0.0)
-        for task in tasks:
-            held[task.client] = task
-            load_s += line.seconds(task.samples)
-        self._load_s[executor] = load_s
+        held |= given
         self._out += len(held)
-        heapq.heappush(self._richest, (-self.load_s(executor), executor))
+        self._count(executor, len(given), sum(task.samples for task in given.values()))
+        self._look_again(executor)
 
     def take(self, executor: str, tasks: Iterable[Task]) -> bool:
         """Tasks that an executor gave back; False for a task that it was not given."""
-        line, held = self.line(executor), self.held.get(executor, {})
-        some = False
+        held, some = self.held.get(executor, {}), False
         for task in tasks:
             if held.pop(task.client, None) is None:
                 return False
             self._out -= 1
-            self._load_s[executor] -= line.seconds(task.samples)
+            self._count(executor, -1, -task.samples)
             some = True
         if some:  # it may have more
-            heapq.heappush(self._richest, (-self.load_s(executor), executor))
+            self._look_again(executor)
         return True
+
+    def _count(self, executor: str, clients: int, samples: int) -> None:
+        before = self._given.get(executor, (0, 0))
+        self._given[executor] = (before[0] + clients, before[1] + samples)
+
+    def _look_again(self, executor: str) -> None:
+        if self._richest is not None:
+            heapq.heappush(self._richest, (-self.load_s(executor), executor))
 
     def load_s(self, executor: str) -> float:
         """What all it was given takes, by its line."""
-        return self._load_s.get(executor, 0.0)
+        clients, samples = self._given.get(executor, (0, 0))
+        line = self.line(executor)
+        return samples * line.seconds_per_sample + clients * line.fixed_s
 
     def lose(self, executor: str) -> list[Task]:
         """Its clients; the turn goes on without it."""
         self.idle.pop(executor, None)
-        self._load_s.pop(executor, None)
+        self._given.pop(executor, None)
         held = self.held.pop(executor, {})
         self._out -= len(held)
         return list(held.values())
 
     def victim(self, thief: str) -> str | None:
         """Who has most, of those that were not asked since they were last given clients; asked now."""
+        if self._richest is None:
+            self._richest = [(-self.load_s(name), name) for name in self._given]
+            heapq.heapify(self._richest)
         waiting: list[tuple[float, str]] = []
         found = None
         while self._richest and found is None:

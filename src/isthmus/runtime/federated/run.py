@@ -35,7 +35,7 @@ from isthmus.federated.job import (
 from isthmus.federated.operators import get_ready
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server, uncommitted
-from isthmus.federated.stacked import best_together
+from isthmus.federated.stacked import best_together, likely_shapes
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
@@ -130,8 +130,9 @@ class FederatedRun:
             self._states, lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
         )  # fmt: skip
-        each = math.ceil(job.participation.needed(len(self.data.sizes)) / len(self.machine.executors))
-        site.warm_up(together=min(job.execution.together, each))
+        sizes, together = self.data.sizes, job.execution.together
+        each = math.ceil(job.participation.needed(len(sizes)) / len(self.machine.executors))
+        site.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
         return site
 
     def _in_process(self, after: _Aftermath) -> Finish:
