@@ -235,6 +235,7 @@ def test_a_turn_that_will_soon_be_over_is_not_held_open_for_thieves(seconds: flo
             out = machine.handle(Summed(executor=name, turn=Turn(round_), timed=timed))
         dealt = clients_of(out)
     assert [i.event.holds for i in out if isinstance(i, Open)] == [holds] * len(machine.executors)
+    assert [i.event.brief for i in out if isinstance(i, Open)] == [not holds] * len(machine.executors)
 
 
 def test_who_had_nothing_to_give_is_not_asked_again() -> None:

@@ -11,9 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import PeerError, UserError
-from isthmus.federated import Update
+from isthmus.federated import Update, spreading
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
 from isthmus.federated.partial import Partial, Weights
+from isthmus.federated.spreading import spread
 
 NUMBERS = st.lists(st.floats(-1e4, 1e4, width=32), min_size=3, max_size=3)
 
@@ -70,6 +71,62 @@ def test_rows_of_which_one_is_bad_leave_nothing(bad: float, at: int) -> None:
     with pytest.raises(PeerError, match="among 5 terms"):
         total.add_rows(rows)
     assert not total.total.any()
+
+
+def test_rows_too_large_for_doubles_are_the_same_bits_too() -> None:
+    rows = torch.tensor([[2.0**14 + 2.0**-30, -3.0], [2.0**14, 5.0]], dtype=torch.float64).repeat(40, 1)
+    alone, at_once = FixedSum(2, 0), FixedSum(2, 0)
+    for row in rows:
+        alone.add(row)
+    at_once.add_rows(rows)
+    assert torch.equal(alone.total, at_once.total)
+    assert at_once.bound >= 2.0**53
+
+
+@pytest.mark.parametrize("own", [False, True])
+@pytest.mark.parametrize("others", [0, 1, 3])
+@pytest.mark.parametrize("settled", [0, 1])
+def test_merged_sums_are_read_where_they_lie(own: bool, others: int, settled: int) -> None:
+    size = 70_000
+    whole, parts = FixedSum(size, 0), [FixedSum(size, 0) for _ in range(others)]
+    expected = torch.zeros(size, dtype=torch.int64)
+    for total in [*([whole] if own else []), *parts]:
+        total.add(torch.randn(size))
+        expected += total.total
+    for number, part in enumerate(parts):
+        whole.merge(part.total)
+        if number < settled:
+            whole.settle()
+            part.total.fill_(7)  # it is read
+    assert torch.equal(whole.over(0.5, torch.float64), expected.double() * 2.0**-35)
+    assert not whole.total.any()
+
+
+def test_a_bound_that_is_none_is_refused() -> None:
+    for bound in (-1.0, math.nan, math.inf):
+        with pytest.raises(PeerError, match="expected a bound"):
+            FixedSum(1, 0).check(torch.zeros(1, dtype=torch.int64), bound)
+
+
+@given(size=st.integers(0, 100), align=st.integers(1, 9), least=st.integers(1, 20))
+def test_work_is_spread_over_all_numbers(size: int, align: int, least: int) -> None:
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(spreading, "LEAST", least)
+        patch.setattr("os.sched_getaffinity", lambda _: range(3))
+        seen: list[tuple[int, int]] = []
+        spread(lambda start, stop: seen.append((start, stop)), size, align)
+        places = [place for start, stop in sorted(seen) for place in range(start, stop)]
+        assert places == list(range(size))
+        assert len(seen) <= 3
+        assert all(start % align == 0 for start, _ in seen)
+
+        def fails(start: int, stop: int) -> None:
+            if stop == size:
+                raise ValueError("the last")
+
+        if size:
+            with pytest.raises(ValueError, match="the last"):
+                spread(fails, size, align)
 
 
 def test_a_sum_without_room_is_refused() -> None:

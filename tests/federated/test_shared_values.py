@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from pathlib import Path
 
+import numpy as np
 import pytest
 import torch
 from hypothesis import given
@@ -13,7 +14,7 @@ from isthmus.errors import InternalError, PeerError
 from isthmus.federated import Update
 from isthmus.federated.admission import Form
 from isthmus.federated.partial import Partial
-from isthmus.federated.stacked import rows_for
+from isthmus.federated.stacked import likely_shapes, rows_for
 from isthmus.runtime.federated.conductor import RoundMeasure
 from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
 from isthmus.runtime.processes.forked import asked
@@ -123,8 +124,16 @@ def test_few_rows_are_for_nothing(count: int) -> None:
     rows = rows_for(count)
     assert rows >= count
     assert rows_for(rows) == rows
-    if count > 32:
-        assert rows <= 1.25 * count
+    assert rows <= max(count + 3, 1.25 * count)
+
+
+def test_shapes_that_will_come_are_known() -> None:
+    even = np.full(500, 45)
+    assert likely_shapes(even, 10, 128, 20) == [(12, 5), (12, 20)]
+    assert likely_shapes(even, 10, 4, 20) == [(4, 5), (4, 20)]
+    mixed = np.array([2] * 800 + [1] * 200)
+    assert likely_shapes(mixed, 100, 128, 20) == [(80, 2), (96, 2), (16, 1), (20, 1), (24, 1)]
+    assert likely_shapes(np.arange(1, 1000), 10, 128, 20) == []  # hardly two are alike
 
 
 def test_pages_can_be_kept_more_than_once() -> None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Sequence
 
 import numpy as np
@@ -32,7 +33,21 @@ def several(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [found.values * 1 + y.sum(dim=1), torch.nn.functional.max_pool1d(x, 2) * 1]
 
 
-@pytest.mark.parametrize("act", [idle, in_place, given_back, several])
+def constant(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    return [torch.ones_like(x), x * torch.ones_like(y) + torch.zeros_like(x) + torch.scalar_tensor(2.5)]
+
+
+def of_its_shape(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    """What is computed of `y` is not needed."""
+    return [x * torch.ones_like(torch.exp(y))]
+
+
+def turned(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    product = torch.mul(x, y).transpose(0, 1)
+    return [product.transpose(1, 0), product.transpose(0, 1) + product.transpose(0, 1).transpose(0, 1).reshape(2, 3)]
+
+
+@pytest.mark.parametrize("act", [idle, in_place, given_back, several, constant, of_its_shape, turned])
 def test_as_the_function_itself(act: Operation) -> None:
     for seed in (0, 1):
         torch.manual_seed(seed)
@@ -40,8 +55,13 @@ def test_as_the_function_itself(act: Operation) -> None:
         written = written_down(act, (torch.zeros(2, 3), torch.zeros(2, 3)))
         found, expected = written(*given), act(*given)
         assert all(torch.equal(a, b) for a, b in zip(found, expected, strict=True))
-        lent = {t.data_ptr() for t in given}
+        lent = {t.data_ptr() for t in (*given, *written(*given))}
         assert not lent & {t.data_ptr() for t in found}
+
+
+def test_what_is_not_needed_is_not_computed() -> None:
+    given = torch.randn(2, 3), torch.randn(2, 3)
+    assert "exp" not in inspect.getsource(written_down(of_its_shape, given))
 
 
 def test_orders_belong_to_a_client_whoever_else_is_asked_for() -> None:

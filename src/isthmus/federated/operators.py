@@ -18,7 +18,8 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 Operation = Callable[..., Sequence[Tensor]]
 _aten = torch.ops.aten
 _SHAPING = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
-_CONSTANT = (_aten.scalar_tensor.default, _aten.zeros_like.default, _aten.ones_like.default)
+_ALIKE = {_aten.zeros_like.default: 0, _aten.ones_like.default: 1}
+_CONSTANT = (_aten.scalar_tensor.default, *_ALIKE)
 """Operators whose result follows from shapes."""
 
 
@@ -35,7 +36,7 @@ def written_down(act: Operation, given: Sequence[Tensor]) -> Operation:
     shared = CSEPass(banned_ops=get_CSE_banned_ops())(written)
     assert shared is not None, "the pass gives a copy"
     short = shared.graph_module
-    constants = _kept_constants(short)
+    constants = _kept_constants(short, given[0].device)
     _turned_once(short.graph)
     short.graph.eliminate_dead_code()
     short.recompile()
@@ -61,27 +62,21 @@ def _is_idle(node: fx.Node) -> bool:
     return node.target in _SHAPING or (node.target is _aten.mul.Scalar and node.args[1:] == (1,))
 
 
-def _kept_constants(module: fx.GraphModule) -> list[Tensor]:
+def _kept_constants(module: fx.GraphModule, device: torch.device) -> list[Tensor]:
     """Make constants once. For gradients only the loss's shape is needed, so that most of it is left out with them."""
     found: list[Tensor] = []
     for node in module.graph.nodes:
         meta = node.meta.get("tensor_meta")
         if node.op != "call_function" or node.target not in _CONSTANT or meta is None:
             continue
-        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype)
-        found.append(like.fill_(_value(node)))
+        like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
+        found.append(like.fill_(node.args[0] if (ones := _ALIKE.get(node.target)) is None else ones))
         name = f"constant_{len(found)}"
         setattr(module, name, found[-1])
         with module.graph.inserting_before(node):
             node.replace_all_uses_with(module.graph.create_node("get_attr", name))
         module.graph.erase_node(node)
     return found
-
-
-def _value(node: fx.Node) -> float:
-    if node.target is _aten.scalar_tensor.default:
-        return float(node.args[0])  # pyright: ignore[reportArgumentType]
-    return 1.0 if node.target is _aten.ones_like.default else 0.0
 
 
 def _turned_once(graph: fx.Graph) -> None:

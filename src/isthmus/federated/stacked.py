@@ -110,7 +110,7 @@ def likely_shapes(sizes: NDArray[np.int64], clients: int, together: int, batch_s
         steps = {min(size, batch_size), size % batch_size} - {0}
         for shape in {(rows_for(n), int(step)) for n in range(least, most + 1) for step in steps}:
             found[shape] = max(found.get(shape, 0.0), expected)
-    return sorted(found, key=lambda shape: -found[shape])[:LIKELY]
+    return sorted(found, key=lambda shape: (-found[shape], shape))[:LIKELY]
 
 
 class StackedLocal:
