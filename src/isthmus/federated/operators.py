@@ -18,7 +18,7 @@ from torch.fx.passes.dialect.common.cse_pass import CSEPass, get_CSE_banned_ops
 Operation = Callable[..., Sequence[Tensor]]
 _aten = torch.ops.aten
 _SHAPING = (_aten.view.default, _aten.expand.default, _aten._unsafe_view.default)
-_ALIKE = {_aten.zeros_like.default: 0, _aten.ones_like.default: 1}
+_ALIKE: dict[object, float] = {_aten.zeros_like.default: 0, _aten.ones_like.default: 1}
 _CONSTANT = (_aten.scalar_tensor.default, *_ALIKE)
 """Operators whose result follows from shapes."""
 
@@ -70,7 +70,9 @@ def _kept_constants(module: fx.GraphModule, device: torch.device) -> list[Tensor
         if node.op != "call_function" or node.target not in _CONSTANT or meta is None:
             continue
         like = torch.empty_strided(meta.shape, meta.stride, dtype=meta.dtype, device=device)
-        found.append(like.fill_(node.args[0] if (ones := _ALIKE.get(node.target)) is None else ones))
+        value = _ALIKE.get(node.target, node.args[0])
+        assert isinstance(value, bool | int | float), "a scalar is given as a number"
+        found.append(like.fill_(value))
         name = f"constant_{len(found)}"
         setattr(module, name, found[-1])
         with module.graph.inserting_before(node):
@@ -85,7 +87,7 @@ def _turned_once(graph: fx.Graph) -> None:
         before = node.args[0] if node.args else None
         if node.target is not _aten.transpose.int or not isinstance(before, fx.Node):
             continue
-        if before.target is _aten.transpose.int and {*before.args[1:]} == {*node.args[1:]}:
+        if before.target is _aten.transpose.int and before.args[1:] in (node.args[1:], node.args[:0:-1]):
             node.replace_all_uses_with(before.args[0])
 
 
