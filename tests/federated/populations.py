@@ -10,7 +10,16 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.data.dataset import ColumnSpec
-from isthmus.federated import AlgorithmSpec, LocalConfig, Server, StateStore, Work, Worksite, load_algorithm
+from isthmus.federated import (
+    AlgorithmSpec,
+    LocalConfig,
+    Server,
+    StateForm,
+    StateStore,
+    Work,
+    Worksite,
+    load_algorithm,
+)
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
@@ -89,10 +98,13 @@ class Run:
         data = population(per_size=clients_per_size)
         algorithm = load_algorithm(AlgorithmSpec(name=name, options=options))
         work = Work(algorithm=algorithm, local=LOCAL, seed=SEED)
-        stateful = algorithm.init_client(torch.zeros(1)) is not None
-        store = StateStore(folder) if stateful else None
-        self.sites = {f"e{k}": Worksite(work, module(), data, store) for k in range(executors)}
         resident = Resident(module())
+        first = algorithm.init_client(resident.vector())
+        stores = [
+            None if first is None else StateStore(folder, StateForm(first), part=(k, executors))
+            for k in range(executors)
+        ]
+        self.sites = {f"e{k}": Worksite(work, module(), data, store) for k, store in enumerate(stores)}
         self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients))
         self.records: list[Record] = []
         self.machine = FederatedCoordinator(
@@ -101,7 +113,7 @@ class Run:
             data.sizes,
             lambda r: members(r, data.sizes),
             Pace(executors, window_rounds=5),
-            state_rounds=np.full(len(data.clients), -1, dtype=np.int32) if stateful else None,
+            states=None if first is None else np.full(len(data.clients), -1, dtype=np.int32),
         )
         self.driver = InProcess(
             self.machine, self.server, self.sites, committed=self.records.append, pick=pick, together=together

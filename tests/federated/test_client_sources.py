@@ -18,6 +18,7 @@ from isthmus.data.text import TextOptions
 from isthmus.errors import UserError
 from isthmus.federated.job import client_data, load_federated_job
 from isthmus.federated.privacy import Guarantee
+from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from tests.federated.sites import model, write_job
 from tests.runtime.commands import edited, isthmus, refused
@@ -239,6 +240,9 @@ def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkey
 
 
 def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
-    StateStore(tmp_path).write(1, 0, {"c": torch.ones(1)})
+    store = StateStore(tmp_path, StateForm({"c": torch.ones(1)}))
+    (place,) = store.write([1], 0, {"c": torch.ones(1, 1)})
     with pytest.raises(UserError, match="missing: the folder is of another run"):
-        StateStore(tmp_path).read(1, 3)
+        store.read([1], [1 << 20])
+    with pytest.raises(UserError, match="place 0 does not hold client 2's: the folder is of another run"):
+        store.read([2], [place])

@@ -9,7 +9,6 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus.federated import StateStore
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import HOT, Stacked, best_together
 from isthmus.protocol.federated_events import Opening, Task, Turn
@@ -127,24 +126,3 @@ class Dropping(nn.Module):
 
     def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> torch.Tensor:
         return nn.functional.cross_entropy(nn.functional.dropout(self.linear(pixel_values)), labels)
-
-
-def test_a_dropped_turn_leaves_no_states_but_those_that_are_in(tmp_path: Path) -> None:
-    run = Run("scaffold", {}, tmp_path)
-    site, store = run.sites["e0"], StateStore(tmp_path)
-    opening = Opening(turn=Turn(0), clients=3, samples=40)
-    site.open(opening, run.server.broadcast())
-    site.train([Task(0, int(SIZES[0]))])
-    site.clear()
-    site.train([Task(1, int(SIZES[1]))])
-    site.forget(kept=[0])
-    assert store.path(0, 0).is_file()
-    assert not store.path(1, 0).exists()
-    site.open(Opening(turn=Turn(1), clients=3, samples=40, durable_round=-1), run.server.broadcast())
-    site.train([Task(0, int(SIZES[0]), 0)])
-    site.open(Opening(turn=Turn(2), clients=3, samples=40, durable_round=0), run.server.broadcast())
-    assert store.path(0, 0).is_file(), "round 1 is not on disk yet: a crash would go back to this"
-    site.open(Opening(turn=Turn(3), clients=3, samples=40, durable_round=1), run.server.broadcast())
-    site.train([Task(1, int(SIZES[1]), -1)])
-    assert not store.path(0, 0).exists()
-    assert store.path(0, 1).is_file()

@@ -3,17 +3,20 @@
 from __future__ import annotations
 
 import itertools
+from collections.abc import Mapping
 
 import numpy as np
 import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
+    NONE,
     Absorb,
     Begin,
     Closed,
     Commit,
     CoordinatorInstruction,
+    Dismiss,
     Drained,
     Dropped,
     Finish,
@@ -118,11 +121,12 @@ def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
 # The coordinator
 
 
-def coordinator(executors: int = 2, **rules: object) -> FederatedCoordinator:
+def coordinator(executors: int = 2, keeps: bool = False, **rules: object) -> FederatedCoordinator:
     names = [f"e{k}" for k in range(executors)]
     options = {"rounds": 2, "needed": 4, "steals": False} | rules
     pace = Pace(executors, window_rounds=5)
-    return FederatedCoordinator(names, RoundRules(**options), SIZES, lambda r: np.arange(4), pace)
+    states = np.full(len(SIZES), NONE, dtype=np.int32) if keeps else None
+    return FederatedCoordinator(names, RoundRules(**options), SIZES, lambda r: np.arange(4), pace, states=states)
 
 
 def start(machine: FederatedCoordinator) -> dict[str, list[int]]:
@@ -137,8 +141,9 @@ def clients_of(out: list[CoordinatorInstruction]) -> dict[str, list[int]]:
     return {i.executor: [t.client for t in i.event.tasks] for i in out if isinstance(i, Open)}
 
 
-def summed(name: str, *clients: int, turn: Turn = TURN) -> Summed:
-    return Summed(executor=name, turn=turn, timed=tuple(Timed(c, int(SIZES[c]), 1.0) for c in clients))
+def summed(name: str, *clients: int, turn: Turn = TURN, states: Mapping[int, int] | None = None) -> Summed:
+    timed = tuple(Timed(c, int(SIZES[c]), 1.0, (states or {}).get(c, NONE)) for c in clients)
+    return Summed(executor=name, turn=turn, timed=timed)
 
 
 def test_a_round_goes_around() -> None:
@@ -341,6 +346,34 @@ def test_a_refused_client_is_not_missing() -> None:
     (commit,) = (i for i in out if isinstance(i, Commit))
     assert commit.record.refused == refused
     assert commit.record.missing == ()
+
+
+@pytest.mark.parametrize("passes", [1, 2])
+def test_clients_go_on_from_the_states_that_were_reported(passes: int) -> None:
+    machine = coordinator(keeps=True, passes=passes)
+    dealt = start(machine)
+    clients = sorted(itertools.chain(*dealt.values()))
+    states = {client: 70 + client for client in clients[1:]}
+    machine.handle(summed("e0", *dealt["e0"], states=states))
+    assert machine.states is not None and set(machine.states) == {NONE}, "the pass is open"
+    out = machine.handle(summed("e1", *dealt["e1"], states=states))
+    told = {t.client: t.state for i in out if isinstance(i, Open) for t in i.event.tasks}
+    assert told == {clients[0]: NONE, **states}
+
+
+def test_states_of_a_round_that_is_dropped_do_not_count() -> None:
+    machine = coordinator(keeps=True, deadline_s=10.0, minimum=4)
+    dealt = start(machine)
+    machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), 7)))
+    out = machine.handle(Tick(now_s=10.0))
+    assert {t.state for i in out if isinstance(i, Open) for t in i.event.tasks} == {NONE}
+
+
+def test_who_reports_a_state_that_is_none_is_dismissed() -> None:
+    machine = coordinator(keeps=True)
+    dealt = start(machine)
+    out = machine.handle(summed("e0", *dealt["e0"], states=dict.fromkeys(range(4), -2)))
+    assert Dismiss("e0", "reported a state that is none") in out
 
 
 def test_executors_with_a_client_of_their_own_train_only_that() -> None:

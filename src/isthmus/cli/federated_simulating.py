@@ -12,7 +12,6 @@ from pathlib import Path
 
 import msgspec
 import numpy as np
-import torch
 import typer
 from numpy.typing import NDArray
 from rich.console import Console
@@ -20,6 +19,8 @@ from rich.console import Console
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, availability, build, client_data, emulation, members
+from isthmus.federated.resident import Resident
+from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_events import Line, Opening, Task, Turn
@@ -67,8 +68,10 @@ def measured_line(job: FederatedJob, data: ClientData) -> Line:
     algorithm = job.algorithm(len(data.sizes))
     work = Work(algorithm=algorithm, local=job.local, seed=job.federated.seed)
     with tempfile.TemporaryDirectory() as folder:
-        states = StateStore(Path(folder)) if algorithm.init_client(torch.zeros(1)) is not None else None
-        return _line(Worksite(work, build(job), data, states), job, data)
+        module = build(job)
+        first = algorithm.init_client(Resident(module).vector())
+        states = None if first is None else StateStore(Path(folder), StateForm(first))
+        return _line(Worksite(work, module, data, states), job, data)
 
 
 def _line(site: Worksite, job: FederatedJob, data: ClientData) -> Line:

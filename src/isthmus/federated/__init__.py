@@ -15,11 +15,12 @@ from isthmus.federated.algorithms import (
 )
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.server import Commits, Identity, Server
+from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 
 __all__ = [
     "Algorithm", "AlgorithmSpec", "Cohort", "Combine", "Commits", "Identity", "Local", "LocalConfig", "Pass",
-    "Server", "StateStore", "Update", "Values", "Work", "Worksite", "algorithm_names", "describe_algorithm",
-    "load_algorithm",
+    "Server", "StateForm", "StateStore", "Update", "Values", "Work", "Worksite", "algorithm_names",
+    "describe_algorithm", "load_algorithm",
 ]  # fmt: skip

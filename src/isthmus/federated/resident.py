@@ -79,6 +79,12 @@ class Resident:
             p.data = view
         self._held = vector  # so that nobody else gets the address
 
+    def let_go(self) -> None:
+        """Hold no parameters until `bind`."""
+        for p in self._parameters:
+            p.data = torch.empty(0, dtype=self.dtype)
+        self._weight_views, self._held = [], None
+
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of the batch's mean loss, [P]. It lasts until the next call."""
         self.bind(weights)

@@ -1,17 +1,16 @@
 """The server's side of an algorithm: its values, the sums that come in, and what is kept of a run on disk.
 
     rounds/
-      round-000012.safetensors    the server's values after round 12, the states' rounds, and what a resumed run must
-                                  agree with in the file's metadata
+      round-000012.safetensors    the server's values after round 12, which is each client's state, and what a resumed
+                                  run must agree with in the file's metadata
 
 A file is written beside and renamed, so it is there whole or not at all. Two are kept.
 """
 
 from __future__ import annotations
 
-import contextlib
 import math
-from collections.abc import Callable, Collection, Mapping
+from collections.abc import Collection, Mapping
 from pathlib import Path
 
 import msgspec
@@ -29,7 +28,7 @@ from isthmus.federated.algorithms.wrapping import Wrapping
 from isthmus.federated.partial import BUFFERS, Partial, Weights, is_finite
 from isthmus.protocol.federated_events import Opening, Turn
 
-STATE_ROUNDS = "state_rounds"
+STATES = "states"
 _SERVER = "server/"
 KEPT = 2
 
@@ -157,11 +156,11 @@ class Commits:
         self._folder = folder
         self._identity = identity
 
-    def save(self, round_: int, values: Mapping[str, Tensor], state_rounds: NDArray[np.int32] | None) -> Path:
+    def save(self, round_: int, values: Mapping[str, Tensor], states: NDArray[np.int32] | None) -> Path:
         """Make a round durable. UserError when it cannot be written."""
         tensors = {_SERVER + name: value.contiguous() for name, value in values.items()}
-        if state_rounds is not None:
-            tensors[STATE_ROUNDS] = torch.from_numpy(state_rounds)
+        if states is not None:
+            tensors[STATES] = torch.from_numpy(states)
         path = self._folder / f"round-{round_:06d}.safetensors"
         unfinished = self._folder / f".{path.name}"
         try:
@@ -178,7 +177,7 @@ class Commits:
         return sorted(self._folder.glob("round-*.safetensors"))
 
     def newest(self) -> tuple[int, Values, NDArray[np.int32] | None] | None:
-        """The last committed round, its values and the states' rounds; None before the first.
+        """The last committed round, its values and the clients' states' numbers; None before the first.
 
         UserError for a file that is not whole or of another run.
         """
@@ -192,9 +191,9 @@ class Commits:
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         except (OSError, SafetensorError) as e:
             raise UserError(f"round file {path}: cannot be read: {e}") from None
-        rounds = tensors.pop(STATE_ROUNDS, None)
+        states = tensors.pop(STATES, None)
         values = {name.removeprefix(_SERVER): value for name, value in tensors.items()}
-        return int(path.stem.removeprefix("round-")), values, None if rounds is None else rounds.numpy().copy()
+        return int(path.stem.removeprefix("round-")), values, None if states is None else states.numpy().copy()
 
     def _check(self, path: Path, run: str) -> None:
         try:
@@ -205,15 +204,3 @@ class Commits:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
                 raise UserError(f"{path.parent.parent}: is of another job: {field} was {got!r}, is now {expected!r}")
-
-
-def uncommitted(
-    state_rounds: NDArray[np.int32], cohorts: Callable[[int], NDArray[np.int64]], round_: int
-) -> dict[int, int]:
-    """After a crash: the clients that rounds `round_` and before may have left files of, and which file counts."""
-    touched: set[int] = set()
-    for number in (round_ - 1, round_):
-        if number >= 0:
-            with contextlib.suppress(UserError):
-                touched |= set(cohorts(number).tolist())
-    return {client: int(state_rounds[client]) for client in sorted(touched)}

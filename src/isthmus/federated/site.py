@@ -2,16 +2,22 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
-from torch import Tensor
+from safetensors import SafetensorError
+from safetensors.torch import load_file
+from torch import Tensor, nn
 
+from isthmus.data.clients import ClientData
 from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import Update
-from isthmus.federated.worksite import Worksite
+from isthmus.federated.state_form import StateForm
+from isthmus.federated.states import Rows
+from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed
 
 
@@ -44,13 +50,69 @@ class OwnData:
         return joined([self.load(client) for client in clients])
 
 
+class SiteStates:
+    """The states of a site's one client, under the numbers of the rounds that they were made in: a file each.
+
+    Which of them counts is the coordinator's word: whether an update got in cannot be known on this side of a
+    connection that broke.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        self._folder = folder
+
+    def _path(self, round_: int) -> Path:
+        return self._folder / f"round-{round_:06d}.safetensors"
+
+    def expect(self, place: int) -> None:
+        """It is read when it is needed."""
+
+    def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
+        """As `States.read`, of the one client."""
+        (round_,) = places
+        try:
+            return {name: value.unsqueeze(0) for name, value in load_file(self._path(round_)).items()}
+        except FileNotFoundError:
+            raise UserError(f"state {self._path(round_)}: missing: the folder is of another run") from None
+        except (OSError, SafetensorError) as e:
+            raise UserError(f"state {self._path(round_)}: cannot be read: {e}") from None
+
+    def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
+        """As `States.write`, of the one client."""
+        form = StateForm({name: value[0] for name, value in states.items()})
+        unfinished = self._folder / ".unfinished"
+        try:
+            self._folder.mkdir(parents=True, exist_ok=True)
+            with unfinished.open("wb") as file:
+                file.writelines([form.header(clients[0], round_), *form.bytes_of(clients, states)])
+            unfinished.replace(self._path(round_))
+        except OSError as e:
+            raise UserError(f"state {self._path(round_)}: cannot be written: {e.strerror or e}") from None
+        return [round_]
+
+    def free(self, places: Iterable[int]) -> None:
+        """What is of no use is known by `keep_only`."""
+
+    def keep_only(self, round_: int) -> None:
+        """All others can go."""
+        for path in self._folder.glob("round-*.safetensors"):
+            if path != self._path(round_):
+                path.unlink()
+
+
 class Site(Worksite):
-    """Nothing is folded here. Which of its states counts is the coordinator's word: whether an update got in cannot be
-    known on this side of a connection that broke."""
+    """Nothing is folded here."""
 
     update: Update | None = None
     """Of the client that was trained last."""
     _durable_round = -1
+
+    def __init__(
+        self, work: Work, module: nn.Module, data: ClientData, states: SiteStates | None,
+        *, lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+    ) -> None:  # fmt: skip
+        """As a worksite's."""
+        super().__init__(work, module, data, states, lasts=lasts)
+        self._own_states = states
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         super().open(opening, told)
@@ -59,17 +121,10 @@ class Site(Worksite):
     def train(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
         for task in tasks:
             # A state that is on the coordinator's disk makes those before it useless, and those after it never came.
-            if self._states is not None and task.state_round <= self._durable_round:
-                self._states.sweep({task.client: task.state_round})
+            if self._own_states is not None and task.state <= self._durable_round:
+                self._own_states.keep_only(task.state)
         return super().train(tasks)
 
-    def _take_in(self, task: Task, update: Update) -> None:
+    def _take_in(self, task: Task, update: Update) -> int:
         self.update = update
-        if update.state is not None:
-            self._keep(task, update.state)
-
-    def _keep(self, task: Task, state: Mapping[str, Tensor]) -> None:
-        assert self._turn is not None, "a turn is open"
-        if self._states is None:
-            raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
-        self._states.write(task.client, self._turn.round, state)
+        return self._keep_one(task, update.state)

@@ -1,172 +1,217 @@
-"""What clients keep between rounds: one safetensors file per client and round, in folders by hash.
+"""What clients keep between rounds: places on disk, each for one state as a safetensors file would hold it.
 
-    states/3fa/17-000012.safetensors      client 17, as it is after round 12
+    states/000/1f.safetensors    place 31, a large state: a file of its own
+    states/000/02.states         places 2 x 16,384 to 3 x 16,384 - 1, of states of up to 4 kB each
 
-A file is named by the round that wrote it, so what an open round writes never touches what the last one left: to
-abort a round is to forget it, and the coordinator's number per client says which file counts. So a file needs no
-listing, and no folder is large: 4,096 of them hold 1e6 clients with 250 files each.
+Where a client's state lies is the coordinator's to know: a number per client, part of what a commit saves. So nothing
+is looked for, an aborted round leaves nothing that anybody would read, and what the round before left stays as it is
+until the round that replaced it is on disk. Then its place is written over: the disk holds little more than a state per
+client, and pages that the kernel has already. Every state says whose it is and of which round.
 
-States of clients come and go with every round, so a file that nobody needs any more is renamed and written over: to
-remove one and to make another takes twice as long, and the kernel would have to find the memory anew. Written is
-straight from the tensors to the kernel, which brings it to the disk behind; large states are mapped, not copied.
+Files are shared, places are not: each executor fills files of its own, and places that were freed to it. (Rejected: a
+file per state, which takes four times as long to write as a small state; a log that is compacted.)
 """
 
 from __future__ import annotations
 
-import contextlib
-import hashlib
 import os
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
+from typing import Protocol
 
-import msgspec
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from safetensors import SafetensorError
-from safetensors.torch import load, load_file
+from safetensors.torch import load_file
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.training.layout import bytes_of
+from isthmus.federated.state_form import StateForm
 
-NEVER = -1
-"""The round of a client that has kept nothing yet."""
-MAPPED_BYTES = 1 << 20
-"""From here on a file is mapped: smaller ones are read sooner than mapped."""
-_DTYPES = {
-    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
-    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
-}  # fmt: skip
+LARGE_BYTES = 1 << 20
+"""From here on a state has a file of its own, which is mapped when it is read."""
+FILE_BYTES = 64 << 20
+"""Smaller ones share files of this size."""
+PAGE_BYTES = 4096
+"""A place begins and ends with a page, so that the kernel never has to read what is written over."""
+MOST_FILES = 64
+"""Open at a time."""
+MOST_PIECES = 1024
+"""Of memory that the kernel takes in one call."""
+MOST_PLACES = 2**31
+Rows = Mapping[str, Tensor]
+"""States of several clients: a first dim of them before each tensor's own."""
+
+
+class States(Protocol):
+    """Where a worksite keeps its clients' states."""
+
+    def expect(self, place: int) -> None:
+        """Have it brought nearer while something else is computed. Nothing happens on errors: `read` will tell."""
+        ...
+
+    def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
+        """The clients' states, stacked. UserError for one that is not there or not whole."""
+        ...
+
+    def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
+        """Keep the clients' new states, stacked; returns their places. UserError for what is no state of the form that
+        `init_client` gave, or a full disk."""
+        ...
+
+    def free(self, places: Iterable[int]) -> None:
+        """Nobody will read these any more."""
+        ...
 
 
 class StateStore:
-    """The states under one folder, for all executors of a machine: a client is at one of them at a time."""
+    """The states under one folder, for one of several executors that share it."""
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(
+        self,
+        folder: Path,
+        form: StateForm,
+        taken: Sequence[int] | NDArray[np.int32] = (),
+        part: tuple[int, int] = (0, 1),
+    ) -> None:
+        """`taken` are the places that a resumed run needs (-1 among them is none); `part` is (which of the executors,
+        of how many)."""
         self._folder = str(folder)
-        self._free: list[str] = []
-        self._headers: dict[tuple[tuple[str, torch.dtype, torch.Size], ...], bytes] = {}
+        self._form = form
+        self._large = form.size_bytes >= LARGE_BYTES
+        self._each = form.size_bytes if self._large else -(-form.size_bytes // PAGE_BYTES) * PAGE_BYTES
+        self._per_file = 1 if self._large else FILE_BYTES // self._each
+        self._filling = bytes(self._each - form.size_bytes)
+        self._free: list[int] = []
+        self._fresh = self._unused(np.asarray(taken, dtype=np.int64), *part)
+        self._files: dict[int, int] = {}
 
-    def path(self, client: int, round_: int) -> Path:
-        return Path(self._name(client, round_))
+    def _unused(self, taken: NDArray[np.int64], part: int, parts: int) -> Iterator[int]:
+        """In this executor's files, ascending."""
+        needed = np.zeros(int(taken.max()) + 1 if len(taken) else 0, dtype=np.bool_)
+        needed[taken[taken >= 0]] = True
+        for file in range(part, MOST_PLACES // self._per_file, parts):
+            for place in range(file * self._per_file, (file + 1) * self._per_file):
+                if place >= len(needed) or not needed[place]:
+                    yield place
 
-    def _name(self, client: int, round_: int) -> str:
-        """No Path: for states of a few kilobytes, to make one takes as long as to read the file."""
-        digest = hashlib.blake2b(client.to_bytes(8, "little"), digest_size=2).hexdigest()
-        return f"{self._folder}/{digest[:3]}/{client}-{round_:06d}.safetensors"
+    def path(self, place: int) -> str:
+        """The file that holds a place."""
+        file = place // self._per_file
+        return f"{self._folder}/{file >> 8:03x}/{file & 255:02x}.{'safetensors' if self._large else 'states'}"
 
-    def read(self, client: int, round_: int) -> dict[str, Tensor]:
-        """The state that the client had after a round. UserError when it is not there or not whole."""
-        name = self._name(client, round_)
+    def expect(self, place: int) -> None:
         try:
-            if os.stat(name).st_size >= MAPPED_BYTES:
-                return load_file(name)
-            with open(name, "rb", buffering=0) as file:
-                return load(file.read())
-        except FileNotFoundError:
-            raise UserError(f"state {name}: missing: the folder is of another run") from None
-        except (OSError, SafetensorError) as e:
-            raise UserError(f"state {name}: cannot be read: {e}") from None
+            file = self._file(place, new=False)
+            os.posix_fadvise(file, self._offset(place), self._each, os.POSIX_FADV_WILLNEED)
+        except OSError:
+            return
 
-    def expect(self, client: int, round_: int) -> None:
-        """Have the kernel bring the state from the disk while something else is computed. Nothing happens on errors:
-        `read` will tell."""
-        with contextlib.suppress(OSError):
-            file = os.open(self._name(client, round_), os.O_RDONLY)
-            try:
-                os.posix_fadvise(file, 0, 0, os.POSIX_FADV_WILLNEED)
-            finally:
-                os.close(file)
-
-    def write(self, client: int, round_: int, state: Mapping[str, Tensor]) -> int:
-        """Keep a state; returns its bytes. UserError for a state that is no dict of tensors, or a full disk."""
-        for name, value in state.items():
-            if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
-                raise UserError(
-                    f"algorithm: state {name!r} of client {client}: got {type(value).__name__}, expected a tensor"
-                )
-        name = self._name(client, round_)
-        parts = [self._header(client, state), *(bytes_of(_flat(value)) for value in state.values())]
+    def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         try:
-            self._write(name, parts)
+            return self._mapped(clients, places) if self._large else self._read(clients, places)
+        except FileNotFoundError as e:
+            raise UserError(f"state {e.filename}: missing: the folder is of another run") from None
         except OSError as e:
-            raise UserError(f"state {name}: cannot be written: {e.strerror or e}") from None
-        return sum(len(part) for part in parts)
+            raise UserError(f"states of clients {_few(clients)}: cannot be read: {e.strerror or e}") from None
 
-    def _write(self, name: str, parts: Sequence[bytes | memoryview]) -> None:
-        over = self._free.pop() if self._free else None
+    def _mapped(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
+        found: list[dict[str, Tensor]] = []
+        for client, place in zip(clients, places, strict=True):
+            path = self.path(place)
+            try:
+                with open(path, "rb") as file:
+                    self._check([client], [place], np.frombuffer(file.read(len(self._form)), np.uint8)[None])
+                found.append(load_file(path))
+            except SafetensorError as e:
+                raise UserError(f"state {path}: cannot be read: {e}") from None
+        if len(found) == 1:
+            return {name: tensor.unsqueeze(0) for name, tensor in found[0].items()}
+        return {name: torch.stack([state[name] for state in found]) for name in self._form.names}
+
+    def _read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
+        memory = np.empty((len(places), self._each), dtype=np.uint8)
+        for begin, end in self._runs(places, 1):
+            wanted = memoryview(memory[begin:end]).cast("B")
+            got = os.preadv(self._file(places[begin], new=False), [wanted], self._offset(places[begin]))
+            memory[begin + got // self._each : end] = 0  # what is not whole is nobody's
+        self._check(clients, places, memory[:, : len(self._form)])
+        return self._form.views(torch.from_numpy(memory))
+
+    def _check(self, clients: Sequence[int], places: Sequence[int], headers: NDArray[np.uint8]) -> None:
+        """That these states are whose we believe: of a crashed run others may be left."""
+        right = self._form.are_of(clients, headers)
+        if not right.all():
+            row = int(np.argmin(right))
+            what = f"state {self.path(places[row])}: place {places[row]} does not hold client {clients[row]}'s"
+            raise UserError(f"{what}: the folder is of another run, or damaged")
+
+    def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
+        parts = self._form.bytes_of(clients, states)
+        places = self._take(len(clients))
         try:
-            file = self._open(name, over)
-        except FileNotFoundError:
-            os.makedirs(os.path.dirname(name), exist_ok=True)
-            over = over if over is not None and os.path.exists(over) else None
-            file = self._open(name, over)
-        try:
-            left = [memoryview(part) for part in parts if len(part)]
-            while left:
-                written = os.writev(file, left)
-                while left and written >= len(left[0]):
-                    written -= len(left.pop(0))
-                if written:
-                    left[0] = left[0][written:]
-            if over is not None and os.fstat(file).st_size != (size := sum(len(part) for part in parts)):
-                os.ftruncate(file, size)
-        finally:
-            os.close(file)
+            for begin, end in self._runs(places, len(parts) + 2):
+                pieces: list[bytes | NDArray[np.uint8]] = []
+                for row in range(begin, end):
+                    pieces += self._form.header(clients[row], round_), *(part[row] for part in parts), self._filling
+                self._put(places[begin], pieces)
+        except OSError as e:
+            raise UserError(f"states of clients {_few(clients)}: cannot be written: {e.strerror or e}") from None
+        return places
 
-    def _open(self, name: str, over: str | None) -> int:
-        if over is None:
-            return os.open(name, os.O_WRONLY | os.O_CREAT | os.O_TRUNC, 0o644)
-        os.rename(over, name)
-        return os.open(name, os.O_WRONLY)
+    def _take(self, count: int) -> list[int]:
+        again = [self._free.pop() for _ in range(min(count, len(self._free)))]
+        return again + [next(self._fresh) for _ in range(count - len(again))]
 
-    def _header(self, client: int, state: Mapping[str, Tensor]) -> bytes:
-        """All clients' states look alike, mostly."""
-        form = tuple((name, value.dtype, value.shape) for name, value in state.items())
-        if (known := self._headers.get(form)) is None:
-            known = self._headers[form] = _header(client, state)
-        return known
+    def _runs(self, places: Sequence[int], pieces: int) -> Iterator[tuple[int, int]]:
+        """Parts of `places` that follow one another in a file, few enough for one call with so many pieces each."""
+        begin, most = 0, max(1, MOST_PIECES // pieces)
+        for end in range(1, len(places) + 1):
+            last = end == len(places) or places[end] != places[end - 1] + 1 or not places[end] % self._per_file
+            if last or end - begin == most:
+                yield begin, end
+                begin = end
 
-    def retire(self, entries: Iterable[tuple[int, int]]) -> None:
-        """The states of (client, round) are of no use any more: their files are written over."""
-        self._free += [self._name(client, round_) for client, round_ in entries]
+    def _put(self, place: int, pieces: Sequence[bytes | NDArray[np.uint8]]) -> None:
+        file, at = self._file(place, new=True), self._offset(place)
+        left = [memoryview(piece) for piece in pieces if len(piece)]
+        while left:
+            written = os.pwritev(file, left, at)
+            at += written
+            while left and written >= len(left[0]):
+                written -= len(left.pop(0))
+            if written:
+                left[0] = left[0][written:]
 
-    def drop(self, entries: Iterable[tuple[int, int]]) -> None:
-        """Remove the states of (client, round), those that are there."""
-        for client, round_ in entries:
-            with contextlib.suppress(FileNotFoundError):
-                os.unlink(self._name(client, round_))
+    def _offset(self, place: int) -> int:
+        return place % self._per_file * self._each
 
-    def sweep(self, current: Mapping[int, int]) -> int:
-        """Of these clients keep only the state of the given round; returns how many others were removed.
+    def _file(self, place: int, *, new: bool) -> int:
+        """Open files are kept: to open one takes longer than to read a small state."""
+        number = place // self._per_file
+        if (file := self._files.get(number)) is None:
+            if len(self._files) == MOST_FILES:
+                self.close()
+            path = self.path(place)
+            if new:
+                os.makedirs(os.path.dirname(path), exist_ok=True)
+            file = self._files[number] = os.open(path, os.O_RDWR | (os.O_CREAT if new else 0), 0o644)
+            if new and self._large:
+                os.ftruncate(file, self._each)  # what lay there before may have been longer
+        return file
 
-        For the clients of the rounds around a crash: all others have nothing to be removed.
-        """
-        removed = 0
-        for client, round_ in current.items():
-            kept = self.path(client, round_)
-            for path in kept.parent.glob(f"{client}-*.safetensors"):
-                if path != kept:
-                    path.unlink()
-                    removed += 1
-        return removed
+    def free(self, places: Iterable[int]) -> None:
+        self._free = sorted([*self._free, *places], reverse=True)
+
+    def close(self) -> None:
+        """Files are opened again when they are needed."""
+        while self._files:
+            os.close(self._files.popitem()[1])
+
+    def __del__(self) -> None:
+        self.close()
 
 
-def _flat(value: Tensor) -> Tensor:
-    return value.detach().resolve_neg().contiguous().view(-1)
-
-
-def _header(client: int, state: Mapping[str, Tensor]) -> bytes:
-    """A safetensors file up to its data. The library's own writers copy the data, or take ten times as long."""
-    at, entries = 0, dict[str, dict[str, object]]()
-    for name, value in state.items():
-        if value.dtype not in _DTYPES:
-            raise UserError(f"algorithm: state {name!r} of client {client}: got {value.dtype}, expected plain numbers")
-        entries[name] = {
-            "dtype": _DTYPES[value.dtype],
-            "shape": list(value.shape),
-            "data_offsets": [at, at + value.nbytes],
-        }
-        at += value.nbytes
-    text = msgspec.json.encode(entries)
-    text += b" " * (-len(text) % 8)
-    return len(text).to_bytes(8, "little") + text
+def _few(clients: Sequence[int]) -> str:
+    return ", ".join(map(str, clients[:4])) + (" ..." if len(clients) > 4 else "")

@@ -17,8 +17,8 @@ from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import BUFFERS, Partial
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, rows_for
-from isthmus.federated.states import NEVER, StateStore
-from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed, Turn
+from isthmus.federated.states import States
+from isthmus.protocol.federated_events import NONE, Opening, Refusal, Task, Timed, Turn
 from isthmus.streams import torch_seed
 
 
@@ -38,7 +38,7 @@ class Worksite:
         work: Work,
         module: nn.Module,
         data: ClientData,
-        states: StateStore | None,
+        states: States | None,
         *,
         lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
         admit: Callable[[Update], Update] | None = None,
@@ -60,7 +60,9 @@ class Worksite:
         self._scale = (1, 1)
         self._turn: Turn | None = None
         self._written: list[tuple[int, int]] = []
+        """(client, state) of this turn."""
         self._replaced: list[tuple[int, int, int]] = []
+        """(state, the one in its place, the round that is to be on disk before it can go)."""
 
     def add_up_in(self, rooms: Sequence[Mapping[str, Tensor]]) -> None:
         """From the next turn on, in this memory: by pass, int64 [numbers] of every value that is summed."""
@@ -93,9 +95,8 @@ class Worksite:
         self.clear()
         self._written = []
         if self._states is not None:
-            gone = [(client, old) for client, old, new in self._replaced if new <= opening.durable_round]
+            self._states.free(old for old, _, round_ in self._replaced if round_ <= opening.durable_round)
             self._replaced = [entry for entry in self._replaced if entry[2] > opening.durable_round]
-            self._states.retire(gone)
 
     def _returns(self, number: int) -> Mapping[str, Combine]:
         returns = self._passes[number].returns
@@ -110,17 +111,19 @@ class Worksite:
         for task in tasks:
             start_s = time.perf_counter()
             try:
-                self._train_one(task)
+                state = self._train_one(task)
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
                 continue
-            timed.append(Timed(task.client, task.samples, self._stretch(start_s)))
+            timed.append(Timed(task.client, task.samples, self._stretch(start_s), state))
         return tuple(timed), tuple(refused)
 
-    def _train_one(self, task: Task) -> None:
+    def _train_one(self, task: Task) -> int:
+        """Returns the client's new state."""
         assert self._turn is not None, "a turn is open"
         data = self._load([task])
-        state = self._state(task)
+        states = self._states_of([task])
+        state = None if states is None else {name: value[0] for name, value in states.items()}
         local = PlainLocal(
             self.resident, self._workspace, self._work.local, data,
             seed=self._work.seed, round_=self._turn.round, client=task.client,
@@ -134,7 +137,7 @@ class Worksite:
         if BUFFERS in self._told:
             values = {**update.values, BUFFERS: self.resident.buffers()}
             update = Update(values=values, state=update.state, weight=update.weight)
-        self._take_in(task, update)
+        return self._take_in(task, update)
 
     def _train_together(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
         """As one by one, but for the bits. Each gets an equal part of the time.
@@ -148,30 +151,29 @@ class Worksite:
             self._stacked, self._work.local, self._load(rows),
             seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in rows],
         )  # fmt: skip
-        states = [state for task in rows if (state := self._state(task)) is not None]
-        stacked = {name: torch.stack([s[name] for s in states]) for name in states[0]} if states else None
-        update = self._passes[self._turn.number].client(local, self._told, stacked)
+        update = self._passes[self._turn.number].client(local, self._told, self._states_of(rows))
         taken, refused = self._take_in_rows(tasks, _first(update, len(tasks)))
         each_s = self._stretch(start_s) / len(tasks)
-        return tuple(Timed(t.client, t.samples, each_s) for t in taken), refused
+        return tuple(Timed(t.client, t.samples, each_s, state) for t, state in taken), refused
 
-    def _take_in_rows(self, tasks: Sequence[Task], update: Update) -> tuple[Sequence[Task], tuple[Refusal, ...]]:
-        """All of them at once where that can be; else, and to find out whose numbers are bad, one by one."""
-        if self._admit is None and update.state is None and not self.partial.collects:
+    def _take_in_rows(
+        self, tasks: Sequence[Task], update: Update
+    ) -> tuple[Sequence[tuple[Task, int]], tuple[Refusal, ...]]:
+        """All of them at once where that can be; else, and to find out whose numbers are bad, one by one. Returns the
+        clients that are in, with their new states."""
+        if self._admit is None and not self.partial.collects:
             with contextlib.suppress(PeerError):
                 self.partial.fold_rows(update, len(tasks), tasks[0].samples)
-                return tasks, ()
-        taken: list[Task] = []
+                return list(zip(tasks, self._keep(tasks, update.state), strict=True)), ()
+        taken: list[tuple[Task, int]] = []
         refused: list[Refusal] = []
         for row, task in enumerate(tasks):
             state = None if update.state is None else {name: value[row] for name, value in update.state.items()}
             values = {name: value[row] for name, value in update.values.items()}
             try:
-                self._take_in(task, Update(values=values, state=state, weight=update.weight))
+                taken.append((task, self._take_in(task, Update(values=values, state=state, weight=update.weight))))
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
-                continue
-            taken.append(task)
         return taken, tuple(refused)
 
     def _stretch(self, start_s: float) -> float:
@@ -185,14 +187,14 @@ class Worksite:
 
     def expect(self, task: Task) -> None:
         """This client comes next: its state is brought nearer while another trains."""
-        if self._states is not None and task.state_round != NEVER:
-            self._states.expect(task.client, task.state_round)
+        if self._states is not None and task.state != NONE:
+            self._states.expect(task.state)
 
-    def _take_in(self, task: Task, update: Update) -> None:
+    def _take_in(self, task: Task, update: Update) -> int:
+        """Returns the client's new state."""
         admitted = update if self._admit is None else self._admit(update)
         self.partial.fold(task.client, admitted, task.samples)
-        if update.state is not None:
-            self._keep(task, update.state)
+        return self._keep_one(task, update.state)
 
     def _load(self, tasks: Sequence[Task]) -> dict[str, Tensor]:
         """The samples of all of them, one client after another."""
@@ -209,21 +211,38 @@ class Worksite:
         dtype = self.resident.dtype
         return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
 
-    def _state(self, task: Task) -> Values | None:
+    def _states_of(self, tasks: Sequence[Task]) -> Values | None:
+        """What their clients keep, stacked; of those that come for the first time what `init_client` gives."""
         if self._states is None:
             return None
-        if task.state_round == NEVER:
-            return self._work.algorithm.init_client(self._told["model"])
-        return self._states.read(task.client, task.state_round)
+        kept = [task for task in tasks if task.state != NONE]
+        found = self._states.read([t.client for t in kept], [t.state for t in kept]) if kept else {}
+        if len(kept) == len(tasks):
+            return found
+        first = self._work.algorithm.init_client(self._told["model"])
+        assert first is not None, "clients keep something"
+        states = {name: value.expand(len(tasks), *value.shape) for name, value in first.items()}
+        if not kept:
+            return states
+        places = torch.tensor([row for row, task in enumerate(tasks) if task.state != NONE])
+        return {name: value.index_copy(0, places, found[name]) for name, value in states.items()}
 
-    def _keep(self, task: Task, state: Values) -> None:
-        assert self._turn is not None
+    def _keep_one(self, task: Task, state: Values | None) -> int:
+        return self._keep([task], None if state is None else {n: value.unsqueeze(0) for n, value in state.items()})[0]
+
+    def _keep(self, tasks: Sequence[Task], states: Values | None) -> Sequence[int]:
+        """The clients' new states, stacked, are kept until it is known what becomes of the turn."""
+        assert self._turn is not None, "a turn is open"
+        if states is None:
+            return [NONE] * len(tasks)
         if self._states is None:
             raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
-        self._states.write(task.client, self._turn.round, state)
-        self._written.append((task.client, self._turn.round))
-        if task.state_round != NEVER:
-            self._replaced.append((task.client, task.state_round, self._turn.round))
+        numbers = self._states.write([t.client for t in tasks], self._turn.round, states)
+        for task, number in zip(tasks, numbers, strict=True):
+            self._written.append((task.client, number))
+            if task.state != NONE:
+                self._replaced.append((task.state, number, self._turn.round))
+        return numbers
 
     @property
     def partial(self) -> Partial:
@@ -238,9 +257,9 @@ class Worksite:
     def forget(self, kept: Collection[int] = ()) -> None:
         """The turn is dropped: its sums, and the states that it wrote of all clients but those `kept`."""
         if self._states is not None:
-            gone = {entry for entry in self._written if entry[0] not in kept}
-            self._states.drop(gone)
-            self._replaced = [(c, old, new) for c, old, new in self._replaced if (c, new) not in gone]
+            gone = {state for client, state in self._written if client not in kept}
+            self._states.free(gone)
+            self._replaced = [entry for entry in self._replaced if entry[1] not in gone]
         self._written = []
         self._turn = None
 

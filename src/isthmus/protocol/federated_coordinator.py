@@ -21,6 +21,7 @@ from numpy.typing import NDArray
 
 from isthmus.protocol.federated_dealing import Dealer
 from isthmus.protocol.federated_events import (
+    NONE,
     Absorb,
     Commit,
     CoordinatorEvent,
@@ -53,6 +54,7 @@ from isthmus.protocol.federated_sharing import feed_idle, forget_executor, grant
 from isthmus.protocol.federated_turn import OpenTurn
 
 Integers = NDArray[np.int64]
+MOST_STATES = 2**31
 STEALING_PAYS_S = 0.01
 """In a turn that is expected to be over sooner, nobody steals: to ask for clients and to be told that there are none is
 two round trips more, of a millisecond each on busy cores."""
@@ -66,7 +68,11 @@ class CoordinatorStatistics(msgspec.Struct, frozen=True):
 
 
 class FederatedCoordinator:
-    """The machine. It keeps which round wrote each client's state: 4 bytes a client, part of what a commit saves."""
+    """The machine. It keeps which is each client's state: a number, 4 bytes a client, part of what a commit saves.
+
+    Whoever trains a client tells the state's number, and is told it when the client is to go on: what the numbers mean
+    is for those who keep the states.
+    """
 
     def __init__(
         self,
@@ -76,15 +82,15 @@ class FederatedCoordinator:
         cohort: Callable[[int], Integers],
         pace: Pace,
         *,
-        state_rounds: NDArray[np.int32] | None = None,
+        states: NDArray[np.int32] | None = None,
     ) -> None:
-        """`sizes` (population,) in samples; `cohort` gives the clients of a round; `state_rounds` (population,) is
+        """`sizes` (population,) in samples; `cohort` gives the clients of a round; `states` (population,) is
         None for algorithms that keep nothing."""
         self.executors = tuple(executors)
         self.durable_round = rules.first_round - 1
         """Set by the driver when a round has reached the disk."""
         self.rules = rules
-        self._dealer = Dealer(self.executors, rules, sizes, pace, state_rounds)
+        self._dealer = Dealer(self.executors, rules, sizes, pace, states)
         self._cohort_of = cohort
         self._alive: set[str] = set()
         self._phase: Literal["joining", "running", "done"] = "joining"
@@ -111,9 +117,9 @@ class FederatedCoordinator:
         return self._open.turn.round, busy if busy < self._alive else frozenset()
 
     @property
-    def state_rounds(self) -> NDArray[np.int32] | None:
-        """(population,) which round wrote each client's state."""
-        return self._dealer.state_rounds
+    def states(self) -> NDArray[np.int32] | None:
+        """(population,) which is each client's state."""
+        return self._dealer.states
 
     @property
     def here(self) -> Integers:
@@ -318,12 +324,11 @@ class FederatedCoordinator:
         lines = {} if opened.predicted_s is None else {name: opened.line(name) for name in opened.held}
         for name, timed in opened.timed.items():  # from here on other lines are believed
             self._dealer.pace.record(turn.round, self._dealer.number(name), timed)
+            self._dealer.keep(timed)
         trained = {t.client for timed in opened.timed.values() for t in timed}
         if turn.number + 1 < self.rules.passes:
             self._cohort = np.array(sorted(trained), dtype=np.int64)
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt, turn.number + 1))]
-        if self.state_rounds is not None:
-            self.state_rounds[sorted(trained)] = turn.round
         return [*out, Commit(self._record(opened, trained, lines, why)), *self._open_turn(Turn(turn.round + 1))]
 
     def _record(self, opened: OpenTurn, trained: set[int], lines: Mapping[str, Line], why: Why) -> Record:
@@ -379,4 +384,6 @@ def _fault(event: Summed, held: Mapping[int, Task]) -> str | None:
         return "reported a client twice"
     if any(not 0 <= t.seconds < math.inf for t in event.timed):
         return "reported a time that is none"
+    if any(not NONE <= t.state < MOST_STATES for t in event.timed):
+        return "reported a state that is none"
     return None

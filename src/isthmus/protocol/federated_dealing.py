@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.planners.cohort import Schedule
-from isthmus.protocol.federated_events import Line, Task
+from isthmus.protocol.federated_events import NONE, Line, Task, Timed
 from isthmus.protocol.federated_pace import Pace
 from isthmus.protocol.federated_rules import RoundRules
 
@@ -40,7 +40,7 @@ class _Ahead:
 
 
 class Dealer:
-    """What is known of clients and executors; deals cohorts out. It keeps which round wrote each client's state."""
+    """What is known of clients and executors; deals cohorts out. It keeps which is each client's state."""
 
     def __init__(
         self,
@@ -48,11 +48,11 @@ class Dealer:
         rules: RoundRules,
         sizes: Integers,
         pace: Pace,
-        state_rounds: NDArray[np.int32] | None,
+        states: NDArray[np.int32] | None,
     ) -> None:
-        """`sizes` (population,) in samples, 0 for a client that has not said yet; `state_rounds` (population,)."""
+        """`sizes` (population,) in samples, 0 for a client that has not said yet; `states` (population,)."""
         self.sizes = sizes
-        self.state_rounds = state_rounds
+        self.states = states
         self.pace = pace
         self.pinned: dict[str, int] = {}
         """The client of each executor that has the data of one only."""
@@ -68,6 +68,12 @@ class Dealer:
 
     def samples(self, cohort: Integers) -> int:
         return int(self.sizes[cohort].sum())
+
+    def keep(self, timed: Sequence[Timed]) -> None:
+        """These are the clients' states from now on."""
+        if self.states is not None:
+            kept = [told for told in timed if told.state != NONE]
+            self.states[[told.client for told in kept]] = [told.state for told in kept]
 
     def deal(self, round_: int, cohort: Integers, alive: Sequence[str]) -> Deal:
         if self.pinned:
@@ -102,6 +108,6 @@ class Dealer:
     def _tasks(self, clients: Integers) -> tuple[Task, ...]:
         """Whole columns at a time: one number out of an array takes as long as a task."""
         numbers, sizes = clients.tolist(), self.sizes[clients].tolist()
-        if self.state_rounds is None:
+        if self.states is None:
             return tuple(map(Task, numbers, sizes))
-        return tuple(map(Task, numbers, sizes, self.state_rounds[clients].tolist()))
+        return tuple(map(Task, numbers, sizes, self.states[clients].tolist()))

@@ -11,6 +11,9 @@ from typing import Literal
 
 import msgspec
 
+NONE = -1
+"""In place of a state's number, of a client that keeps nothing yet."""
+
 
 class Turn(msgspec.Struct, frozen=True, order=True):
     round: int
@@ -20,11 +23,11 @@ class Turn(msgspec.Struct, frozen=True, order=True):
 
 
 class Task(msgspec.Struct, frozen=True, array_like=True):
-    """A client to be trained. `state_round` says which of its states to go on from; -1: it has none yet."""
+    """A client to be trained. `state` says which of its states to go on from, as whoever kept it numbered it."""
 
     client: int
     samples: int
-    state_round: int = -1
+    state: int = NONE
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,11 +52,12 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
 
 
 class Timed(msgspec.Struct, frozen=True, array_like=True):
-    """A client that was trained, and how long it took there."""
+    """A client that was trained, how long it took there, and which is its new state."""
 
     client: int
     samples: int
     seconds: float
+    state: int = NONE
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):

@@ -33,7 +33,7 @@ class Closed(msgspec.Struct, frozen=True, kw_only=True):
     measure: RoundMeasure
     values: Values
     saves: bool
-    state_rounds: NDArray[np.int32] | None
+    states: NDArray[np.int32] | None
 
 
 class Books:
@@ -49,14 +49,14 @@ class Books:
         self._job = job
         self._clients = identity.clients
         self._commits = Commits(folder / "rounds", identity)
-        self.state_rounds: NDArray[np.int32] | None = None
+        self.states: NDArray[np.int32] | None = None
         """(population,), of algorithms whose clients keep something."""
         if server.keeps:
-            self.state_rounds = np.full(identity.clients, -1, dtype=np.int32)
+            self.states = np.full(identity.clients, -1, dtype=np.int32)
         if resume and (found := self._commits.newest()) is not None:
             round_, server.values, kept = found
             self.first_round = round_ + 1
-            self.state_rounds = kept if server.keeps else None
+            self.states = kept if server.keeps else None
 
     def begin(self, note: Callable[[str], None]) -> None:
         """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` is told what the
@@ -77,8 +77,8 @@ class Books:
         """A round as it is now."""
         config = self._job.federated
         saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
-        kept = self.state_rounds.copy() if saves and self.state_rounds is not None else None
-        return Closed(record=record, measure=measure, values=self.server.values, saves=saves, state_rounds=kept)
+        kept = self.states.copy() if saves and self.states is not None else None
+        return Closed(record=record, measure=measure, values=self.server.values, saves=saves, states=kept)
 
     def write(self, closed: Closed, rules: RoundRules) -> RoundLine:
         """Evaluate where that is due, write the round's line, make the round durable where that is due."""
@@ -90,7 +90,7 @@ class Books:
         )  # fmt: skip
         self.history.add(line)
         if closed.saves:
-            self._commits.save(closed.record.round, closed.values, closed.state_rounds)
+            self._commits.save(closed.record.round, closed.values, closed.states)
         return line
 
     def _evaluation(self, closed: Closed) -> Evaluation | None:

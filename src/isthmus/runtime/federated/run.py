@@ -36,6 +36,7 @@ from isthmus.federated.operators import get_ready
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server, uncommitted
 from isthmus.federated.stacked import best_together, likely_shapes
+from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
@@ -53,7 +54,7 @@ from isthmus.runtime.transport.listener import Listener
 
 def coordinator_of(
     job: FederatedJob, sizes: NDArray[np.int64], cohort: Callable[[int], NDArray[np.int64]], first_round: int,
-    state_rounds: NDArray[np.int32] | None,
+    states: NDArray[np.int32] | None,
 ) -> FederatedCoordinator:  # fmt: skip
     """The machine of a job's run, for the executors that its scheme takes."""
     scheme, count = job.scheme, executors(job, len(sizes))
@@ -64,7 +65,7 @@ def coordinator_of(
     )  # fmt: skip
     names = [f"executor-{number}" for number in range(count)]
     pace = Pace(count, window_rounds=job.execution.window_rounds)
-    return FederatedCoordinator(names, rules, sizes, cohort, pace, state_rounds=state_rounds)
+    return FederatedCoordinator(names, rules, sizes, cohort, pace, states=states)
 
 
 class FederatedRun:
@@ -85,15 +86,14 @@ class FederatedRun:
         self._watch = watch
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
-        self._module = build(job)
-        resident = Resident(self._module)
+        self._resident = resident = Resident(build(job))
         self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population)
+        resident.bind(self.server.values["model"])  # not held twice
         self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
         self._available = availability(job, population)
-        self._states = StateStore(folder / "states") if self.server.keeps else None
-        self.machine = coordinator_of(
-            job, self.data.sizes, self.members, self.books.first_round, self.books.state_rounds
-        )
+        first = self._algorithm.init_client(self.server.values["model"]) if self.server.keeps else None
+        self._state_form = None if first is None else StateForm(first)
+        self.machine = coordinator_of(job, self.data.sizes, self.members, self.books.first_round, self.books.states)
         self.books.evaluator = evaluator(job, self.data)
 
     @property
@@ -109,10 +109,8 @@ class FederatedRun:
         return members(self.job, self.data.sizes, round_, here)
 
     def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
-        """What an open round of before left in the folder is removed."""
+        """The folder is this run's from now on."""
         self.books.begin(note)
-        if self._states is not None and self.machine.state_rounds is not None and self.first_round:
-            self._states.sweep(uncommitted(self.machine.state_rounds, self.members, self.first_round))
 
     def run(self, note: Callable[[str], None] = lambda _: None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left."""
@@ -126,14 +124,21 @@ class FederatedRun:
     def _site(self, number: int) -> Worksite:
         job = self.job
         site = Worksite(
-            Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._module, self.data,
-            self._states, lasts=emulation(job, number).clock(),
+            Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._resident.module, self.data,
+            self._states(number), lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
         )  # fmt: skip
         sizes, together = self.data.sizes, job.execution.together
         each = math.ceil(job.participation.needed(len(sizes)) / len(self.machine.executors))
         site.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
         return site
+
+    def _states(self, number: int) -> StateStore | None:
+        """One executor's. The places that the last committed round needs are nobody's to fill."""
+        if self._state_form is None or self.books.states is None:
+            return None
+        parts = len(self.machine.executors)
+        return StateStore(self.folder / "states", self._state_form, self.books.states, (number, parts))
 
     def _in_process(self, after: _Aftermath) -> Finish:
         opened_s = time.monotonic()
@@ -162,6 +167,7 @@ class FederatedRun:
 
         give_pages_back()
         with Forked({name: execute(name, n) for n, name in enumerate(names)}, self.folder / "logs") as forked:
+            self._resident.let_go()  # it trains elsewhere
             pinned = {name: n for n, name in enumerate(names)} if self.job.scheme.per == "population" else {}
             conductor = FederatedConductor(
                 self.machine, self.server, SumsIntake(self.server, pinned, rooms),

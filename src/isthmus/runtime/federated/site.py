@@ -18,8 +18,7 @@ from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.algorithms import load_algorithm
 from isthmus.federated.offer import Offer, SiteConfig
 from isthmus.federated.pacing import Emulation
-from isthmus.federated.site import OwnData, Site
-from isthmus.federated.states import StateStore
+from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.worksite import Work
 from isthmus.models import build_model
 from isthmus.protocol.federated_events import SendSums
@@ -49,7 +48,7 @@ class SiteExecutor(Executor):
         self._post.put(
             UpdateMessage(
                 run=self._run, turn=act.turn, seconds=act.timed[0].seconds, weight=update.weight,
-                tensors=headers_of(update.values),
+                state=act.timed[0].state, tensors=headers_of(update.values),
             ),
             list(update.values.values()),
         )  # fmt: skip
@@ -148,7 +147,7 @@ class SiteWorkshop:
         torch.manual_seed(offer.seed)
         module = build_model(self._config.model)
         keeps = algorithm.init_client(torch.zeros(1)) is not None
-        states = StateStore(self._folder / "states" / offer.run) if keeps else None
+        states = SiteStates(self._folder / "states" / offer.run) if keeps else None
         site = Site(
             Work(algorithm=algorithm, local=offer.local, seed=offer.seed), module, self._data, states,
             lasts=Emulation(eta=self._config.slow_down).clock(),

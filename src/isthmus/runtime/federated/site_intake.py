@@ -81,7 +81,8 @@ class UpdatesIntake:
                 self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
                 return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
             self._updates[executor] = admitted if not late else _faded(admitted, late)
-        return Summed(executor=executor, turn=turn, timed=(Timed(client, samples, message.seconds),))
+        timed = Timed(client, samples, message.seconds, message.state)
+        return Summed(executor=executor, turn=turn, timed=(timed,))
 
     def _late(self, turn: Turn) -> int | None:
         """By how many rounds; None for a turn that nobody waits for."""

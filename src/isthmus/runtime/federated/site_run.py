@@ -75,7 +75,7 @@ class SiteRun:
         )
         self.machine = FederatedCoordinator(
             self.deployment.sites, msgspec.structs.replace(rules, gathering=gathering), self._sizes, self._members,
-            Pace(population, window_rounds=job.execution.window_rounds), state_rounds=self.books.state_rounds,
+            Pace(population, window_rounds=job.execution.window_rounds), states=self.books.states,
         )  # fmt: skip
 
     @property

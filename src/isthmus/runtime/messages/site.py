@@ -7,7 +7,7 @@ from typing import Annotated
 from msgspec import Meta
 
 from isthmus.federated.offer import Offer
-from isthmus.protocol.federated_events import Turn
+from isthmus.protocol.federated_events import NONE, Turn
 from isthmus.runtime.messages.message import Message
 
 
@@ -29,6 +29,8 @@ class UpdateMessage(Message, frozen=True, kw_only=True):
     turn: Turn
     seconds: float
     weight: float | None = None
+    state: int = NONE
+    """The client's new state, as the site numbers it."""
 
 
 SiteMessage = OfferMessage | EnrolledMessage | UpdateMessage

@@ -1,0 +1,127 @@
+"""What a client's state looks like, in memory and on disk: the names, types and shapes that `init_client` gives.
+
+All clients' states have one form, so a place on disk has a size, and states of many clients are read and written as
+one.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from typing import NamedTuple
+
+import msgspec
+import numpy as np
+import torch
+from numpy.typing import NDArray
+from torch import Tensor
+
+from isthmus.errors import UserError
+
+_DTYPES = {
+    torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
+    torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
+}  # fmt: skip
+_CLIENT, _ROUND = b"0" * 12, b"0" * 9
+"""Room for these numbers in a header: with it, headers of a form are of one length."""
+
+
+class _Part(NamedTuple):
+    """One tensor of a state."""
+
+    dtype: torch.dtype
+    shape: tuple[int, ...]
+    at: int
+    """In bytes, from the beginning of the state's own."""
+
+    @property
+    def size_bytes(self) -> int:
+        return math.prod(self.shape) * self.dtype.itemsize
+
+    def __str__(self) -> str:
+        return f"{str(self.dtype).removeprefix('torch.')} {list(self.shape)}"
+
+
+class StateForm:
+    """Of a state such as `like`; `len` is that of its header. UserError for tensors that no file holds.
+
+    A state is laid out as a safetensors file, with the client and the round in its metadata.
+    """
+
+    def __init__(self, like: Mapping[str, Tensor]) -> None:
+        self._parts: dict[str, _Part] = {}
+        at, entries = 0, dict[str, dict[str, object]]()
+        # Of wide types first: numbers lie where the processor wants them.
+        for name, value in sorted(like.items(), key=lambda entry: -_checked(entry[0], entry[1]).dtype.itemsize):
+            part = self._parts[name] = _Part(value.dtype, tuple(value.shape), at)
+            offsets = [at, at + part.size_bytes]
+            entries[name] = {"dtype": _DTYPES[part.dtype], "shape": list(part.shape), "data_offsets": offsets}
+            at += part.size_bytes
+        text = msgspec.json.encode({"__metadata__": {"client": _CLIENT.decode(), "round": _ROUND.decode()}, **entries})
+        text += b" " * (-len(text) % 8)
+        header = len(text).to_bytes(8, "little") + text
+        client = header.index(_CLIENT)
+        round_ = header.index(_ROUND, client + len(_CLIENT))
+        self._round_lies = slice(round_, round_ + len(_ROUND))
+        self._lead = header[:client]
+        self._between = header[client + len(_CLIENT) : round_]
+        self._tail = header[round_ + len(_ROUND) :]
+        self._length = len(header)
+        self.size_bytes = self._length + at
+        """Of a whole state on disk."""
+
+    def __len__(self) -> int:
+        return self._length
+
+    @property
+    def names(self) -> Sequence[str]:
+        return list(self._parts)
+
+    def header(self, client: int, round_: int) -> bytes:
+        return b"%b%012d%b%09d%b" % (self._lead, client, self._between, round_, self._tail)
+
+    def are_of(self, clients: Sequence[int], headers: NDArray[np.uint8]) -> NDArray[np.bool_]:
+        """(clients,) whether these headers [clients, length] are of this form and those clients, and whatever round."""
+        if headers.shape[1] != self._length:
+            return np.zeros(len(clients), dtype=np.bool_)
+        right = np.frombuffer(b"".join(self.header(client, 0) for client in clients), np.uint8)
+        same = right.reshape(headers.shape) == headers
+        same[:, self._round_lies] = True
+        return same.all(axis=1)
+
+    def views(self, memory: Tensor) -> dict[str, Tensor]:
+        """The tensors [states, ...] in the memory of states, uint8 [states, bytes]."""
+        found: dict[str, Tensor] = {}
+        for name, part in self._parts.items():
+            begin = self._length + part.at
+            numbers = memory[:, begin : begin + part.size_bytes].view(part.dtype)
+            found[name] = numbers.view(len(memory), *part.shape)
+        return found
+
+    def bytes_of(self, clients: Sequence[int], states: Mapping[str, Tensor]) -> list[NDArray[np.uint8]]:
+        """Each tensor's bytes, uint8 [states, bytes], in the order of the file. UserError for another form."""
+        for name, value in states.items():
+            if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
+                what = f"state {name!r} of client {clients[0]}: got {type(value).__name__}"
+                raise UserError(f"algorithm: {what}, expected a tensor")
+        got = {name: (value.dtype, tuple(value.shape[1:])) for name, value in states.items()}
+        if got != {name: (part.dtype, part.shape) for name, part in self._parts.items()}:
+            told = ", ".join(f"{name} {_Part(*form, 0)}" for name, form in sorted(got.items())) or "nothing"
+            expected = ", ".join(f"{name} {part}" for name, part in sorted(self._parts.items())) or "nothing"
+            what = f"state of client {clients[0]}: got {told}, expected {expected}, as init_client gives"
+            raise UserError(f"algorithm: {what}")
+        return [_bytes(states[name]) for name in self._parts]
+
+
+def _checked(name: str, value: Tensor) -> Tensor:
+    if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
+        raise UserError(f"algorithm: init_client's {name!r}: got {type(value).__name__}, expected a tensor")
+    if value.dtype not in _DTYPES:
+        raise UserError(f"algorithm: init_client's {name!r}: got {value.dtype}, expected plain numbers")
+    return value
+
+
+def _bytes(rows: Tensor) -> NDArray[np.uint8]:
+    each = math.prod(rows.shape[1:])
+    flat = rows.detach().resolve_neg().contiguous().view(len(rows), each).cpu()
+    return flat.view(torch.uint8).numpy() if each else np.empty((len(rows), 0), dtype=np.uint8)

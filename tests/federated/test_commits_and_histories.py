@@ -1,0 +1,62 @@
+"""What is on disk: committed rounds, and histories."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+
+from isthmus.errors import UserError
+from isthmus.federated import Commits, Identity
+from isthmus.federated.history import History, RoundLine
+from isthmus.protocol.federated_events import Record, Timed
+
+IDENTITY = Identity(
+    algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5
+)  # fmt: skip
+
+
+def test_the_newest_commit_comes_back(tmp_path: Path) -> None:
+    commits = Commits(tmp_path, IDENTITY)
+    assert commits.newest() is None
+    rounds = np.arange(5, dtype=np.int32)
+    for number in range(4):
+        commits.save(number, {"model": torch.full((3,), float(number))}, rounds)
+    found = commits.newest()
+    assert found is not None
+    assert (found[0], found[1]["model"].tolist()) == (3, [3, 3, 3])
+    assert found[2] is not None
+    assert found[2].tolist() == [0, 1, 2, 3, 4]
+    assert len(list(tmp_path.glob("*.safetensors"))) == 2
+
+
+def test_a_commit_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
+    commits = Commits(tmp_path, IDENTITY)
+    commits.save(0, {"model": torch.ones(3)}, None)
+    (tmp_path / ".round-000001.safetensors").write_bytes(b"half")
+    found = commits.newest()
+    assert found is not None
+    assert found[0] == 0
+
+
+@pytest.mark.parametrize("field", ["algorithm", "data", "seed", "clients"])
+def test_the_folder_of_another_job_is_refused(field: str, tmp_path: Path) -> None:
+    Commits(tmp_path, IDENTITY).save(0, {"model": torch.ones(3)}, None)
+    other = msgspec.structs.replace(IDENTITY, **{field: 99 if field in ("seed", "clients") else "other"})
+    with pytest.raises(UserError, match=f"is of another job: {field} was"):
+        Commits(tmp_path, other).newest()
+
+
+def test_a_history_forgets_what_is_made_again_and_half_lines(tmp_path: Path) -> None:
+    history = History(tmp_path / "rounds.jsonl")
+    for number in range(4):
+        trained = {"e0": (Timed(number, 3, 0.5), Timed(9, 3, 0.25))}
+        history.add(RoundLine(record=Record(round=number, attempt=0, trained=trained), seconds=1.0))
+    with (tmp_path / "rounds.jsonl").open("ab") as file:
+        file.write(b'{"record": {"ro')
+    history.keep(2)
+    assert [line.record.round for line in history.lines()] == [0, 1]
+    assert history.lines()[1].makespan_s == 0.75
