@@ -55,6 +55,9 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     forgetful_s: float
     """Median round."""
     kept_s: float
+    forgetful_cpu_s: float = 0.0
+    """Of all processes, a round."""
+    kept_cpu_s: float = 0.0
     early_bytes: int
     """Most memory in the second quarter of the run."""
     late_bytes: int
@@ -63,6 +66,10 @@ class States(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def overhead(self) -> float:
         return self.kept_s / self.forgetful_s - 1
+
+    @property
+    def cpu_overhead(self) -> float:
+        return self.kept_cpu_s / self.forgetful_cpu_s - 1 if self.forgetful_cpu_s else 0.0
 
 
 class Report(msgspec.Struct, frozen=True, kw_only=True):
@@ -138,15 +145,19 @@ def schemes(network: str, disk: Path, quick: bool) -> list[Scheme]:
 def states(setting: str, base: Case, disk: Path, repeats: int) -> States:
     """Both kinds in turn; times without anybody looking at memory, then memory."""
     rounds_s: dict[str, list[float]] = {"forgetful": [], "scaffold": []}
+    cpu_s: dict[str, list[float]] = {"forgetful": [], "scaffold": []}
     for _ in range(repeats):
         for algorithm, into in rounds_s.items():
             found = measure(msgspec.structs.replace(base, algorithm=algorithm), disk, memory=False).found
             into += found.rounds_s
-            print(f"{setting}, {algorithm}: {statistics.median(found.rounds_s):.3f} s", file=sys.stderr)
+            cpu_s[algorithm].append(found.cpu_s / len(found.rounds_s))
+            told = f"{statistics.median(found.rounds_s):.3f} s, {cpu_s[algorithm][-1]:.3f} s of CPU"
+            print(f"{setting}, {algorithm}: {told}", file=sys.stderr)
     looked = measure(msgspec.structs.replace(base, algorithm="scaffold"), disk)
     return States(
         setting=setting, state_bytes=looked.found.model_bytes,
         forgetful_s=statistics.median(rounds_s["forgetful"]), kept_s=statistics.median(rounds_s["scaffold"]),
+        forgetful_cpu_s=statistics.fmean(cpu_s["forgetful"]), kept_cpu_s=statistics.fmean(cpu_s["scaffold"]),
         early_bytes=looked.most_between(0.25, 0.5), late_bytes=looked.most_between(0.75, 1.0),
     )  # fmt: skip
 
@@ -222,12 +233,14 @@ def scheme_table(found: Sequence[Scheme]) -> Table:
 
 def state_table(found: Sequence[States]) -> Table:
     table = Table("setting", title="What it costs to keep clients' states")
-    for column in ("state", "round, forgetful", "round, kept", "overhead", "memory early", "late"):
+    times = ("round, forgetful", "kept", "overhead", "CPU, forgetful", "kept", "overhead")
+    for column in ("state", *times, "memory early", "late"):
         table.add_column(column, justify="right")
     for s in found:
         table.add_row(
             s.setting, f"{s.state_bytes / 1e3:,.1f} kB", f"{s.forgetful_s:.3f} s", f"{s.kept_s:.3f} s",
-            f"{s.overhead:+.1%}", f"{s.early_bytes / 1e6:,.0f} MB", f"{s.late_bytes / 1e6:,.0f} MB",
+            f"{s.overhead:+.1%}", f"{s.forgetful_cpu_s:.3f} s", f"{s.kept_cpu_s:.3f} s", f"{s.cpu_overhead:+.1%}",
+            f"{s.early_bytes / 1e6:,.0f} MB", f"{s.late_bytes / 1e6:,.0f} MB",
         )  # fmt: skip
     return table
 

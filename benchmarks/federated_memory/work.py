@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import sys
 import tempfile
 import time
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from isthmus.federated.algorithms import Local, Update, Values
 from isthmus.federated.algorithms.scaffold import Scaffold
+from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, build, client_data
 from isthmus.runtime.federated.run import FederatedRun
 
@@ -55,6 +57,8 @@ class Found(msgspec.Struct, frozen=True, kw_only=True):
     model_bytes: int
     training_s: float = 0.0
     """Of all executors together, in the rounds after the first."""
+    cpu_s: float = 0.0
+    """That all processes used in those, the file system's work for them included."""
 
 
 def job_of(case: Case) -> FederatedJob:
@@ -73,15 +77,31 @@ def job_of(case: Case) -> FederatedJob:
 
 def through_isthmus(case: Case, folder: Path) -> Found:
     ended_s: list[float] = []
+    used_s: list[float] = []
     training_s = 0.0
-    run = FederatedRun(job_of(case), folder, resume=False, watch=lambda _: ended_s.append(time.monotonic()))
+
+    def watch(_: RoundLine) -> None:
+        ended_s.append(time.monotonic())
+        used_s.append(cpu_s())
+
+    run = FederatedRun(job_of(case), folder, resume=False, watch=watch)
     run.run()
     for line in run.books.history.lines()[1:]:
         training_s += sum(line.busy_s().values())
     return Found(
         rounds_s=np.diff(ended_s).tolist(), ended_s=ended_s, model_bytes=run.server.values["model"].nbytes,
-        training_s=training_s,
+        training_s=training_s, cpu_s=used_s[-1] - used_s[0],
     )  # fmt: skip
+
+
+def cpu_s() -> float:
+    """Of this process and those that it forked, so far. A busy machine changes it little."""
+    children = (Path("/proc/self/task") / str(os.getpid()) / "children").read_text().split()
+    ticks = 0
+    for pid in ("self", *children):
+        fields = (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()
+        ticks += int(fields[11]) + int(fields[12])
+    return ticks / os.sysconf("SC_CLK_TCK")
 
 
 def alone(case: Case) -> Found:

@@ -242,6 +242,7 @@ def test_a_private_run_is_noisy_and_says_what_it_promises(tmp_path: Path, monkey
 def test_states_of_another_run_are_refused(tmp_path: Path) -> None:
     store = StateStore(tmp_path, StateForm({"c": torch.ones(1)}))
     (place,) = store.write([1], 0, {"c": torch.ones(1, 1)})
+    store.flush()
     with pytest.raises(UserError, match="missing: the folder is of another run"):
         store.read([1], [1 << 20])
     with pytest.raises(UserError, match="place 0 does not hold client 2's: the folder is of another run"):

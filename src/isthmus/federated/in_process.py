@@ -109,6 +109,7 @@ class InProcess:
                 case TellReturned(turn=turn, tasks=tasks):
                     finish = self._decide(Returned(executor=seat.name, turn=turn, tasks=tasks)) or finish
                 case SendSums(turn=turn, timed=timed, refused=refused):
+                    seat.site.hand_over()
                     told = Summed(executor=seat.name, turn=turn, timed=timed, refused=refused)
                     finish = self._decide(told) or finish
                     seat.site.clear()

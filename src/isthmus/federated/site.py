@@ -63,8 +63,11 @@ class SiteStates:
     def _path(self, round_: int) -> Path:
         return self._folder / f"round-{round_:06d}.safetensors"
 
-    def expect(self, place: int) -> None:
-        """It is read when it is needed."""
+    def expect(self, places: Sequence[int]) -> None:
+        """They are read when they are needed."""
+
+    def flush(self) -> None:
+        """Nothing waits."""
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         """As `States.read`, of the one client."""

@@ -80,14 +80,10 @@ class StateForm:
     def header(self, client: int, round_: int) -> bytes:
         return b"%b%012d%b%09d%b" % (self._lead, client, self._between, round_, self._tail)
 
-    def are_of(self, clients: Sequence[int], headers: NDArray[np.uint8]) -> NDArray[np.bool_]:
-        """(clients,) whether these headers [clients, length] are of this form and those clients, and whatever round."""
-        if headers.shape[1] != self._length:
-            return np.zeros(len(clients), dtype=np.bool_)
-        right = np.frombuffer(b"".join(self.header(client, 0) for client in clients), np.uint8)
-        same = right.reshape(headers.shape) == headers
-        same[:, self._round_lies] = True
-        return same.all(axis=1)
+    def is_of(self, client: int, header: bytes) -> bool:
+        """Whether a state with this header is of this form and client, of whatever round."""
+        until_round = b"%b%012d%b" % (self._lead, client, self._between)
+        return header.startswith(until_round) and header[len(until_round) + len(_ROUND) :] == self._tail
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The tensors [states, ...] in the memory of states, uint8 [states, bytes]."""
@@ -100,17 +96,28 @@ class StateForm:
 
     def bytes_of(self, clients: Sequence[int], states: Mapping[str, Tensor]) -> list[NDArray[np.uint8]]:
         """Each tensor's bytes, uint8 [states, bytes], in the order of the file. UserError for another form."""
+        found: list[NDArray[np.uint8]] = []
+        for name, part in self._parts.items():
+            value = states.get(name)
+            if not isinstance(value, Tensor) or value.dtype != part.dtype or value.shape[1:] != part.shape:
+                raise self._other(clients[0], states)
+            found.append(_bytes(value, len(clients), part))
+        if len(states) > len(found):
+            raise self._other(clients[0], states)
+        return found
+
+    def _other(self, client: int, states: Mapping[str, Tensor]) -> UserError:
         for name, value in states.items():
             if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
-                what = f"state {name!r} of client {clients[0]}: got {type(value).__name__}"
-                raise UserError(f"algorithm: {what}, expected a tensor")
-        got = {name: (value.dtype, tuple(value.shape[1:])) for name, value in states.items()}
-        if got != {name: (part.dtype, part.shape) for name, part in self._parts.items()}:
-            told = ", ".join(f"{name} {_Part(*form, 0)}" for name, form in sorted(got.items())) or "nothing"
-            expected = ", ".join(f"{name} {part}" for name, part in sorted(self._parts.items())) or "nothing"
-            what = f"state of client {clients[0]}: got {told}, expected {expected}, as init_client gives"
-            raise UserError(f"algorithm: {what}")
-        return [_bytes(states[name]) for name in self._parts]
+                what = f"state {name!r} of client {client}: got {type(value).__name__}"
+                return UserError(f"algorithm: {what}, expected a tensor")
+        got = {name: _Part(value.dtype, tuple(value.shape[1:]), 0) for name, value in states.items()}
+        told, expected = (
+            ", ".join(f"{name} {part}" for name, part in sorted(parts.items())) or "nothing"
+            for parts in (got, self._parts)
+        )
+        what = f"state of client {client}: got {told}, expected {expected}, as init_client gives"
+        return UserError(f"algorithm: {what}")
 
 
 def _checked(name: str, value: Tensor) -> Tensor:
@@ -121,7 +128,8 @@ def _checked(name: str, value: Tensor) -> Tensor:
     return value
 
 
-def _bytes(rows: Tensor) -> NDArray[np.uint8]:
-    each = math.prod(rows.shape[1:])
-    flat = rows.detach().resolve_neg().contiguous().view(len(rows), each).cpu()
-    return flat.view(torch.uint8).numpy() if each else np.empty((len(rows), 0), dtype=np.uint8)
+def _bytes(rows: Tensor, count: int, part: _Part) -> NDArray[np.uint8]:
+    if not part.size_bytes:
+        return np.empty((count, 0), dtype=np.uint8)
+    flat = rows.detach().resolve_neg().cpu().contiguous()
+    return flat.view(count, -1).view(torch.uint8).numpy()

@@ -14,6 +14,7 @@ file per state, which takes four times as long to write as a small state; a log 
 
 from __future__ import annotations
 
+import contextlib
 import os
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from pathlib import Path
@@ -37,6 +38,8 @@ PAGE_BYTES = 4096
 """A place begins and ends with a page, so that the kernel never has to read what is written over."""
 MOST_FILES = 64
 """Open at a time."""
+MOST_WAITING = 64
+"""Small states that are written at once."""
 MOST_PIECES = 1024
 """Of memory that the kernel takes in one call."""
 MOST_PLACES = 2**31
@@ -47,8 +50,8 @@ Rows = Mapping[str, Tensor]
 class States(Protocol):
     """Where a worksite keeps its clients' states."""
 
-    def expect(self, place: int) -> None:
-        """Have it brought nearer while something else is computed. Nothing happens on errors: `read` will tell."""
+    def expect(self, places: Sequence[int]) -> None:
+        """These are read next, in this order. Nothing happens on errors: `read` will tell."""
         ...
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
@@ -60,8 +63,12 @@ class States(Protocol):
         `init_client` gave, or a full disk."""
         ...
 
+    def flush(self) -> None:
+        """Other executors can read from now on what was written. UserError for a full disk."""
+        ...
+
     def free(self, places: Iterable[int]) -> None:
-        """Nobody will read these any more."""
+        """Nobody will read these any more. To be called for every turn: it may be another executor that frees one."""
         ...
 
 
@@ -86,6 +93,10 @@ class StateStore:
         self._free: list[int] = []
         self._fresh = self._unused(np.asarray(taken, dtype=np.int64), *part)
         self._files: dict[int, int] = {}
+        self._waiting: dict[int, Sequence[bytes | NDArray[np.uint8]]] = {}
+        """Written, but not yet where others can read."""
+        self._ahead: dict[int, NDArray[np.uint8]] = {}
+        """Read before they are asked for."""
 
     def _unused(self, taken: NDArray[np.int64], part: int, parts: int) -> Iterator[int]:
         """In this executor's files, ascending."""
@@ -101,12 +112,16 @@ class StateStore:
         file = place // self._per_file
         return f"{self._folder}/{file >> 8:03x}/{file & 255:02x}.{'safetensors' if self._large else 'states'}"
 
-    def expect(self, place: int) -> None:
-        try:
-            file = self._file(place, new=False)
-            os.posix_fadvise(file, self._offset(place), self._each, os.POSIX_FADV_WILLNEED)
-        except OSError:
+    def expect(self, places: Sequence[int]) -> None:
+        """Large states are brought from the disk while something else is computed; of small ones many are read at
+        once: to begin with it takes longer than the rest."""
+        if not places or places[0] in self._ahead:
             return
+        with contextlib.suppress(OSError):
+            if self._large:
+                os.posix_fadvise(self._file(places[0], new=False), 0, 0, os.POSIX_FADV_WILLNEED)
+            else:
+                self._ahead = dict(zip(places, self._fetch(places)[:, None], strict=True))
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         try:
@@ -122,7 +137,7 @@ class StateStore:
             path = self.path(place)
             try:
                 with open(path, "rb") as file:
-                    self._check([client], [place], np.frombuffer(file.read(len(self._form)), np.uint8)[None])
+                    self._check(client, place, file.read(len(self._form)))
                 found.append(load_file(path))
             except SafetensorError as e:
                 raise UserError(f"state {path}: cannot be read: {e}") from None
@@ -131,34 +146,50 @@ class StateStore:
         return {name: torch.stack([state[name] for state in found]) for name in self._form.names}
 
     def _read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
+        memory = self._ahead.pop(places[0], None) if len(places) == 1 else None
+        if memory is None:
+            memory = self._fetch(places)
+        for row, (client, place) in enumerate(zip(clients, places, strict=True)):
+            self._check(client, place, memory[row, : len(self._form)].tobytes())
+        return self._form.views(torch.from_numpy(memory))
+
+    def _fetch(self, places: Sequence[int]) -> NDArray[np.uint8]:
+        """Their bytes, uint8 [places, bytes], of fresh memory."""
+        if not self._waiting.keys().isdisjoint(places):
+            self.flush()
         memory = np.empty((len(places), self._each), dtype=np.uint8)
         for begin, end in self._runs(places, 1):
             wanted = memoryview(memory[begin:end]).cast("B")
             got = os.preadv(self._file(places[begin], new=False), [wanted], self._offset(places[begin]))
             memory[begin + got // self._each : end] = 0  # what is not whole is nobody's
-        self._check(clients, places, memory[:, : len(self._form)])
-        return self._form.views(torch.from_numpy(memory))
+        return memory
 
-    def _check(self, clients: Sequence[int], places: Sequence[int], headers: NDArray[np.uint8]) -> None:
-        """That these states are whose we believe: of a crashed run others may be left."""
-        right = self._form.are_of(clients, headers)
-        if not right.all():
-            row = int(np.argmin(right))
-            what = f"state {self.path(places[row])}: place {places[row]} does not hold client {clients[row]}'s"
+    def _check(self, client: int, place: int, header: bytes) -> None:
+        """That a state is whose we believe: of a crashed run others may be left."""
+        if not self._form.is_of(client, header):
+            what = f"state {self.path(place)}: place {place} does not hold client {client}'s"
             raise UserError(f"{what}: the folder is of another run, or damaged")
 
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
         parts = self._form.bytes_of(clients, states)
         places = self._take(len(clients))
-        try:
-            for begin, end in self._runs(places, len(parts) + 2):
-                pieces: list[bytes | NDArray[np.uint8]] = []
-                for row in range(begin, end):
-                    pieces += self._form.header(clients[row], round_), *(part[row] for part in parts), self._filling
-                self._put(places[begin], pieces)
-        except OSError as e:
-            raise UserError(f"states of clients {_few(clients)}: cannot be written: {e.strerror or e}") from None
+        for row, (client, place) in enumerate(zip(clients, places, strict=True)):
+            pieces = (self._form.header(client, round_), *(part[row] for part in parts), self._filling)
+            self._waiting[place] = pieces if self._large else (b"".join(pieces),)
+        if self._large or len(self._waiting) >= MOST_WAITING:
+            self.flush()
         return places
+
+    def flush(self) -> None:
+        """Small states wait for each other: by itself each would take as long as ten do together."""
+        places = sorted(self._waiting)
+        try:
+            for begin, end in self._runs(places, len(self._form.names) + 2):
+                pieces = [piece for place in places[begin:end] for piece in self._waiting[place]]
+                self._put(places[begin], pieces, (end - begin) * self._each)
+        except OSError as e:
+            raise UserError(f"states under {self._folder}: cannot be written: {e.strerror or e}") from None
+        self._waiting.clear()
 
     def _take(self, count: int) -> list[int]:
         again = [self._free.pop() for _ in range(min(count, len(self._free)))]
@@ -173,16 +204,15 @@ class StateStore:
                 yield begin, end
                 begin = end
 
-    def _put(self, place: int, pieces: Sequence[bytes | NDArray[np.uint8]]) -> None:
+    def _put(self, place: int, pieces: Sequence[bytes | NDArray[np.uint8]], size_bytes: int) -> None:
         file, at = self._file(place, new=True), self._offset(place)
-        left = [memoryview(piece) for piece in pieces if len(piece)]
-        while left:
-            written = os.pwritev(file, left, at)
-            at += written
-            while left and written >= len(left[0]):
-                written -= len(left.pop(0))
-            if written:
-                left[0] = left[0][written:]
+        written = os.pwritev(file, pieces, at)
+        if written < size_bytes:  # more than the kernel takes at once, or a full disk, which the next call finds
+            left = memoryview(b"".join(bytes(piece) for piece in pieces))[written:]
+            while left:
+                at += written
+                written = os.pwrite(file, left, at)
+                left = left[written:]
 
     def _offset(self, place: int) -> int:
         return place % self._per_file * self._each
@@ -202,6 +232,7 @@ class StateStore:
         return file
 
     def free(self, places: Iterable[int]) -> None:
+        self._ahead.clear()  # who freed a place fills it, maybe elsewhere
         self._free = sorted([*self._free, *places], reverse=True)
 
     def close(self) -> None:

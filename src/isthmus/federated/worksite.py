@@ -185,10 +185,15 @@ class Worksite:
             seconds = time.perf_counter() - start_s
         return seconds
 
-    def expect(self, task: Task) -> None:
-        """This client comes next: its state is brought nearer while another trains."""
-        if self._states is not None and task.state != NONE:
-            self._states.expect(task.state)
+    def expect(self, tasks: Sequence[Task]) -> None:
+        """These clients come next, in this order: their states are brought nearer."""
+        if self._states is not None and tasks:
+            self._states.expect([task.state for task in tasks if task.state != NONE])
+
+    def hand_over(self) -> None:
+        """What was kept is where other executors read it. To be called before anybody is told of it."""
+        if self._states is not None:
+            self._states.flush()
 
     def _take_in(self, task: Task, update: Update) -> int:
         """Returns the client's new state."""

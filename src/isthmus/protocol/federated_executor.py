@@ -10,6 +10,7 @@ After its sums are sent it may be granted more of the same turn (another executo
 from __future__ import annotations
 
 from collections import deque
+from itertools import islice
 from typing import Literal
 
 import msgspec
@@ -39,6 +40,9 @@ from isthmus.protocol.federated_events import (
     TurnOpened,
 )
 
+AHEAD = 16
+"""Tasks that are told to be coming: to read the states of so many at once takes as long as to read a few."""
+
 
 class ExecutorStatistics(msgspec.Struct, frozen=True):
     phase: Literal["idle", "training", "drained", "stopped"]
@@ -65,9 +69,9 @@ class FederatedExecutor:
         return ExecutorStatistics(self._phase, len(self._queue), self._trained, self._stale)
 
     @property
-    def upcoming(self) -> Task | None:
-        """What comes after the tasks in work: its state may be read ahead."""
-        return self._queue[0] if self._queue else None
+    def upcoming(self) -> tuple[Task, ...]:
+        """What comes after the tasks in work, the next first: their states may be read ahead."""
+        return tuple(islice(self._queue, AHEAD))
 
     def handle(self, event: ExecutorEvent) -> list[ExecutorInstruction]:
         """Take one event; return what to do now, in this order."""

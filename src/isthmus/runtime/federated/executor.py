@@ -45,7 +45,7 @@ from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.post import SWITCH_S, Post, headers_of
 
 Told = dict[str, Tensor]
-Act = tuple[Begin, Told] | tuple[Train, Task | None] | SendSums | Forget
+Act = tuple[Begin, Told] | tuple[Train, tuple[Task, ...]] | SendSums | Forget
 
 
 class Executor:
@@ -89,8 +89,7 @@ class Executor:
                 case (Begin(opening=opening), told):
                     self.site.open(opening, told)
                 case (Train(turn=turn, tasks=tasks), upcoming):
-                    if upcoming is not None:
-                        self.site.expect(upcoming)
+                    self.site.expect(upcoming)
                     if self._shared is not None:
                         self._shared.room.wait(self._patience_s)
                     timed, refused = self.site.train(tasks)
@@ -152,6 +151,7 @@ class Executor:
                         self._bell.put(instruction)
 
     def _send_sums(self, act: SendSums) -> None:
+        self.site.hand_over()
         partial = self.site.partial
         tensors, lent = partial.tensors(), None
         if self._shared is not None and (bounds := partial.bounds()):

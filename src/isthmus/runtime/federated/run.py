@@ -34,7 +34,7 @@ from isthmus.federated.job import (
 )
 from isthmus.federated.operators import get_ready
 from isthmus.federated.resident import Resident
-from isthmus.federated.server import Server, uncommitted
+from isthmus.federated.server import Server
 from isthmus.federated.stacked import best_together, likely_shapes
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
