@@ -233,7 +233,7 @@ class Worksite:
         return {name: value.index_copy(0, places, found[name]) for name, value in states.items()}
 
     def _keep_one(self, task: Task, state: Values | None) -> int:
-        return self._keep([task], None if state is None else {n: value.unsqueeze(0) for n, value in state.items()})[0]
+        return self._keep([task], None if state is None else {name: _row(value) for name, value in state.items()})[0]
 
     def _keep(self, tasks: Sequence[Task], states: Values | None) -> Sequence[int]:
         """The clients' new states, stacked, are kept until it is known what becomes of the turn."""
@@ -267,6 +267,11 @@ class Worksite:
             self._replaced = [entry for entry in self._replaced if entry[1] not in gone]
         self._written = []
         self._turn = None
+
+
+def _row(value: Tensor) -> Tensor:
+    """As the only one of several. What is no tensor is left as it is, to be refused by name."""
+    return value.unsqueeze(0) if isinstance(value, Tensor) else value  # pyright: ignore[reportUnnecessaryIsInstance]
 
 
 def _first(update: Update, count: int) -> Update:
