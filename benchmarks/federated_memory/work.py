@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import sys
@@ -99,8 +100,9 @@ def cpu_s() -> float:
     children = (Path("/proc/self/task") / str(os.getpid()) / "children").read_text().split()
     ticks = 0
     for pid in ("self", *children):
-        fields = (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()
-        ticks += int(fields[11]) + int(fields[12])
+        with contextlib.suppress(OSError):  # it has just ended, and is counted with this process
+            fields = (Path("/proc") / pid / "stat").read_text().rpartition(")")[2].split()
+            ticks += sum(map(int, fields[11:15]))
     return ticks / os.sysconf("SC_CLK_TCK")
 
 

@@ -46,6 +46,8 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """Of every executor in truth; what the coordinator believes of them it must find out."""
     noise: float = 0.0
     """The noise's sigma."""
+    between_s: float = 0.0
+    """From one client's end to the next one's beginning, on any executor: no client's time has it."""
     latency_s: float = 0.0
     """Of a message, either way."""
     broadcast_s: float = 0.0
@@ -143,7 +145,8 @@ class _Simulation:
                 case Train(turn=turn, tasks=tasks):
                     timed = self._train(number, turn.round, tasks)
                     done = Trained(turn=turn, timed=timed)
-                    self._clock.at(now_s + sum(t.seconds for t in timed), name, partial(self._act, number, done))
+                    over_s = now_s + sum(t.seconds for t in timed) + self._costs.between_s
+                    self._clock.at(over_s, name, partial(self._act, number, done))
                 case TellDrained(turn=turn):
                     self._tell(0.0, Drained(executor=name, turn=turn))
                 case TellReturned(turn=turn, tasks=tasks):

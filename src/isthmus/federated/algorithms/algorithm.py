@@ -81,7 +81,7 @@ class Pass:
     client: Callable[[Local, Values, Values | None], Update]
     """(data, what was broadcast, the client's state) -> its update. Must not change its arguments."""
     server: Callable[[Values, Values, Cohort], Values]
-    """(server's values, combined values, cohort) -> the server's new values."""
+    """(server's values, combined values, cohort) -> the server's new values. Only the combined ones may be changed."""
 
 
 class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -22,4 +22,4 @@ class FedAvg(Algorithm, frozen=True):
         return Update(values={"delta": y.sub_(x)})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
-        return {"model": server["model"] + combined["delta"]}
+        return {"model": combined["delta"].add_(server["model"])}  # in place: a large model less is held
