@@ -3,8 +3,9 @@
 `python benchmarks/federated_scheduling/real.py [--quick] [--json PATH] [--only schedules|clocks]`
 
 Schedules: 1,000 clients a round on four processes that sleep until they are as slow as asked, with 30 % noise in every
-client's time. Clocks: executors as they are, and emulated ones; the first half of the rounds gives their lines, noise
-and the cost of messages, and the virtual clock then foretells the second half.
+client's time. Clocks: executors as they are, and emulated ones; every other round gives their lines, noise, what passes
+between two clients and what messages take, and the virtual clock tells the rounds between. (Not the second half by the
+first: other work on this machine comes and goes, and would be taken for the model's error.)
 """
 
 from __future__ import annotations
@@ -31,11 +32,9 @@ from run import leaf_sizes
 from isthmus.data import DataSpec, load_dataset
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation, members
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Line, Timed
 from isthmus.protocol.federated_pace import Pace
-from isthmus.protocol.federated_rules import RoundRules
-from isthmus.runtime.federated.run import FederatedRun
+from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 LATEST = Path(__file__).parent / "results" / "real.json"
@@ -64,7 +63,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Clocks(msgspec.Struct, frozen=True, kw_only=True):
-    """Second half of a run's rounds."""
+    """Every other round of a run."""
 
     setting: str
     measured_s: float
@@ -161,12 +160,15 @@ def schedule(setting: str, strategy: str, samples: Path, rounds: int) -> Outcome
 def clocks(setting: str, samples: Path, per_round: int, rounds: int, execution: Mapping[str, object]) -> Clocks:
     job = job_of(samples, per_round, rounds, execution)
     lines, sizes = run(job)
-    half = rounds // 2
-    seen, told = lines[1:half], lines[half:]
+    seen, told = lines[SKIPPED::2], lines[SKIPPED + 1 :: 2]
     true, noise = calm_lines(job, seen)
-    # Whoever ends last has the round's time less messages, the wait for the model, and the sums' way.
-    around_s = statistics.median(line.seconds - line.makespan_s for line in seen)
-    simulated = np.mean([_simulated(job, sizes, lines[:half], true, noise, around_s, seed) for seed in range(SEEDS)], 0)
+    between_s, around_s = outside_training(seen)
+    costs = FederatedCosts(
+        lines=true, noise=noise, between_s=between_s, broadcast_s=around_s / 2, sums_s=around_s / 2,
+        factor=lambda executor, round_: emulation(job, executor).factor(round_),
+    )  # fmt: skip
+    numbers = [line.record.round for line in told]
+    simulated = np.mean([_simulated(job, sizes, costs, seed) for seed in range(SEEDS)], 0)[numbers]
     measured = np.array([line.seconds for line in told])
     off = np.abs(simulated / measured - 1)
     return Clocks(
@@ -176,27 +178,23 @@ def clocks(setting: str, samples: Path, per_round: int, rounds: int, execution: 
     )  # fmt: skip
 
 
-def _simulated(
-    job: FederatedJob, sizes: NDArray[np.int64], seen: Sequence[RoundLine], true: tuple[Line, ...], noise: float,
-    around_s: float, seed: int,
-) -> list[float]:  # fmt: skip
-    """Seconds of the rounds after those seen, with the run's own machine."""
-    count = job.execution.executors
-    pace = Pace(count, window_rounds=job.execution.window_rounds)
-    for line in seen:
-        for k in range(count):
-            pace.record(line.record.round, k, line.record.trained.get(f"executor-{k}", ()))
-    rules = RoundRules(
-        rounds=job.federated.rounds, first_round=len(seen), needed=job.participation.needed(len(sizes)), steals=True
-    )
-    machine = FederatedCoordinator(
-        [f"executor-{k}" for k in range(count)], rules, sizes, lambda r: members(job, sizes, r), pace
-    )
-    emulated = [emulation(job, k) for k in range(count)]
-    costs = FederatedCosts(
-        lines=true, noise=noise, broadcast_s=around_s / 2, sums_s=around_s / 2,
-        factor=lambda executor, round_: emulated[executor].factor(round_),
-    )  # fmt: skip
+def outside_training(rounds: Sequence[RoundLine]) -> tuple[float, float]:
+    """Seconds from one client's end to the next one's beginning; seconds of a round besides: messages, the wait for the
+    model, the sums' way. Whoever trains more clients has less of the round for training."""
+    busy = [(line, line.busy_s()) for line in rounds]
+    clients = np.array([len(line.record.trained[name]) for line, each in busy for name in each], dtype=np.float64)
+    left = np.array([line.seconds - seconds for line, each in busy for seconds in each.values()])
+    between_s = max(0.0, float(np.polyfit(clients, left, 1)[0])) if np.ptp(clients) else 0.0
+    last = [
+        min(line.seconds - seconds - between_s * len(line.record.trained[name]) for name, seconds in each.items())
+        for line, each in busy
+    ]
+    return between_s, max(0.0, statistics.median(last))
+
+
+def _simulated(job: FederatedJob, sizes: NDArray[np.int64], costs: FederatedCosts, seed: int) -> list[float]:
+    """Seconds of the job's rounds, with the run's own machine."""
+    machine = coordinator_of(job, sizes, lambda r: members(job, sizes, r), 0, None)
     return [r.seconds for r in simulate_federated(machine, costs, seed)]
 
 

@@ -44,6 +44,11 @@ def test_a_round_lasts_as_long_as_its_busiest_executor_and_its_messages() -> Non
         assert sum(map(len, round_.record.trained.values())) == 100
 
 
+def test_what_passes_between_clients_counts_once_for_each() -> None:
+    for round_ in run(FederatedCosts(lines=lines(1), between_s=0.125), rounds=2):
+        assert round_.seconds == pytest.approx(round_.busy_s.max() + 100 * 0.125)
+
+
 def test_lines_are_found_out_and_the_plan_comes_true() -> None:
     last = run(FederatedCosts(lines=lines(*SPEEDS)))[-1]
     assert last.record.predicted_s == pytest.approx(last.busy_s.max(), rel=1e-6)
