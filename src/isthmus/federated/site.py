@@ -86,7 +86,9 @@ class SiteStates:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             with unfinished.open("wb") as file:
-                file.writelines([form.header(clients[0], round_), *form.bytes_of(clients, states)])
+                file.writelines(
+                    [form.header(clients[0], round_), *(part[0].data for part in form.bytes_of(clients, states))]
+                )
             unfinished.replace(self._path(round_))
         except OSError as e:
             raise UserError(f"state {self._path(round_)}: cannot be written: {e.strerror or e}") from None

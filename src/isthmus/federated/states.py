@@ -93,7 +93,7 @@ class StateStore:
         self._free: list[int] = []
         self._fresh = self._unused(np.asarray(taken, dtype=np.int64), *part)
         self._files: dict[int, int] = {}
-        self._waiting: dict[int, Sequence[bytes | NDArray[np.uint8]]] = {}
+        self._waiting: dict[int, tuple[bytes | memoryview, ...]] = {}
         """Written, but not yet where others can read."""
         self._ahead: dict[int, NDArray[np.uint8]] = {}
         """Read before they are asked for."""
@@ -159,7 +159,7 @@ class StateStore:
             self.flush()
         memory = np.empty((len(places), self._each), dtype=np.uint8)
         for begin, end in self._runs(places, 1):
-            wanted = memoryview(memory[begin:end]).cast("B")
+            wanted = memory[begin:end].data.cast("B")
             got = os.preadv(self._file(places[begin], new=False), [wanted], self._offset(places[begin]))
             memory[begin + got // self._each : end] = 0  # what is not whole is nobody's
         return memory
@@ -174,7 +174,7 @@ class StateStore:
         parts = self._form.bytes_of(clients, states)
         places = self._take(len(clients))
         for row, (client, place) in enumerate(zip(clients, places, strict=True)):
-            pieces = (self._form.header(client, round_), *(part[row] for part in parts), self._filling)
+            pieces = (self._form.header(client, round_), *(part[row].data for part in parts), self._filling)
             self._waiting[place] = pieces if self._large else (b"".join(pieces),)
         if self._large or len(self._waiting) >= MOST_WAITING:
             self.flush()
@@ -204,7 +204,7 @@ class StateStore:
                 yield begin, end
                 begin = end
 
-    def _put(self, place: int, pieces: Sequence[bytes | NDArray[np.uint8]], size_bytes: int) -> None:
+    def _put(self, place: int, pieces: Sequence[bytes | memoryview], size_bytes: int) -> None:
         file, at = self._file(place, new=True), self._offset(place)
         written = os.pwritev(file, pieces, at)
         if written < size_bytes:  # more than the kernel takes at once, or a full disk, which the next call finds
