@@ -23,6 +23,7 @@ from isthmus.protocol.federated_events import (
     CoordinatorInstruction,
     Dismiss,
     Finish,
+    Granted,
     Halt,
     Ignore,
     Interrupted,
@@ -238,7 +239,6 @@ class FederatedConductor:
             finish = self._carry_out(instructions)
             if any(isinstance(i, Open) for i in instructions):
                 self._machine.look_ahead()
-            self._intake.settle()
             for act in self._later:
                 act()
             self._later.clear()
@@ -320,6 +320,8 @@ class FederatedConductor:
                     self._posts[executor].put(message, list(self._told.values()))
                     self._shown_bytes += sum(h.nbytes for h in self._lie)
                 case Tell(executor=executor, event=told):
+                    if isinstance(told, Granted):
+                        self._intake.settle()  # it will add up where its last sums lie
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
                 case Merge(executor=executor):
                     self._intake.merge(executor)
@@ -330,7 +332,7 @@ class FederatedConductor:
                     self._dismiss(executor)
                 case Absorb():
                     self._server.absorb()
-                    self._intake.settle()  # so that executors find their rooms free when the next turn opens
+                    self._intake.settle()
                 case Commit(record=record):
                     if (later := self._committed(record, self._measure())) is not None:
                         self._later.append(later)
@@ -344,6 +346,7 @@ class FederatedConductor:
     def _open(self, turn: Turn) -> None:
         if turn == self._turn:
             return
+        self._intake.settle()  # of an attempt that was dropped
         if self._turn is None or turn.round != self._turn.round:
             self._opened_s = time.monotonic()
         told = self._server.broadcast()
