@@ -13,6 +13,7 @@ and a link is cut (60), `ISTHMUS_FAULT_AGAIN_S` for how long devices are killed 
 from __future__ import annotations
 
 import argparse
+import contextlib
 import faulthandler
 import multiprocessing
 import os
@@ -25,10 +26,14 @@ from collections.abc import Iterator
 from concurrent.futures import ProcessPoolExecutor, as_completed
 from pathlib import Path
 from types import FrameType
+from unittest import mock
 
 import msgspec
 import torch
 from rich.console import Console
+
+from isthmus.runtime.processes import launcher
+from tests.nurseries import kept_nursery
 
 from . import disk_rows, fleet_rows, process_rows
 from .kept import Moment, append, read, summed_up, table
@@ -126,7 +131,8 @@ def _once(name: str, seed: int) -> Moment:
     signal.signal(signal.SIGALRM, _too_long)
     signal.setitimer(signal.ITIMER_REAL, row.limit_s)
     try:
-        found = row.once(seed, folder)
+        with contextlib.nullcontext() if row.starts_afresh else mock.patch.object(launcher, "Nursery", kept_nursery):
+            found = row.once(seed, folder)
     except Exception as e:  # a moment that fails is a finding, and the other moments are still of interest
         where = traceback.extract_tb(e.__traceback__)[-1]
         found = Found(wrong=f"{type(e).__name__}: {e} ({Path(where.filename).name}:{where.lineno})")
