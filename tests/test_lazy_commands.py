@@ -46,6 +46,18 @@ def test_what_commands_do_not_import(tmp_path: Path) -> None:
     assert [name for name in torches if name in found["planners"]] == []
 
 
+def test_a_coordinator_listens_before_it_can_plan_capture_and_draw() -> None:
+    """It may be started again while devices wait for it."""
+    done = subprocess.run(
+        [sys.executable, "-c", CALLED, json.dumps([["serve", "--help"]])], capture_output=True, text=True, check=True,
+        timeout=120,
+    )  # fmt: skip
+    found: dict[str, list[str]] = json.loads(done.stdout)
+    assert "isthmus.runtime.service.service" in found["serve"]
+    late = ("matplotlib", "networkx", "scipy.optimize", "sympy", "torch._dynamo", "isthmus.graph.capture")
+    assert [name for name in late if name in found["serve"]] == []
+
+
 @pytest.mark.parametrize("module", COMMANDS)
 def test_the_table_says_what_a_module_has(module: str) -> None:
     for name, told in COMMANDS[module].items():

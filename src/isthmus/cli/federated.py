@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import importlib
 from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
@@ -17,7 +18,6 @@ from isthmus.errors import UserError
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import FederatedJob, check, check_deployment, load_federated_job
 from isthmus.protocol.federated_events import Finish
-from isthmus.report.federated_pictures import draw_paces, draw_round_timeline, draw_rounds
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 from isthmus.runtime.federated.run import FederatedRun
 from isthmus.runtime.federated.site_run import SiteRun
@@ -132,9 +132,10 @@ def _watched(
 def _report(lines: list[RoundLine], folder: Path, choices: FederatedChoices, out: Console) -> None:
     if not lines:
         return
-    draw_rounds(lines, folder / "accuracy.png")
-    draw_round_timeline(lines[-1], folder / "round.png")
-    draw_paces(lines, folder / "paces.png")
+    pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
+    pictures.draw_rounds(lines, folder / "accuracy.png")
+    pictures.draw_round_timeline(lines[-1], folder / "round.png")
+    pictures.draw_paces(lines, folder / "paces.png")
     last = next((line.evaluation for line in reversed(lines) if line.evaluation is not None), None)
     if choices.json:
         told = {"run": str(folder), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}

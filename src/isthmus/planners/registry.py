@@ -1,6 +1,7 @@
 """The planners by name: ours, and those that other packages register under `isthmus.planners`.
 
-A planner is a function from a `Problem` to a `Plan`; the first line of its docstring describes it.
+A planner is a function from a `Problem` to a `Plan`; the first line of its docstring describes it. Ours are imported
+when they are called: together that takes most of a second, and who goes on with a plan needs none of them.
 """
 
 from __future__ import annotations
@@ -8,42 +9,40 @@ from __future__ import annotations
 import inspect
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import msgspec
 
 from isthmus.cost import Problem, broken_term, preference
 from isthmus.errors import IsthmusError, UserError, unknown_name
-from isthmus.extensions import load_third_party, third_party
+from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.plan import Plan, Terms
-from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
-from isthmus.planners.auto import Score, auto
 from isthmus.planners.bounds import step_certificate
-from isthmus.planners.chain import chain
-from isthmus.planners.even import even
-from isthmus.planners.op_fence import op_fence
-from isthmus.planners.placement.on_fleet import dtfm_genetic, dtfm_kl, islands, random
 from isthmus.planners.price_bound import price_certificate
 from isthmus.planners.sync.replicas import dream_replicas
+
+if TYPE_CHECKING:
+    from isthmus.planners.auto import Score
 
 Planner = Callable[[Problem], Plan]
 
 ENTRY_POINTS = "isthmus.planners"
 
-_OURS: Mapping[str, Planner] = {
-    "auto": auto,
-    "certified": certified,
-    "chain": chain,
-    "dtfm-genetic": dtfm_genetic,
-    "dtfm-kl": dtfm_kl,
-    "equal-compute": equal_compute,
-    "even": even,
-    "islands": islands,
-    "op-fence": op_fence,
-    "random": random,
-    "sky-heuristic": sky_heuristic,
-    "sky-optimal": sky_optimal,
+_OURS: Mapping[str, str] = {
+    "auto": "isthmus.planners.auto:auto",
+    "certified": "isthmus.planners.allocation.on_fleet:certified",
+    "chain": "isthmus.planners.chain:chain",
+    "dtfm-genetic": "isthmus.planners.placement.on_fleet:dtfm_genetic",
+    "dtfm-kl": "isthmus.planners.placement.on_fleet:dtfm_kl",
+    "equal-compute": "isthmus.planners.allocation.on_fleet:equal_compute",
+    "even": "isthmus.planners.even:even",
+    "islands": "isthmus.planners.placement.on_fleet:islands",
+    "op-fence": "isthmus.planners.op_fence:op_fence",
+    "random": "isthmus.planners.placement.on_fleet:random",
+    "sky-heuristic": "isthmus.planners.allocation.on_fleet:sky_heuristic",
+    "sky-optimal": "isthmus.planners.allocation.on_fleet:sky_optimal",
 }
+"""Module and function."""
 
 
 _PINNING = ("auto", "chain", "even")
@@ -89,7 +88,9 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
 
     Raises UserError for an unknown planner or terms that it does not respect, FleetTooSmall where nothing fits.
     """
-    planner = partial(auto, score=score) if name == "auto" else _planner(name)
+    planner = _planner(name)
+    if name == "auto":
+        planner = partial(cast("Callable[..., Plan]", planner), score=score)
     check_honoured(name, problem.terms)
     try:
         made = cast(object, planner(problem))
@@ -123,7 +124,7 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
 
 def _planner(name: str) -> Planner:
     if name in _OURS:
-        return _OURS[name]
+        return cast("Planner", import_object("planner", _OURS[name]))
     others = third_party(ENTRY_POINTS)
     if name not in others:
         raise unknown_name("planner", name, planner_names())

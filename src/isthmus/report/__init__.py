@@ -2,9 +2,8 @@
 
 from isthmus.report.compared import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
-from isthmus.report.fleet_picture import draw_plan
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
-from isthmus.report.loss import draw_loss
+from isthmus.report.pictures import draw_loss, draw_plan, draw_timeline
 from isthmus.report.progress import Progress
 from isthmus.report.summary import (
     ComparisonSummary,
@@ -18,7 +17,6 @@ from isthmus.report.summary import (
     prediction_error,
 )
 from isthmus.report.tables import comparison_table, plan_table
-from isthmus.report.timeline import draw_timeline
 from isthmus.report.verdict_table import verdict_table
 from isthmus.report.what_if import Change, improvements
 
