@@ -8,9 +8,10 @@ from pathlib import Path
 
 import msgspec
 import pytest
+import torch
 
 from isthmus.errors import UserError
-from isthmus.job import Job, fleet_of, load_hook, load_job, prepare
+from isthmus.job import Job, fleet_of, keep_prepared, kept_prepared, load_hook, load_job, prepare
 
 JOB = """
 name = "j"
@@ -75,7 +76,7 @@ TEXT_OPTIONS = "options = {files = \"stdlib\", sequence_length = 8, max_bytes = 
 
 def test_ids_and_classes_that_the_model_has_no_place_for_are_found_before_the_run(tmp_path: Path) -> None:
     digits = (('"text"', '"digits"'), (TEXT_OPTIONS, ""), ('"gpt"', '"mlp"'))
-    assert prepare(_job(tmp_path, *digits, (GPT_OPTIONS, ""))).columns["labels"].limit == 10
+    assert prepare(_job(tmp_path, *digits, (GPT_OPTIONS, ""))).samples.columns["labels"].limit == 10
     with pytest.raises(UserError, match=r"'labels' holds values up to 9, but the model's loss has classes for 0 to 6"):
         prepare(_job(tmp_path, *digits, (GPT_OPTIONS, "options = {classes = 7}")))
     with pytest.raises(UserError, match=r"'input_ids' holds values up to 255, .* rows for 0 to 99 only \(token\)"):
@@ -127,4 +128,35 @@ def test_a_prepared_job_allocates_no_weights(tmp_path: Path) -> None:
     prepared = prepare(_job(tmp_path, (wide, wide.replace("width = 8", "width = 100000"))))
     assert prepared.captured.train.parameter_bytes > 400 * 10**9
     assert prepared.problem(fleet_of(prepared.job)).micro_batches == 4
-    assert prepared.heldout_samples == 0 and prepared.fingerprints.keys() == {"train"}
+    assert prepared.samples.heldout == 0 and prepared.samples.fingerprints.keys() == {"train"}
+
+
+def test_a_kept_capture_is_taken_for_the_same_model_and_data_alone(tmp_path: Path) -> None:
+    wide, kept_in = "vocab_size = 256, sequence_length = 8, width = 8", tmp_path / "captured.safetensors"
+    job = _job(tmp_path, (wide, wide))
+    prepared = prepare(job)
+    constants = {"made": torch.tensor([1.0, 2.0]), "none": torch.zeros((0, 3), dtype=torch.int64)}
+    captured = msgspec.structs.replace(prepared.captured, constants=constants)
+    prepared = msgspec.structs.replace(prepared, captured=captured)
+    assert kept_prepared(job, kept_in) is None
+    keep_prepared(prepared, kept_in)
+    found = kept_prepared(job, kept_in)
+    assert found is not None
+    assert (found.captured.train, found.captured.eval) == (captured.train, captured.eval)
+    assert (found.samples, found.job, found.origin) == (prepared.samples, job, prepared.origin)
+    assert found.captured.constants.keys() == constants.keys()
+    for name, value in constants.items():
+        read = found.captured.constants[name]
+        assert torch.equal(read, value) and read.dtype == value.dtype
+    longer = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=7))
+    assert kept_prepared(longer, kept_in) is not None, "how long it trains changes no graph"
+    wider = msgspec.structs.replace(job.model, options={**job.model.options, "width": 16})
+    bf16 = msgspec.structs.replace(job.training, precision="bf16")
+    other_data = msgspec.structs.replace(job.data, options={**job.data.options, "sequence_length": 4})
+    for other in (
+        msgspec.structs.replace(job, model=wider), msgspec.structs.replace(job, training=bf16),
+        msgspec.structs.replace(job, data=other_data),
+    ):  # fmt: skip
+        assert kept_prepared(other, kept_in) is None
+    kept_in.write_bytes(kept_in.read_bytes()[:-40])
+    assert kept_prepared(job, kept_in) is None, "torn"

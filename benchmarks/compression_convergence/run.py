@@ -109,8 +109,9 @@ def planned(case: Case, prepared: Prepared, method: str) -> Plan:
 def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) -> Trained:
     job, started = prepared.job, time.perf_counter()
     stages, t, size = Stages(prepared, plan), job.training, prepared.job.micro_batch_size
-    count = min(t.eval_samples, prepared.heldout_samples) // size
-    data, others, columns = load_dataset(job.data, "train"), load_dataset(job.data, "heldout"), list(prepared.columns)
+    count = min(t.eval_samples, prepared.samples.heldout) // size
+    data, others = load_dataset(job.data, "train"), load_dataset(job.data, "heldout")
+    columns = list(prepared.samples.columns)
     held_out = [others.batch(range(k * size, (k + 1) * size), columns) for k in range(count)]
     order, curve = SampleOrder(len(data), seed, True), list[float]()
     for step in range(t.steps):

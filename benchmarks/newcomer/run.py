@@ -123,6 +123,9 @@ class _Work:
     def ended(self) -> dict[str, str]:
         return dict(self._launcher.ended())
 
+    def starting(self, device: str) -> bool:
+        return self._launcher.running(device)
+
     def offers(self) -> list[str]:
         return [d for d in self._call.others if self._comes.is_set() and not self._launcher.started(d)]
 

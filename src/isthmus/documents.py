@@ -104,6 +104,6 @@ def read_lines(path: Path, kind: type[Document]) -> list[Document]:
     """Every line of JSON that was written whole: a killed run may leave half a one. Nothing where there is no file."""
     found: list[Document] = []
     for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(msgspec.MsgspecError):
+        with contextlib.suppress(ValueError):  # msgspec's, or UnicodeDecodeError
             found.append(msgspec.json.decode(line, type=kind))
     return found

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import math
 import sys
 from collections.abc import Callable
 from pathlib import Path
-from typing import Annotated, Literal
+from typing import Annotated, Literal, cast
 
 import msgspec
 import torch
@@ -22,7 +23,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.fleet import Change, Fleet, resolve_fleet
 from isthmus.graph import Flow
-from isthmus.graph.capture import Captured, Column, capture
+from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.models import ModelSpec, as_eager, build_model
 from isthmus.plan import SCHEDULES, Objective, Terms
 from isthmus.planners.compression import ratio_planner_names
@@ -223,15 +224,24 @@ def terms_of(job: Job, fleet: Fleet) -> Terms:
     return Terms(objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay)
 
 
+class Samples(msgspec.Struct, frozen=True, kw_only=True):
+    """What a run must know of its data without reading them."""
+
+    columns: dict[str, ColumnSpec]
+    train: int
+    heldout: int
+    fingerprints: dict[str, str]
+    """By split."""
+
+
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A job whose model is captured on its data's columns. No weight is allocated yet."""
 
     job: Job
-    columns: dict[str, ColumnSpec]
     captured: Captured
-    train_samples: int
-    heldout_samples: int
-    fingerprints: dict[str, str]
+    samples: Samples
+    origin: str
+    """A digest of all that it was captured from."""
 
     def build(self) -> nn.Module:
         with contextlib.redirect_stdout(sys.stderr):
@@ -254,6 +264,13 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         )  # fmt: skip
 
 
+class _About(msgspec.Struct, frozen=True):
+    """Beside a capture on disk."""
+
+    origin: str
+    samples: Samples
+
+
 def prepare(job: Job) -> Prepared:
     """Open the data, build the model under fake tensors and capture it.
 
@@ -263,6 +280,8 @@ def prepare(job: Job) -> Prepared:
     heldout = load_dataset(job.data, "heldout") if job.training.eval_every else None
     dtype = torch.bfloat16 if job.training.precision == "bf16" else torch.float32
     columns = {name: Column(c.dtype, c.shape) for name, c in train.columns.items()}
+    # Imported when it is needed: torch.export takes seconds, and who goes on with a run has its graphs.
+    capture = cast("Capture", import_object("isthmus", "isthmus.graph.capture:capture"))
     with contextlib.ExitStack() as stack:
 
         def build() -> nn.Module:
@@ -273,13 +292,48 @@ def prepare(job: Job) -> Prepared:
         # stdout is data, and the user's constructor or forward may print.
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=dtype)
-    check_optimizers(job.optimizer, captured.train.trainable)
-    check_limits(captured.train, {name: c.limit for name, c in train.columns.items() if c.limit is not None})
-    return Prepared(
-        job=job, columns=dict(train.columns), captured=captured, train_samples=len(train),
-        heldout_samples=len(heldout) if heldout is not None else 0,
+    samples = Samples(
+        columns=dict(train.columns), train=len(train), heldout=len(heldout) if heldout is not None else 0,
         fingerprints=_fingerprints(train, heldout),
     )  # fmt: skip
+    return _checked(Prepared(job=job, captured=captured, samples=samples, origin=_origin(job)))
+
+
+def _checked(prepared: Prepared) -> Prepared:
+    train, columns = prepared.captured.train, prepared.samples.columns
+    check_optimizers(prepared.job.optimizer, train.trainable)
+    check_limits(train, {name: c.limit for name, c in columns.items() if c.limit is not None})
+    return prepared
+
+
+def keep_prepared(prepared: Prepared, path: Path) -> None:
+    """For whoever goes on with a run in its middle: it finds the graphs that devices have, and captures nothing."""
+    about = _About(origin=prepared.origin, samples=prepared.samples)
+    write_captured(path, prepared.captured, msgspec.json.encode(about).decode())
+
+
+def kept_prepared(job: Job, path: Path) -> Prepared | None:
+    """What `prepare` made of the same model, data and sizes; None where nothing of the kind was kept. UserError for
+    optimizers that do not fit."""
+    found = read_captured(path)
+    if found is None:
+        return None
+    captured, text = found
+    try:
+        about = msgspec.json.decode(text, type=_About)
+    except ValueError:  # of another version
+        return None
+    if about.origin != _origin(job):
+        return None
+    return _checked(Prepared(job=job, captured=captured, samples=about.samples, origin=about.origin))
+
+
+def _origin(job: Job) -> str:
+    told = (
+        job.model, job.data, job.training.eval_every > 0, job.micro_batch_size, job.training.precision,
+        str(torch.__version__),
+    )  # fmt: skip
+    return hashlib.sha256(msgspec.json.encode(told)).hexdigest()
 
 
 def _fingerprints(train: Dataset, heldout: Dataset | None) -> dict[str, str]:

@@ -169,5 +169,6 @@ def test_the_coordinator_is_killed_and_comes_back(machines: Machines) -> None:
     assert untold <= {reached + 1, reached + 2, reached + 3}, "what the devices did while nobody listened"
     told = machines.told()
     assert "out of the devices' memory" in told, told
+    assert told.count("capturing") == 1, "its graphs are in the run's folder"
     went_on = next(line for line in told.splitlines() if "going on after step" in line)
     assert int(went_on.partition("after step ")[2].partition(",")[0]) >= reached - 1, (went_on, reached)

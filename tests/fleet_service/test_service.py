@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+import queue
 import socket
 import time
 from collections.abc import Callable
@@ -13,6 +14,7 @@ import msgspec
 import pytest
 
 from isthmus.errors import PeerError
+from isthmus.runtime.conducting.crew import Call
 from isthmus.runtime.identity import Authority, Identity, Party, Ticket
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import Dismissed, JoinRequest, Present, Renew, Renewed, Welcome
@@ -22,6 +24,7 @@ from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import joining
 from isthmus.runtime.service.agent import Agent, Dismissal, Membership, join_fleet, membership_in
 from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.reception import Heard, Reception
 from isthmus.runtime.transport.secure import TlsConnection, secure_unknown
 
 from .parties import Fleet, certified, in_background, serving, soon
@@ -184,6 +187,25 @@ def test_a_device_must_say_that_it_is_here_and_knows_no_run(fleet: Fleet, tmp_pa
     channel = _connected(fleet, _joined(fleet, tmp_path / "desk"))
     channel.send(message)
     assert _answer(channel) is None and fleet.service.present == set()
+
+
+def test_a_device_at_work_waits_for_its_run_at_a_coordinator_that_was_started_again(
+    fleet: Fleet, tmp_path: Path
+) -> None:
+    channel = _connected(fleet, _joined(fleet, tmp_path / "desk"))
+    fleet.service.expects("the run")
+    channel.send(Join(run="the run", device="desk", host="127.0.0.1", port=1))
+    beats = [channel.receive(idle_s=5.0) for _ in range(2)]
+    assert all(beat is not None and beat[0] == Heartbeat(run="the run") for beat in beats), "it is not silent meanwhile"
+    heard: queue.SimpleQueue[Heard] = queue.SimpleQueue()
+    reception = Reception("the run", {"desk"}, heard=heard.put, guard=lambda *_: None, patience_s=5.0)
+    call = Call(run="the run", devices=(), others=("desk",), patience_s=5.0, threads=1, logs=tmp_path)
+    with fleet.service.at_work(call, reception):
+        device, message, _ = heard.get(timeout=10)
+        assert device == "desk" and isinstance(message, Join)
+        reception.channel("desk").send(Heartbeat(run="the run"))
+    reception.close()
+    channel.close()
 
 
 def _stranger(fleet: Fleet) -> TlsConnection:

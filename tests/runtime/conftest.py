@@ -12,7 +12,7 @@ import pytest
 import torch
 from torch import nn
 
-from isthmus import job
+from isthmus.graph import capture as capture_module
 from isthmus.graph.capture import Captured, Column, capture
 
 _captured: dict[tuple[object, ...], Captured] = {}
@@ -29,7 +29,7 @@ def _captured_once() -> Iterator[None]:
     """Command after command captures the same small GPT, for most of a second each. That capturing again gives the
     same graph is the claim of a test of its own (`tests/graph/test_capture.py`); other models are captured anew."""
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(job, "capture", _remembered)
+        patch.setattr(capture_module, "capture", _remembered)
         yield
 
 

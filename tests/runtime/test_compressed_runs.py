@@ -110,7 +110,7 @@ def test_what_a_samples_gradients_left_out_follows_in_the_next_pass(tmp_path: Pa
     text = DataSpec(kind="text", options={"files": "stdlib", "sequence_length": 16, "max_bytes": 384})
     job = job_of("gpt", GPT, text, steps=9)
     prepared, fleet = prepare(job), fleet_of(2)
-    assert prepared.train_samples == 23
+    assert prepared.samples.train == 23
     problem = prepared.problem(fleet)
     dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
     packed = plan_compression("uniform", problem, dense, 10.0)
@@ -121,7 +121,7 @@ def test_what_a_samples_gradients_left_out_follows_in_the_next_pass(tmp_path: Pa
     train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), watcher)
     expected, plain = in_one_process(job, prepared, plan)[1], in_one_process(job, prepared, packed)[1]
     assert losses == pytest.approx(expected, rel=1e-6)
-    first = prepared.train_samples // job.training.batch_size
+    first = prepared.samples.train // job.training.batch_size
     assert losses[:first] == pytest.approx(plain[:first], rel=1e-6)
     assert losses[-1] != pytest.approx(plain[-1], rel=1e-6)
 

@@ -42,6 +42,16 @@ def test_a_plan_is_waited_for_too() -> None:
     assert late == ["oslo"]
 
 
+def test_a_device_whose_process_is_there_may_take_longer_to_start_it() -> None:
+    deadlines = Deadlines(6.0, 60.0, lambda _: None)
+    told: dict[str, float] = {}
+    for second in range(200):
+        for device, why in deadlines.missed("joining", ("oslo", "rome"), float(second), lambda d: d == "rome"):
+            told.setdefault(why, second)
+            assert device == ("oslo" if "60 s" in why else "rome")
+    assert told == {"it did not join within 60 s": 61, "it did not join within 180 s": 181}
+
+
 def test_who_is_behind_the_others_is_named_once_it_is_not_the_usual() -> None:
     told: list[str] = []
     deadlines = Deadlines(6.0, 60.0, told.append)

@@ -183,6 +183,7 @@ def _truncate(path: Path) -> None:
         (lambda path: shutil.copy(path / "stage-0.safetensors", path / "stage-1.safetensors"), "stage-1.safetensors"),
         (lambda path: (path / "manifest.json").write_text('{"step": 1'), "manifest.json"),
         (lambda path: (path / "manifest.json").write_text('{"version": 1, "step": 1}'), "version"),
+        (lambda path: (path / "manifest.json").write_bytes(b'{"step": 1, "data": {"tr\xe1in": "f"}}'), "manifest.json"),
         (lambda path: (path / "manifest.json").unlink(), "not a complete checkpoint"),
     ],
 )

@@ -14,7 +14,7 @@ from torch.autograd.graph import saved_tensors_hooks
 from zoo import CASES, MODELS, SENTENCE, Dropouts, X, model
 
 from isthmus.graph import Ref
-from isthmus.graph.capture import Captured
+from isthmus.graph.captured import Captured
 from isthmus.training.engine import EngineConfig
 from isthmus.training.plain import plain_loss, plain_step
 

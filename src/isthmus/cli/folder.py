@@ -2,6 +2,7 @@
 
 runs/NAME/
   job.json  fleet.json  plan.json  graph.json     what was run
+  captured.safetensors                            for a coordinator that is started again: it need not capture
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
   losses.jsonl                                    one line per step and per evaluation
   plan.png  timeline.png  loss.png  summary.json
@@ -47,6 +48,7 @@ class RunFolder:
         self.perfetto = path / "trace.perfetto.json"
         self.summary = path / "summary.json"
         self.graph = path / "graph.json"
+        self.captured = path / "captured.safetensors"
         self._losses = path / LOSSES
         self._made: list[Path] = []
         """Directories that are there for this run only, outermost first."""
@@ -169,7 +171,7 @@ class RunFolder:
             return msgspec.json.decode((self.path / name).read_bytes(), type=kind)
         except FileNotFoundError:
             raise UserError(f"run folder {self.path}: {name} is missing") from None
-        except msgspec.MsgspecError as e:
+        except ValueError as e:  # msgspec's, or UnicodeDecodeError
             raise UserError(f"run folder {self.path}: {name}: {e}") from None
 
     def write_traces(self, predicted: Trace, measured: Trace) -> None:

@@ -14,7 +14,7 @@ from isthmus.cli.folder import RunFolder
 from isthmus.cli.planning import fleet_for, plan_for, predict
 from isthmus.cli.watch import LoadedHooks, Watch
 from isthmus.graph import encode
-from isthmus.job import Job, Prepared, prepare
+from isthmus.job import Job, Prepared, keep_prepared, kept_prepared, prepare
 from isthmus.plan import Plan
 from isthmus.report import (
     ComparisonSummary,
@@ -62,7 +62,7 @@ def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
 
 
 def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: Console) -> int:
-    hooks = LoadedHooks(job.hooks)
+    hooks, record = LoadedHooks(job.hooks), _left_in_its_middle(folder, choices)
     passed_over = partial(_say, notes)
     checkpoint = newest_whole_checkpoint(folder.checkpoints, passed_over) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
@@ -74,21 +74,21 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     if choices.resume:
         where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"
         _say(notes, f"going on with {folder.path} {where}")
-    _say(notes, f"capturing {job.model.name} ...")
-    fleet, prepared = fleet_for(job), prepare(job)
-    record = read_record(folder.path) if choices.resume and choices.crew is not None else None
+    fleet, prepared = fleet_for(job), _prepared(job, folder, notes, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     plan = record.plan if record is not None else plan_for(prepared, fleet, kept)
     prepared = prepared.cut_into(plan.micro_batches)
-    predicted = predict(prepared, plan, fleet, run_spec(prepared, start_step))
     (notes if choices.json else out).print(plan_table(plan, fleet, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")
 
     def begin() -> None:
         # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
         folder.begin(prepared.job, fleet, plan, start_step if record is None else job.training.steps)
-        folder.graph.write_bytes(encode(prepared.captured.train))
-        draw_plan(plan, fleet, folder.plan_picture)
+        if record is None:  # else devices are waiting, and it was all done before
+            folder.graph.write_bytes(encode(prepared.captured.train))
+            if choices.crew is not None:
+                keep_prepared(prepared, folder.captured)
+            draw_plan(plan, fleet, folder.plan_picture)
 
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
@@ -99,6 +99,9 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
                 noted=progress.note,
             ),
         )  # fmt: skip
+    if record is not None:
+        draw_plan(plan, fleet, folder.plan_picture)
+    predicted = predict(prepared, plan, fleet, run_spec(prepared, start_step))
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured)
     _report(folder, prepared, (predicted, measured), plan, choices, out)
@@ -109,6 +112,24 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
         _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
         return 130
     return 0
+
+
+def _left_in_its_middle(folder: RunFolder, choices: Choices) -> Record | None:
+    """What is known of a run that devices may be at work for still."""
+    if not choices.resume or choices.crew is None:
+        return None
+    record = read_record(folder.path)
+    if record is not None:
+        choices.crew.expects(record.run)
+    return record
+
+
+def _prepared(job: Job, folder: RunFolder, notes: Console, *, in_its_middle: bool) -> Prepared:
+    """Devices of a run that was left in its middle go on with the graphs that they have."""
+    if in_its_middle and (found := kept_prepared(job, folder.captured)) is not None:
+        return found
+    _say(notes, f"capturing {job.model.name} ...")
+    return prepare(job)
 
 
 def _options(prepared: Prepared, choices: Choices, checkpoint: Path | None, record: Record | None) -> RunOptions:
@@ -169,8 +190,8 @@ def _tell(folder: RunFolder, summary: ComparisonSummary | None) -> None:
 
 
 def _unit(prepared: Prepared) -> str:
-    labels = prepared.columns.get("labels")
-    if "input_ids" not in prepared.columns or labels is None or not labels.shape:
+    labels = prepared.samples.columns.get("labels")
+    if "input_ids" not in prepared.samples.columns or labels is None or not labels.shape:
         return "nats per sample"
     return "nats per byte" if prepared.job.data.options.get("tokenizer", "bytes") == "bytes" else "nats per token"
 

@@ -48,7 +48,7 @@ class Watch:
         self._folder = folder
         self._progress = progress
         self._hooks = hooks
-        ids = prepared.columns.get("input_ids")
+        ids = prepared.samples.columns.get("input_ids")
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
         self._clock_s: float | None = None
         self._heldout: dict[int, list[tuple[float, int]]] = {}

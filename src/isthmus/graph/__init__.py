@@ -1,6 +1,6 @@
 """What is computed: operator graphs, where they may be cut, and the stages that a cut makes.
 
-`isthmus.graph.capture` turns a torch module into a graph; it is the one part here that imports torch.
+`isthmus.graph.capture` turns a torch module into a graph: it and what it uses are the parts here that import torch.
 """
 
 from isthmus.graph.cuts import Cut, cuts

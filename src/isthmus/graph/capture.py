@@ -9,7 +9,6 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping
 from typing import Literal, cast
 
-import msgspec
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
@@ -21,6 +20,7 @@ from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.building import Held, build_fake, held_by
 from isthmus.graph.capture_checks import check_columns, check_parts, check_unchanged, plain_state
 from isthmus.graph.capture_errors import ModulePath, explain, quiet, refuse_hooks
+from isthmus.graph.captured import Captured, Column
 from isthmus.graph.convert import convert
 from isthmus.graph.measure import measure
 from isthmus.graph.opgraph import OpGraph
@@ -30,21 +30,6 @@ from isthmus.graph.tidy import mark_training
 
 EXAMPLE_BATCH = 4
 """Any size above 1 will do: torch specialises the sizes 0 and 1."""
-
-
-class Captured(msgspec.Struct, frozen=True, kw_only=True):
-    """Both graphs of a model, and the constants that its forward makes (`torch.tensor([...])`)."""
-
-    train: OpGraph
-    eval: OpGraph
-    constants: dict[str, Tensor]
-
-
-class Column(msgspec.Struct, frozen=True):
-    """Type and shape of one input of the model, without the batch dimension."""
-
-    dtype: str
-    shape: tuple[int, ...]
 
 
 class LossModule(nn.Module):

@@ -177,5 +177,5 @@ def decode(text: bytes) -> OpGraph:
     """The graph of a JSON text; UserError when it is not one."""
     try:
         return msgspec.json.decode(text, type=OpGraph)
-    except msgspec.DecodeError as e:
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"operator graph: not a valid document: {e}") from None

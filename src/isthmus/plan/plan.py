@@ -240,7 +240,7 @@ def load_plan(path: Path) -> Plan:
         plan = msgspec.json.decode(path.read_bytes(), type=Plan)
     except FileNotFoundError:
         raise UserError(f"plan file {path}: not found") from None
-    except msgspec.DecodeError as e:
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"plan file {path}: not a plan: {e}") from None
     if plan.version != PLAN_VERSION:
         raise UserError(f"plan file {path}: version: got {plan.version}, expected {PLAN_VERSION}")

@@ -224,7 +224,7 @@ def read_manifest(checkpoint: Path) -> Manifest:
         raise UserError(f"checkpoint {checkpoint}: no {MANIFEST}: not a complete checkpoint") from None
     except OSError as e:
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST} cannot be read: {e.strerror or e}") from None
-    except msgspec.MsgspecError as e:
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST}: {e}") from None
     if manifest != manifest.sealed():
         raise UserError(f"checkpoint {checkpoint}: {MANIFEST} is not as it was saved: altered since")

@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
-from isthmus.graph.capture import Captured
+from isthmus.graph.captured import Captured
 from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
 from isthmus.training.optim import OptimizerConfig, choose
 from isthmus.training.outer import OUTER_KEYS

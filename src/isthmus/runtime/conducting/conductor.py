@@ -207,7 +207,8 @@ class Conductor:
     def _look(self, now_s: float) -> Finish | None:
         """Who is lost, and who could work."""
         machine = self.machine
-        for device, why in self._deadlines.missed(machine.statistics().phase, machine.awaited, now_s):
+        phase = machine.statistics().phase
+        for device, why in self._deadlines.missed(phase, machine.awaited, now_s, self._work.starting):
             self._losses.vanished(device, why)
         self._deadlines.lag(*machine.behind, now_s)
         if (verdict := self._losses.verdict(now_s)) is not None:

@@ -38,6 +38,10 @@ class Work(Protocol):
         """Of which devices the process has ended otherwise than well, and how."""
         ...
 
+    def starting(self, device: str) -> bool:
+        """Whether a process of it is known to be there, or on its way."""
+        ...
+
     def offers(self) -> Collection[str]:
         """Who could work and does not, as far as is known here."""
         ...
@@ -65,6 +69,9 @@ class NoWork:
     def ended(self) -> Mapping[str, str]:
         return {}
 
+    def starting(self, device: str) -> bool:
+        return False
+
     def offers(self) -> Collection[str]:
         return ()
 
@@ -87,6 +94,11 @@ class Crew(Protocol):
         """Whether devices go on while their coordinator is away."""
         ...
 
+    def expects(self, run: str) -> None:
+        """Devices may be at work for this run of a coordinator that was lost: those that come before it is called
+        wait."""
+        ...
+
     def at_work(self, call: Call, reception: Reception) -> AbstractContextManager[Work]:
         """While inside, the devices of the call come to the reception, each on a connection of its own."""
         ...
@@ -107,6 +119,9 @@ class LocalCrew(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def outlives(self) -> bool:
         return False
+
+    def expects(self, run: str) -> None:
+        """None outlives its coordinator."""
 
     @contextlib.contextmanager
     def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
@@ -134,6 +149,9 @@ class _LocalWork:
 
     def ended(self) -> Mapping[str, str]:
         return self._launcher.ended()
+
+    def starting(self, device: str) -> bool:
+        return self._launcher.running(device)
 
     def offers(self) -> Collection[str]:
         after_s, now_s = self._crew.revives_after_s, time.monotonic()

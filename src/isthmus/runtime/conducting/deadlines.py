@@ -19,6 +19,11 @@ BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop"}
 falls silent, is noticed by its connection."""
 
 
+STARTING = 3.0
+"""Times the limit for who is to join, while a process of its device is known to be there: slow is not dead, and where
+there is ten times more to do than the machine can, torch alone takes a minute to import."""
+
+
 class Waits:
     """Tells whom something waits for, and for how long."""
 
@@ -57,14 +62,21 @@ class Deadlines:
         """Of the item that others have finished: its number, for how long somebody is behind, and for how long somebody
         was with one before."""
 
-    def missed(self, phase: Phase, awaited: Collection[str], now_s: float) -> Iterator[tuple[str, str]]:
-        """Of those who are awaited in this phase, who is late, and what to say of it."""
+    def missed(
+        self, phase: Phase, awaited: Collection[str], now_s: float, starting: Callable[[str], bool] = lambda _: False
+    ) -> Iterator[tuple[str, str]]:
+        """Of those who are awaited in this phase, who is late, and what to say of it. `starting` tells of which devices
+        a process is there that may only be slow."""
         whom = awaited or (("the planner",) if phase == "planning" else ())
         since = self._phases.look(WHAT.get(phase, ""), whom, now_s)
+        limit_s = self._limits_s.get(phase)
+        if limit_s is None:
+            return
         for device, since_s in since.items():
-            limit_s = self._limits_s.get(phase)
-            if limit_s is not None and now_s - since_s > limit_s:
-                yield device, f"it did not {BOUNDED[phase]} within {limit_s:g} s"
+            late = now_s - since_s > limit_s
+            allowed_s = limit_s * STARTING if late and phase == "joining" and starting(device) else limit_s
+            if now_s - since_s > allowed_s:
+                yield device, f"it did not {BOUNDED[phase]} within {allowed_s:g} s"
 
     def lag(self, item: int, behind: Collection[str], now_s: float) -> None:
         """These have not finished an item that others have. Stages of a pipeline end one after the other: only a wait

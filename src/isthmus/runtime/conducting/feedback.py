@@ -12,7 +12,7 @@ from isthmus.plan import Edge, Plan
 
 def check_feedback(prepared: Prepared, plan: Plan, fleet: Fleet) -> None:
     """UserError where a plan asks for feedback that would do nothing, or that its devices cannot hold."""
-    job, samples = prepared.job, prepared.train_samples
+    job, samples = prepared.job, prepared.samples.train
     for replica in plan.replicas:
         for stage, place in enumerate(replica.stages):
             edges = [e for e in replica.edges if e.target == stage and _remembers(e)]

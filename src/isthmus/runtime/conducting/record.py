@@ -35,7 +35,7 @@ def read_record(folder: Path) -> Record | None:
         return msgspec.json.decode((folder / RECORD).read_bytes(), type=Record)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as e:
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"{folder / RECORD}: cannot be read: {e}") from None
 
 

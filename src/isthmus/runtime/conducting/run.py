@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import secrets
 from collections.abc import Callable, Collection, Mapping, Sequence
-from functools import partial
 from pathlib import Path
 
 import msgspec
@@ -24,13 +23,12 @@ from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.runtime.conducting.plans import Plans
 from isthmus.runtime.conducting.record import Record, remove_record, write_record
 from isthmus.runtime.conducting.script import Address, Outcome
+from isthmus.runtime.conducting.values import Values
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
-from isthmus.training.snapshot import part_of
-from isthmus.training.weights import initial_weights, rest, resume
 
 START_S = 60.0
 """How long a device may take to start a process, on a machine that is busy."""
@@ -66,7 +64,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 
 def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
     job, t = prepared.job, prepared.job.training
-    samples = min(t.eval_samples, prepared.heldout_samples)
+    samples = min(t.eval_samples, prepared.samples.heldout)
     count = samples // job.micro_batch_size
     if t.eval_every and not count:
         raise UserError(
@@ -97,15 +95,12 @@ class TrainingScript:
         self._plans = Plans(prepared, first, fleet, options.replan, emulate=options.emulate)
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self._begun: Begin | None = None
-        self._initial = partial(initial_weights, prepared.build, prepared.captured, self.job.training.seed)
-        self._weights = self._initial()
-        self._others: dict[int, dict[str, Tensor]] = {}
-        """Of replicas but the first, what a checkpoint holds of theirs alone."""
-        own = {n for n in self._weights if n not in prepared.captured.constants}
-        self._rest = rest(self._weights, set(self.now.written), own)
-        self.start_step = self._load(options.resume_from)
-        self._loaded_step: int | None = self.start_step
-        """Of the state that `_weights` are; None when they are of several."""
+        self._values = Values(prepared, self.now.written)
+        self._loaded_step: int | None = None
+        """Of the state that `_values` are; None when they are of several."""
+        self.start_step = self._manifest(options.resume_from).step if options.resume_from is not None else 0
+        if self._record is None:
+            self._load(options.resume_from)
 
     @property
     def now(self) -> Deployment:
@@ -122,23 +117,27 @@ class TrainingScript:
         newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
         return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
 
-    def _load(self, checkpoint: Path | None) -> int:
-        """The checkpoint's weights, or at the very beginning the model's own; returns the steps behind them."""
-        self._weights, self._others = self._initial() if checkpoint is None else self._weights, {}
-        if checkpoint is None:
-            return 0
+    def _manifest(self, checkpoint: Path) -> Manifest:
+        """UserError where the run cannot go on from it."""
         job, manifest = self.job, read_manifest(checkpoint)
         for field, got, saved in (
             ("training.seed", job.training.seed, manifest.seed),
             ("training.batch_size", job.training.batch_size, manifest.batch),
             ("training.shuffle", job.training.shuffle, manifest.shuffle),
-            ("data", self._prepared.fingerprints.get("train"), manifest.data.get("train")),
+            ("data", self._prepared.samples.fingerprints.get("train"), manifest.data.get("train")),
         ):
             if got != saved:
                 raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
-        expected = self.now.written | self._rest.keys()
-        self._weights, self._others = resume(self._weights, expected, job.optimizer, checkpoint)
-        return manifest.step
+        return manifest
+
+    def _load(self, checkpoint: Path | None) -> None:
+        """The checkpoint's values, or at the very beginning the model's own."""
+        if checkpoint is None:
+            self._values.begin()
+            self._loaded_step = 0
+        else:
+            self._loaded_step = self._manifest(checkpoint).step
+            self._values.load(checkpoint)
 
     def plan(self, wanted: MakePlan) -> tuple[Layout, bool]:
         return self._plans.make(wanted)
@@ -150,17 +149,18 @@ class TrainingScript:
         if self._options.crew.outlives:
             write_record(self._folder, Record(run=self.run, lineage=self._lineage.began, plan=self.now.plan))
         if not begin.from_checkpoint:
-            self._loaded_step, self._others = None, {}
+            self._loaded_step = None
+            self._values.forget_others()
         elif self._loaded_step != begin.step:
             # By its step: a newer one may be there that the run was not resumed from, because it is torn.
             resumed = begin.step == self.start_step
-            self._loaded_step = self._load(self._options.resume_from if resumed else self._writer.at(begin.step))
+            self._load(self._options.resume_from if resumed else self._writer.at(begin.step))
         if not first:
             self._writer.discard()
             self._watcher.rolled_back(begin.step)
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
-        self._weights = self._weights | dict(tensors)
+        self._values.give(tensors)
 
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         self.now.check_parts(tensors)
@@ -172,8 +172,7 @@ class TrainingScript:
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
         names, prefixes = self.now.needs(device)
-        values = self._weights | self._others.get(self.now.replica(device), {})
-        return {k: v for k, v in values.items() if (k in names or k.startswith(prefixes)) and part_of(k) not in own}
+        return self._values.of(names, prefixes, replica=self.now.replica(device), without=own)
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
         self.now.check_state(device, tensors)
@@ -221,9 +220,9 @@ class TrainingScript:
 
     def commit(self, item: Item) -> None:
         t = self.job.training
-        self._writer.write(item.step, "rest", self._rest)
+        self._writer.write(item.step, "rest", self._values.rest)
         directory = self._writer.commit(Manifest(
-            step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, data=self._prepared.fingerprints
+            step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, data=self._prepared.samples.fingerprints
         ))  # fmt: skip
         self._watcher.saved(item.step, directory)
 

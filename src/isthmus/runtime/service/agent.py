@@ -59,7 +59,7 @@ def membership_in(folder: Path) -> Membership | None:
         return msgspec.json.decode((folder / _MEMBERSHIP).read_bytes(), type=Membership)
     except FileNotFoundError:
         return None
-    except msgspec.MsgspecError as e:
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"{folder / _MEMBERSHIP}: cannot be read: {e}") from None
 
 

@@ -64,5 +64,5 @@ def posted(folder: Path) -> Bulletin | None:
     """None where no coordinator was ever started, or an older version of it."""
     try:
         return msgspec.json.decode((folder / _FILE).read_bytes(), type=Bulletin)
-    except (FileNotFoundError, msgspec.MsgspecError):
+    except (FileNotFoundError, ValueError):
         return None

@@ -51,6 +51,8 @@ from isthmus.runtime.transport.secure import Connection
 Answer = TypeVar("Answer", bound=Message)
 WATCH_S = 1.0
 """How often to look who was revoked."""
+BEAT_S = 0.5
+"""How often a device is told that it is heard while it waits for a run that is expected."""
 REVOKED = "it was revoked"
 REMIND_S = 30.0
 """How often to say who is waited for."""
@@ -86,6 +88,8 @@ class Service:
         self._names: dict[str, str] = {}
         """By id, of all that were here."""
         self._relay = Relay(patience_s)
+        self._expected, self._expected_until_s = "", 0.0
+        """A run that devices are at work for, and that is not called yet."""
         self._over = threading.Event()
         self._watching = threading.Thread(target=self._watch, name="watch", daemon=True)
         self._listener = Listener(host, port, identity=state.identity, patience_s=patience_s, stranger=self._stranger)
@@ -133,12 +137,16 @@ class Service:
     def outlives(self) -> bool:
         return True
 
+    def expects(self, run: str) -> None:
+        """As `Crew`."""
+        self._expected, self._expected_until_s = run, time.monotonic() + self._patience_s
+
     @contextlib.contextmanager
     def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
         """As `Crew`: waits until all devices of the call are here."""
         self.wait_for(call.devices)
-        self._runs[call.run] = reception
         self._ended[call.run] = {}
+        self._receive(call.run, reception)
         try:
             work = _FleetWork(self, call)
             for device in call.devices:
@@ -168,6 +176,11 @@ class Service:
         """Who was asked to leave, by whatever process (`isthmus drain`), since this was called last."""
         return self._state.take_leaving()
 
+    def works_for(self, device: str, run: str) -> bool:
+        """Whether a process of a device that is here was called to the run, and has not ended."""
+        with self._changed:
+            return device in self._present and self._working.get(device) == run
+
     def idle(self, call: Call) -> list[str]:
         """Devices of the call that are here, and no process of theirs works for it."""
         with self._changed:
@@ -177,7 +190,7 @@ class Service:
     @contextlib.contextmanager
     def standing(self, call: Call, reception: Reception) -> Generator[None]:
         """A call to work that holds for whoever of its devices is here, and for those that come meanwhile."""
-        self._runs[call.run] = reception
+        self._receive(call.run, reception)
         self._standing[call.run] = call
         try:
             self._tell(call.devices, _engage(call))
@@ -235,7 +248,7 @@ class Service:
                 self._stay(channel, first, name, party)
             elif isinstance(first, Park | Reach):
                 self._relay.serve(channel, first, self._names)
-            elif first is not None and first.device == name and (run := self._runs.get(first.run)) is not None:
+            elif first is not None and first.device == name and (run := self._reception(channel, first)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, sqlite3.Error) as e:
             self._say(str(e))
@@ -243,6 +256,22 @@ class Service:
             channel.close()
             with self._changed:
                 self._channels[party.id].discard(channel)
+
+    def _reception(self, channel: SocketChannel, join: Join) -> Reception | None:
+        """Of the run, if it is one. For one that is expected a device waits here."""
+        while (found := self._runs.get(join.run)) is None and self._is_expected(join.run):
+            channel.send(Heartbeat(run=join.run))
+            with self._changed:
+                self._changed.wait_for(lambda: join.run in self._runs, BEAT_S)
+        return found
+
+    def _is_expected(self, run: str) -> bool:
+        return run == self._expected and time.monotonic() < self._expected_until_s and not self._over.is_set()
+
+    def _receive(self, run: str, reception: Reception) -> None:
+        with self._changed:
+            self._runs[run] = reception
+            self._changed.notify_all()
 
     def _stay(self, channel: SocketChannel, present: Present, name: str, party: Party) -> None:
         """For as long as the device stays connected."""
@@ -364,6 +393,9 @@ class _FleetWork:
 
     def ended(self) -> Mapping[str, str]:
         return self._service.ended(self._call.run)
+
+    def starting(self, device: str) -> bool:
+        return self._service.works_for(device, self._call.run)
 
     def offers(self) -> list[str]:
         return self._service.idle(self._call)

@@ -1,0 +1,63 @@
+"""A captured model: two operator graphs and its constants, and how they are kept on disk."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+import safetensors.torch
+import torch
+from safetensors import SafetensorError, safe_open
+from torch import Tensor, nn
+
+from isthmus.errors import UserError
+from isthmus.graph.opgraph import OpGraph, decode, encode
+
+
+class Captured(msgspec.Struct, frozen=True, kw_only=True):
+    """Both graphs of a model, and the constants that its forward makes (`torch.tensor([...])`)."""
+
+    train: OpGraph
+    eval: OpGraph
+    constants: dict[str, Tensor]
+
+
+class Column(msgspec.Struct, frozen=True):
+    """Type and shape of one input of the model, without the batch dimension."""
+
+    dtype: str
+    shape: tuple[int, ...]
+
+
+class Capture(Protocol):
+    """What `isthmus.graph.capture` does."""
+
+    def __call__(
+        self, build: Callable[[], nn.Module], columns: Mapping[str, Column], *, name: str = ..., batch: int = ...,
+        dtype: torch.dtype = ...,
+    ) -> Captured: ...  # fmt: skip
+
+
+def write_captured(path: Path, captured: Captured, about: str) -> None:
+    """One file, whole or not there: constants as tensors, graphs and `about`, whatever that is, beside them."""
+    texts = {"about": about, "train": encode(captured.train).decode(), "eval": encode(captured.eval).decode()}
+    constants = {name: value.detach().contiguous() for name, value in captured.constants.items()}
+    new = path.with_name(f".{path.name}.new")
+    new.write_bytes(safetensors.torch.save(constants, metadata=texts))
+    new.replace(path)
+
+
+def read_captured(path: Path) -> tuple[Captured, str] | None:
+    """With what was written about it; None where there is none, or none that can be read any more."""
+    try:
+        with safe_open(path, framework="pt") as file:
+            texts = file.metadata()
+            constants = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  # no mapping
+        captured = Captured(
+            train=decode(texts["train"].encode()), eval=decode(texts["eval"].encode()), constants=constants
+        )
+        return captured, texts["about"]
+    except (OSError, SafetensorError, KeyError, UserError):
+        return None

@@ -1,0 +1,57 @@
+"""What the coordinator has of a model's variables, and when it builds the model for them."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from isthmus.job import Prepared, prepare
+from isthmus.runtime.conducting import values as module
+from isthmus.runtime.conducting.values import Values
+from isthmus.training.checkpoint import CheckpointWriter, Manifest
+from isthmus.training.weights import initial_weights
+
+from .jobs import DIGITS, job_of
+
+
+@pytest.fixture(scope="module")
+def prepared() -> Prepared:
+    return prepare(job_of("mlp", {"layers": 2}, DIGITS, steps=4))
+
+
+def test_the_model_is_built_when_something_of_it_is_wanted(prepared: Prepared, monkeypatch: pytest.MonkeyPatch) -> None:
+    first = initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
+    built: list[int] = []
+
+    def counted(*arguments: object) -> dict[str, torch.Tensor]:
+        built.append(1)
+        return dict(first)
+
+    monkeypatch.setattr(module, "initial_weights", counted)
+    names = frozenset(first)
+    some, own = sorted(names)[0], frozenset(sorted(names)[1:])
+    values = Values(prepared, names)
+    given = {some: torch.full_like(first[some], 7), f"optimizer.{some}.exp_avg": torch.ones_like(first[some])}
+    values.give(given)
+    found = values.of(names, (f"optimizer.{some}.",), replica=0, without=own)
+    assert found.keys() == given.keys() and not built, "what devices hold or gave is enough"
+    whole = values.of(names, (), replica=0, without=())
+    assert whole.keys() == names and len(built) == 1
+    assert torch.equal(whole[some], given[some]), "what was given counts, not what the model began with"
+    assert not values.rest and len(built) == 1, "stages hold all of it"
+    values.begin()
+    assert torch.equal(values.of(names, (), replica=0, without=())[some], first[some])
+
+
+def test_a_checkpoint_is_read_on_top_of_the_models_own(prepared: Prepared, tmp_path: Path) -> None:
+    first = initial_weights(prepared.build, prepared.captured, prepared.job.training.seed)
+    saved = {name: value + 1 for name, value in first.items()}
+    writer = CheckpointWriter(tmp_path)
+    writer.write(3, "stage-0", saved)
+    values = Values(prepared, frozenset(first))
+    values.give({name: value + 5 for name, value in first.items()})
+    values.load(writer.commit(Manifest(step=3, seed=0, batch=8)))
+    found = values.of(first.keys(), (), replica=0, without=())
+    assert all(torch.equal(found[name], value) for name, value in saved.items()) and found.keys() == saved.keys()
