@@ -139,6 +139,6 @@ def _unmount(home: Path) -> None:
 
 
 ROWS = (
-    Row(name="torn", told="torn checkpoint, then resumed", once=torn),
-    Row(name="full-disk", told="disk full, then resumed", once=full_disk, starts_afresh=True),
+    Row(name="torn", told="torn checkpoint, then resumed", once=torn, limit_s=700),
+    Row(name="full-disk", told="disk full, then resumed", once=full_disk, starts_afresh=True, limit_s=700),
 )

@@ -142,7 +142,7 @@ def _once(name: str, seed: int) -> Moment:
 
 
 def _too_long(number: int, frame: FrameType | None) -> None:
-    faulthandler.dump_traceback(sys.stderr)
+    faulthandler.dump_traceback(sys.__stderr__ or sys.stderr)  # a command that runs in this process has another one
     raise TooLong("it did not end")
 
 
