@@ -183,12 +183,8 @@ class Coordinator:
                 return self._on_fetched(device)
             case Mirrored(of=of, step=step):
                 return self._acknowledged(self._leases.mirrored(of, step))
-            case Followed() | FollowingEnded() if self._following is None or event.number != self._following.number:
-                return []
-            case Followed(device=device, of=of, step=step):
-                return self._on_followed(self._following, device, of, step)
-            case FollowingEnded():
-                return self._follow_no_more()
+            case Followed() | FollowingEnded():
+                return self._on_followed(event)
             case Offered(device=device):
                 self._offered.add(device)
                 if self._phase == "joining" and device in self.awaited:
@@ -357,8 +353,13 @@ class Coordinator:
         ]
         return out + [Lend(d, following.number, following.step, parts) for d, parts in sorted(following.lent.items())]
 
-    def _on_followed(self, following: Following, device: str, of: str, step: int) -> Out:
-        following.followed(device, of, step)
+    def _on_followed(self, event: Followed | FollowingEnded) -> Out:
+        following = self._following
+        if following is None or event.number != following.number:
+            return []
+        if isinstance(event, FollowingEnded):
+            return self._follow_no_more()
+        following.followed(event.device, event.of, event.step)
         if self._phase == "settling":
             return [] if self._leases.open else self._move()
         if self._phase != "running":
