@@ -24,6 +24,8 @@ PACKAGES = {
     "flower": ("torch==2.13.0", "flwr[simulation]==1.41.0"),
     "pfl": ("torch==2.13.0", "pfl[pytorch]==0.6.0"),
 }
+WINDOW = 5
+"""Rounds."""
 LIMIT_S = 600.0
 QUIET = {
     "OMP_NUM_THREADS": "1", "MKL_NUM_THREADS": "1", "FLWR_TELEMETRY_ENABLED": "0", "RAY_USAGE_STATS_ENABLED": "0",
@@ -104,9 +106,10 @@ def run(side: Side, task: Path, *, memory: bool = False) -> Ran:
         if process.returncode or not (output / "rounds.json").is_file():
             process.kill()
             raise RuntimeError(f"{side.name}: ended with {process.returncode}:\n{log.read_text()[-3000:]}")
-        ended_s = json.loads((output / "rounds.json").read_text())
+        ended_s = np.array(json.loads((output / "rounds.json").read_text()))
+        window = WINDOW if len(ended_s) > 2 * WINDOW else 1
         together = output / "together.json"
         return Ran(
-            rounds_s=np.diff(ended_s).tolist(), wall_s=wall_s, weights=np.load(output / "weights.npy"),
+            rounds_s=((ended_s[window:] - ended_s[:-window]) / window).tolist(), wall_s=wall_s, weights=np.load(output / "weights.npy"),
             memory_bytes=most, together=json.loads(together.read_text()) if together.is_file() else 1,
         )  # fmt: skip
