@@ -5,8 +5,8 @@
 Every side is a process of its own that trains the same cohorts from the same weights, in turn, several times over. A
 round's time is from the end of the one before, where there are many the mean of five after one another (an end is told
 beside the next round, so single ones come early or late); the median is over rounds 2 to n of all repeats. `--memory`
-looks at memory, and compares the weights after a few rounds with the bare loop's. Rows of workloads that are not run again stay
-in the results file.
+looks at memory, and compares the weights after a few rounds with the bare loop's. Rows of workloads that are not run
+again stay in the results file.
 """
 
 from __future__ import annotations

@@ -110,6 +110,7 @@ def run(side: Side, task: Path, *, memory: bool = False) -> Ran:
         window = WINDOW if len(ended_s) > 2 * WINDOW else 1
         together = output / "together.json"
         return Ran(
-            rounds_s=((ended_s[window:] - ended_s[:-window]) / window).tolist(), wall_s=wall_s, weights=np.load(output / "weights.npy"),
+            rounds_s=((ended_s[window:] - ended_s[:-window]) / window).tolist(), wall_s=wall_s,
+            weights=np.load(output / "weights.npy"),
             memory_bytes=most, together=json.loads(together.read_text()) if together.is_file() else 1,
         )  # fmt: skip
