@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import socket
 import ssl
 import threading
@@ -15,7 +17,7 @@ import torch
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Authority, Identity, Party
 from isthmus.runtime.messages.run import ParcelMessage
-from isthmus.runtime.transport.channel import SocketChannel
+from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.secure import (
     RECORD_BYTES,
@@ -28,7 +30,7 @@ from isthmus.runtime.transport.secure import (
 from isthmus.training.layout import pack
 from tests.runtime.channel_cases import parcel
 
-from .parties import certified, outcomes, secured_pair, tcp_pair
+from .parties import certified, outcomes, secured_pair, soon, tcp_pair
 
 Ends = tuple[TlsConnection, TlsConnection]
 
@@ -205,3 +207,56 @@ def test_loopback_and_trusted_networks_may_do_without() -> None:
     Listener("127.0.0.1").close()
     Listener("localhost").close()
     Listener("0.0.0.0", trusted_network=True).close()
+
+
+def test_a_listener_survives_connections_that_cannot_be_accepted(monkeypatch: pytest.MonkeyPatch) -> None:
+    listener = Listener("127.0.0.1", patience_s=5.0)
+    greeted = threading.Event()
+    accept, failures = socket.socket.accept, [errno.ECONNABORTED, errno.EMFILE]
+
+    def failing(self: socket.socket) -> tuple[socket.socket, object]:
+        if failures:
+            raise OSError(failures.pop(), "not now")
+        return accept(self)
+
+    monkeypatch.setattr(socket.socket, "accept", failing)
+    listener.start(lambda _: greeted.set())
+    with socket.create_connection(("127.0.0.1", listener.port), timeout=5):
+        assert greeted.wait(10)
+    listener.close()
+
+
+def test_one_who_is_known_has_not_any_number_of_connections(
+    coordinator: Identity, device: Identity, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr("isthmus.runtime.transport.listener.MOST_OF_ONE", 2)
+    listener = Listener("127.0.0.1", identity=coordinator, patience_s=5.0)
+
+    def greet(channel: SocketChannel) -> None:
+        channel.receive()
+
+    listener.start(greet)
+
+    def another() -> SocketChannel:
+        return dial(
+            "127.0.0.1", listener.port, "bob", 5.0, identity=device, expected=Party("coordinator", "")
+        )  # fmt: skip
+
+    held = [another(), another()]
+    with contextlib.suppress(PeerError):  # a connection that is closed in the handshake's last step may break it
+        assert another().receive(idle_s=5.0) is None
+    held.pop().close()
+    soon(lambda: _stays(another()))
+    held.pop().close()
+    listener.close()
+
+
+def _stays(channel: SocketChannel) -> bool:
+    try:
+        channel.receive(idle_s=0.3)
+    except PeerError as e:
+        return "0.3 s" in str(e)
+    else:
+        return False
+    finally:
+        channel.close()

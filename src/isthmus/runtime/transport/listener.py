@@ -20,6 +20,10 @@ MOST_UNKNOWN_FROM_ONE = 16
 """Of them, from one address: a single stranger does not take all."""
 UNKNOWN_S = 20.0
 """How long it may take somebody to say who he is, all in all: a byte now and then does not hold a place for ever."""
+MOST_OF_ONE = 128
+"""Connections at once of one who has said who it is, at 100 KB each. A device that works needs a handful, and up to 64
+that are relayed."""
+ACCEPT_AGAIN_S = 0.1
 
 Greet = Callable[[SocketChannel], None]
 """Takes over a connection, for as long as it likes: it has a thread of its own."""
@@ -43,6 +47,9 @@ class Listener:
         self._stranger = stranger
         self._unknown: Counter[str] = Counter()
         """Connections that have not said who they are, by address."""
+        self._known: Counter[str] = Counter()
+        """The others, by id."""
+        self._closed = threading.Event()
         self._counting = threading.Lock()
         try:
             self._socket = socket.create_server((host, port), backlog=128, family=_family(host))
@@ -63,6 +70,7 @@ class Listener:
 
     def close(self) -> None:
         """Accept nobody more; connections that were handed on stay."""
+        self._closed.set()
         with contextlib.suppress(OSError):
             self._socket.shutdown(socket.SHUT_RDWR)  # ends the accept that waits in its thread: close does not
         self._socket.close()
@@ -71,8 +79,10 @@ class Listener:
         while True:
             try:
                 connection, address = self._socket.accept()
-            except OSError:
-                return
+            except OSError:  # also of a connection that is gone already, or while this process has too many files open
+                if self._closed.wait(ACCEPT_AGAIN_S):
+                    return
+                continue
             host, other = str(address[0]), f"{address[0]}:{address[1]}"
             with self._counting:
                 full = self._unknown.total() >= MOST_UNKNOWN or self._unknown[host] >= MOST_UNKNOWN_FROM_ONE
@@ -93,7 +103,22 @@ class Listener:
                 self._unknown[host] -= 1
                 self._unknown += Counter()  # forgets those with none
         if channel is not None:
+            self._attend(channel, greet)
+
+    def _attend(self, channel: SocketChannel, greet: Greet) -> None:
+        id = channel.party.id if channel.party is not None else ""
+        with self._counting:
+            full = id != "" and self._known[id] >= MOST_OF_ONE
+            self._known[id] += not full
+        if full:
+            channel.close()
+            return
+        try:
             greet(channel)
+        finally:
+            with self._counting:
+                self._known[id] -= 1
+                self._known += Counter()
 
     def _authenticated(self, connection: socket.socket, other: str) -> SocketChannel | None:
         """None for a stranger, who has been dealt with."""
