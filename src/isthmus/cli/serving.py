@@ -73,7 +73,10 @@ def serving_fleet(state: Path | None, serving: Serving, say: Callable[[str], Non
     """A service that listens; tickets are on stdout."""
     fleet = FleetState(state or state_folder("fleet"))
     patience_s = parse_duration(serving.patience, "--patience")
-    with Service(fleet, serving.host, serving.port, patience_s=patience_s, say=say) as service:
+    with (
+        fleet.served(),
+        Service(fleet, serving.host, serving.port, patience_s=patience_s, say=say) as service,
+    ):
         fleet.listens_at(_addresses(serving, service.port))
         service.start()
         say(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")

@@ -5,7 +5,10 @@ Commands of the same user on the same machine (`isthmus ticket`, `isthmus device
 
 from __future__ import annotations
 
+import contextlib
+import fcntl
 import time
+from collections.abc import Generator
 from pathlib import Path
 from urllib.parse import quote, unquote
 
@@ -17,6 +20,7 @@ from isthmus.runtime.identity.files import private_folder, write_private
 
 _ADDRESSES = "addresses.json"
 _LEAVING = "leaving-"
+_CLAIM = "serving.claim"
 Addresses = tuple[tuple[str, int], ...]
 
 
@@ -35,6 +39,20 @@ class FleetState:
         if not self.identity.complete or self.identity.is_due(time.time()):
             _, certificate = self.authority.certify(self.identity.request(), "coordinator")
             self.identity.keep(certificate, self.authority.der())
+
+    @contextlib.contextmanager
+    def served(self) -> Generator[None]:
+        """This process alone coordinates the fleet meanwhile: a second one would put its own address into all tickets
+        from then on. UserError while another process does."""
+        with (self.folder / _CLAIM).open("ab") as claim:
+            try:
+                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            except BlockingIOError:
+                raise UserError(
+                    f"state folder {self.folder}: another coordinator serves this fleet: end it first, or choose "
+                    "another folder with --state"
+                ) from None
+            yield
 
     def listens_at(self, addresses: Addresses) -> None:
         """Note how devices reach the coordinator."""
