@@ -8,6 +8,8 @@ import pytest
 
 from isthmus.errors import UserError
 from isthmus.runtime.service.fleet_state import FleetState
+from isthmus.runtime.service.job_queue import JobQueue
+from tests.runtime.commands import isthmus
 
 
 def test_one_coordinator_serves_a_folder(tmp_path: Path) -> None:
@@ -18,3 +20,15 @@ def test_one_coordinator_serves_a_folder(tmp_path: Path) -> None:
         pass
     first.close()
     second.close()
+
+
+def test_what_others_say_is_no_markup(tmp_path: Path) -> None:
+    FleetState(tmp_path).close()
+    queue = JobQueue(tmp_path)
+    number = queue.submit("[red]small", "pipeline", b"{}", tmp_path)
+    queue.begin()
+    queue.end(number, "failed", "[data]: [/tmp/x] is not there")
+    queue.close()
+    done = isthmus("jobs", "--state", str(tmp_path))
+    assert done.code == 0 and "[red]small" in done.out
+    assert "[data]: [/tmp/x]" in " ".join(done.out.replace("│", " ").split())

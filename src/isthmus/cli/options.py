@@ -25,12 +25,15 @@ StateOption = Annotated[
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
+# Names and reasons come from files and from other parties: "[data]" in one of them is what it says, not a style.
+
+
 def out() -> Console:
-    return Console(width=None if sys.stdout.isatty() else 140)
+    return Console(width=None if sys.stdout.isatty() else 140, markup=False)
 
 
 def notes() -> Console:
-    return Console(stderr=True)
+    return Console(stderr=True, markup=False)
 
 
 def state_folder(kind: str) -> Path:

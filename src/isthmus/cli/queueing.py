@@ -47,7 +47,7 @@ def _carried_out(job: Submitted, service: Service, queue: JobQueue, state_folder
     log = job_log(state_folder, job.number)
     log.parent.mkdir(mode=0o700, exist_ok=True)
     with log.open("a", encoding="utf-8", buffering=1) as file, contextlib.chdir(job.directory):
-        console = Console(file=file, width=LOG_WIDTH)
+        console = Console(file=file, width=LOG_WIDTH, markup=False)
         stopped = threading.Event()
         try:
             with _stopping(stopped, lambda: queue.is_unwanted(job.number)):

@@ -10,7 +10,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli.options import state_folder
+from isthmus.cli.options import notes, state_folder
 from isthmus.errors import unknown_name
 from isthmus.runtime.identity import Member
 from isthmus.runtime.service.fleet_state import FleetState
@@ -26,7 +26,7 @@ def devices(state: Path | None, revoke: str | None, out: Console, *, json: bool)
     fleet = FleetState(state or state_folder("fleet"))
     if revoke is not None:
         member = fleet.roster.revoke(revoke, time.time())
-        Console(stderr=True).print(f"revoked {member.name} ({member.id})", highlight=False)
+        notes().print(f"revoked {member.name} ({member.id})", highlight=False)
     members = fleet.roster.members()
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(members), indent=1).decode())
@@ -40,7 +40,7 @@ def drain(state: Path | None, device: str) -> None:
     if device not in names:
         raise unknown_name("device", device, names)
     fleet.drain(device)
-    Console(stderr=True).print(f"{device} leaves its run as soon as its part is with others", highlight=False)
+    notes().print(f"{device} leaves its run as soon as its part is with others", highlight=False)
 
 
 def _table(members: list[Member]) -> Table:

@@ -12,7 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli.options import state_folder
+from isthmus.cli.options import notes, state_folder
 from isthmus.errors import UserError
 from isthmus.fleet import Link, dump_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet
@@ -37,8 +37,8 @@ def probe(
     state: Path | None, serving: Serving, devices: Sequence[str], target: Path | None, out: Console
 ) -> None:  # fmt: skip
     """Wait for the devices, measure them and their links, print the matrix, write the fleet."""
-    notes = Console(stderr=True)
-    say = teller(notes)
+    told = notes()
+    say = teller(told)
     with serving_fleet(state, serving, say) as service:
         service.wait_for(devices)
         fleet = probe_fleet(service, devices, say)
@@ -48,7 +48,7 @@ def probe(
         drawn.add_row(device.name, *cells, format_compute(device.flops_per_s))
     if target is None:
         typer.echo(dump_fleet(fleet))
-        notes.print(drawn)
+        told.print(drawn)
         return
     target.write_text(dump_fleet(fleet), encoding="utf-8")
     out.print(drawn)

@@ -49,8 +49,8 @@ def serve(
 ) -> None:
     """Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.
 
-    Without one it runs what `isthmus submit` hands in, one job after another, until Ctrl-C. A job with a table
-    [federated] trains at the sites that it names, which keep their data.
+    Without one it runs what `isthmus submit` hands in, one job after another, until Ctrl-C. A
+    federated job trains at the sites that it names, which keep their data.
     """
     where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
     if job_file is None:
