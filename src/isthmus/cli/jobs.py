@@ -21,12 +21,18 @@ LOOK_S = 0.5
 TAIL_LINES = 40
 
 
-@contextlib.contextmanager
-def opened(state: Path | None) -> Generator[tuple[JobQueue, Path]]:
-    """The queue of a state folder, and the folder. UserError where no fleet was served from it."""
+def served_folder(state: Path | None) -> Path:
+    """UserError where no fleet was served from it: a folder that was mistyped must not become a fleet."""
     folder = (state or state_folder("fleet")).absolute()
     if not (folder / "roster.sqlite").is_file():
         raise UserError(f"state folder {folder}: no fleet was served from it: start `isthmus serve`")
+    return folder
+
+
+@contextlib.contextmanager
+def opened(state: Path | None) -> Generator[tuple[JobQueue, Path]]:
+    """The queue of a state folder, and the folder. UserError where no fleet was served from it."""
+    folder = served_folder(state)
     queue = JobQueue(folder)
     try:
         yield queue, folder
