@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import time
 from pathlib import Path
 
@@ -62,3 +63,28 @@ def test_a_device_is_not_drained_before_it_works(tmp_path: Path) -> None:
     assert isthmus("drain", "bob", "--state", str(tmp_path)).code == 0
     assert state.take_leaving() == ["bob"]
     state.close()
+
+
+@pytest.mark.parametrize(
+    ("words", "told"),
+    [
+        (["serve", "--host", ""], "--host '': tickets need an address"),
+        (["serve", "--host", "0"], "--host '0': tickets need an address"),
+        (["serve", "--address", ""], "--address: got '', expected HOST"),
+        (["serve", "--patience", "0 s"], "--patience: got '0 s', expected 0.1 s to 1 day"),
+        (["join", "--patience", "1e30 s"], "--patience: got '1e30 s', expected 0.1 s to 1 day"),
+    ],
+)
+def test_what_could_only_fail_later_is_refused(tmp_path: Path, words: list[str], told: str) -> None:
+    port = ["--port", "0"] if words[0] == "serve" else []
+    done = isthmus(*words, *port, "--state", str(tmp_path))
+    assert (done.code, done.out) == (2, "") and told in done.err
+
+
+@pytest.mark.parametrize(("pasted", "told"), [(b"\n\r\nisthmus1-AAAA\r\n", "cut or altered"), (b"\xff\xfe\n", "got 2")])
+def test_a_ticket_on_standard_input_may_be_anything(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch, pasted: bytes, told: str
+) -> None:
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pasted), encoding="utf-8"))
+    done = isthmus("join", "--state", str(tmp_path))
+    assert done.code == 2 and f"ticket: {'it is ' if 'cut' in told else ''}{told}" in done.err

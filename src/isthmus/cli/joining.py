@@ -12,6 +12,7 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from isthmus.cli import options
 from isthmus.cli.options import state_folder
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.offer import SiteConfig, load_site
@@ -21,7 +22,6 @@ from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
-from isthmus.units import parse_duration
 
 
 class Joining(msgspec.Struct, frozen=True, kw_only=True):
@@ -43,7 +43,7 @@ def join(joining: Joining) -> int:
         notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
     folder = joining.state or state_folder("device")
-    patience_s = parse_duration(joining.patience, "--patience")
+    patience_s = options.patience_s(joining.patience)
     island = island_here(folder)
     if island is not None and joining.site is not None:
         raise UserError("--site: got one under torchrun, expected a site that trains in one process")
@@ -115,4 +115,5 @@ def _ticket(file: Path | None) -> Ticket:
         return read_ticket(file)
     if sys.stdin.isatty():
         return decode_ticket(typer.prompt("Ticket", hide_input=True, err=True))
-    return decode_ticket(sys.stdin.readline())
+    lines = iter(sys.stdin.buffer.readline, b"")  # bytes: what is no text is no ticket either
+    return decode_ticket(next((line for line in lines if line.strip()), b"").decode(errors="replace"))

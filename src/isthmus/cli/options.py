@@ -10,6 +10,9 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from isthmus.errors import UserError
+from isthmus.units import parse_duration
+
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
 PlannerOption = Annotated[str | None, typer.Option("--planner", help="See `isthmus planners`.")]
@@ -22,6 +25,7 @@ StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimiz
 StateOption = Annotated[
     Path | None, typer.Option("--state", help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.")
 ]
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -34,6 +38,14 @@ def out() -> Console:
 
 def notes() -> Console:
     return Console(stderr=True, markup=False)
+
+
+def patience_s(text: str) -> float:
+    """Of --patience. UserError for one that no socket could wait, as none or ages."""
+    found = parse_duration(text, "--patience")
+    if not LEAST_PATIENCE_S <= found <= MOST_PATIENCE_S:
+        raise UserError(f"--patience: got {text!r}, expected 0.1 s to 1 day")
+    return found
 
 
 def state_folder(kind: str) -> Path:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import ipaddress
+import socket
 from collections.abc import Callable, Generator, Sequence
 from pathlib import Path
 
@@ -12,13 +13,14 @@ import typer
 from rich.console import Console
 from rich.table import Table
 
+from isthmus.cli import options
 from isthmus.cli.options import notes, state_folder
 from isthmus.errors import UserError
 from isthmus.fleet import Link, dump_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet
 from isthmus.runtime.service.fleet_state import Addresses, FleetState
 from isthmus.runtime.service.service import Service
-from isthmus.units import format_bandwidth, format_compute, format_duration, parse_duration
+from isthmus.units import format_bandwidth, format_compute, format_duration
 
 PORT = 7433
 
@@ -72,7 +74,7 @@ def _link_text(link: Link) -> str:
 def serving_fleet(state: Path | None, serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
     """A service that listens; tickets are on stdout."""
     fleet = FleetState(state or state_folder("fleet"))
-    patience_s = parse_duration(serving.patience, "--patience")
+    patience_s = options.patience_s(serving.patience)
     with (
         fleet.served(),
         Service(fleet, serving.host, serving.port, patience_s=patience_s, say=say) as service,
@@ -91,17 +93,21 @@ def _addresses(serving: Serving, port: int) -> Addresses:
     """UserError where nobody could tell how the coordinator is reached."""
     if serving.addresses:
         return tuple(_address(text, port) for text in serving.addresses)
-    try:
-        wildcard = ipaddress.ip_address(serving.host).is_unspecified
-    except ValueError:
-        wildcard = False
-    if wildcard:
-        raise UserError(f"--host {serving.host}: tickets need an address that devices can dial: add --address HOST")
+    if _is_wildcard(serving.host):
+        raise UserError(f"--host {serving.host!r}: tickets need an address that devices can dial: add --address HOST")
     return ((serving.host, port),)
+
+
+def _is_wildcard(host: str) -> bool:
+    """Of an address that can be bound. "" and "0" stand for every address too."""
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
 
 
 def _address(text: str, port: int) -> tuple[str, int]:
     """HOST, HOST:PORT, or [HOST]:PORT for one with colons."""
+    if not text.strip("[]: "):
+        raise UserError(f"--address: got {text!r}, expected HOST or HOST:PORT")
     host, colon, number = text.rpartition(":")
     if not colon or text.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
         return text.strip("[]"), port
