@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
+import re
+import sqlite3
 import time
 from pathlib import Path
+from threading import Timer
 
 import msgspec
 import pytest
 
+from isthmus.cli import queueing
 from isthmus.errors import UserError
+from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
@@ -88,3 +94,34 @@ def test_a_ticket_on_standard_input_may_be_anything(
     monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(pasted), encoding="utf-8"))
     done = isthmus("join", "--state", str(tmp_path))
     assert done.code == 2 and f"ticket: {'it is ' if 'cut' in told else ''}{told}" in done.err
+
+
+def test_a_store_of_another_version_or_a_broken_one_is_named(tmp_path: Path) -> None:
+    state = FleetState(tmp_path)
+    state.close()
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as database:
+        database.execute("CREATE TABLE jobs (number INTEGER PRIMARY KEY, what TEXT)")
+    done = isthmus("jobs", "--state", str(tmp_path))
+    assert done.code == 2 and re.search(r"jobs\.sqlite: no such column.* another version of isthmus", done.err)
+    (tmp_path / "jobs.sqlite").write_bytes(bytes(5000))
+    done = isthmus("jobs", "--state", str(tmp_path))
+    assert done.code == 2 and re.search(r"jobs\.sqlite: .*put back a copy", done.err)
+
+
+def test_a_full_disk_does_not_end_the_coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    queue, said = JobQueue(tmp_path), list[str]()
+    number = queue.submit("small", "pipeline", b"x" * 100_000, tmp_path)
+    with contextlib.closing(sqlite3.connect(tmp_path / "jobs.sqlite")) as database:
+        pages = database.execute("PRAGMA page_count").fetchone()[0]
+    full = queue._database._connection  # pyright: ignore[reportPrivateUsage]  # only SQLite can tell it the disk is full
+    full.execute(f"PRAGMA max_page_count={pages}")
+    with pytest.raises(StoreError, match="full: make room on that disk"):
+        queue.submit("large", "pipeline", b"x" * 100_000, tmp_path)
+    assert not full.in_transaction
+    monkeypatch.setattr(queueing, "LOOK_S", 0.01)
+    Timer(0.2, lambda: full.execute(f"PRAGMA max_page_count={10 * pages}")).start()
+    waited = queueing._stored(  # pyright: ignore[reportPrivateUsage]
+        lambda: queue.submit("large", "pipeline", b"x" * 100_000, tmp_path), said.append
+    )
+    assert waited > number and len(said) == 1 and "trying again" in said[0]
+    queue.close()

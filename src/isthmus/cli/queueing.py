@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 import contextlib
+import math
 import signal
 import threading
+import time
 from collections.abc import Callable, Generator
+from functools import partial
 from pathlib import Path
+from typing import TypeVar
 
 import msgspec
 from rich.console import Console
@@ -17,29 +21,48 @@ from isthmus.errors import IsthmusError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.plain import plain
+from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
 from isthmus.runtime.service.service import Service
 
 LOOK_S = 0.5
 """How often to look into the queue."""
+REMIND_S = 30.0
+"""How often to say that the queue cannot be written."""
 LOG_WIDTH = 140
 INTERRUPTED = 130
+Result = TypeVar("Result")
 
 
 def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callable[[str], None]) -> int:
     """Returns the exit code, after Ctrl-C."""
     with queue.served():
         while True:
-            job = queue.begin()
+            job = _stored(queue.begin, say)
             if job is None:
                 threading.Event().wait(LOOK_S)
                 continue
             say(f"job {job.number} ({job.name}) begins")
             state, detail = _carried_out(job, service, queue, state_folder)
-            queue.end(job.number, state, detail)
+            _stored(partial(queue.end, job.number, state, detail), say)
             say(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
             if state == "queued":
                 return INTERRUPTED
+
+
+def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
+    """What it returns, as soon as the disk takes it: a full one must not end the coordinator, whose devices wait."""
+    said_s = -math.inf
+    while True:
+        try:
+            return act()
+        except StoreError as e:
+            if not e.passes:
+                raise
+            if time.monotonic() - said_s >= REMIND_S:
+                said_s = time.monotonic()
+                say(f"{e}; trying again every {LOOK_S:g} s")
+            time.sleep(LOOK_S)
 
 
 def _carried_out(job: Submitted, service: Service, queue: JobQueue, state_folder: Path) -> tuple[State, str]:

@@ -17,18 +17,40 @@ from isthmus.runtime.identity.files import private_folder
 _BUSY_S = 10.0
 
 
+_PASSING = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR)
+
+
+class StoreError(UserError):
+    """The file cannot be read or written now. `passes`: it may be another time, as when a disk is full."""
+
+    def __init__(self, path: Path, error: sqlite3.Error) -> None:
+        code = getattr(error, "sqlite_errorcode", 0) & 0xFF  # what is above says more of it
+        self.passes = code in _PASSING
+        remedies = {
+            sqlite3.SQLITE_FULL: "make room on that disk",
+            sqlite3.SQLITE_BUSY: "another process holds it",
+            sqlite3.SQLITE_ERROR: "was it made by another version of isthmus? --state chooses another folder",
+            sqlite3.SQLITE_CORRUPT: "put back a copy of it, or move it away and join again",
+            sqlite3.SQLITE_NOTADB: "put back a copy of it, or move it away and join again",
+        }
+        super().__init__(f"{path}: {error}{': ' if code in remedies else ''}{remedies.get(code, '')}")
+
+
 class Database:
     def __init__(self, path: Path, schema: str) -> None:
         """UserError when the file cannot be opened, or others may look into its folder."""
         private_folder(path.parent)
+        self._path = path
         self._lock = threading.Lock()
         try:
             path.touch(mode=0o600)
             self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode=WAL")
             self._connection.executescript(schema)
-        except (OSError, sqlite3.Error) as e:
-            raise UserError(f"{path}: cannot be opened: {e}") from None
+        except OSError as e:
+            raise UserError(f"{path}: cannot be opened: {e.strerror or e}") from None
+        except sqlite3.Error as e:
+            raise StoreError(path, e) from None
 
     def close(self) -> None:
         with self._lock:  # a thread that is inside would take the process down
@@ -36,17 +58,26 @@ class Database:
 
     @contextlib.contextmanager
     def changing(self) -> Generator[sqlite3.Connection]:
-        """All or nothing, and one at a time over all processes."""
-        with self._lock:
+        """All or nothing, and one at a time over all processes. StoreError."""
+        with self._lock, self._explained():
             self._connection.execute("BEGIN IMMEDIATE")
             try:
                 yield self._connection
+                self._connection.execute("COMMIT")
             except BaseException:
-                self._connection.execute("ROLLBACK")
+                if self._connection.in_transaction:  # a full disk has ended it
+                    self._connection.execute("ROLLBACK")
                 raise
-            self._connection.execute("COMMIT")
 
     @contextlib.contextmanager
     def reading(self) -> Generator[sqlite3.Connection]:
-        with self._lock:
+        """StoreError."""
+        with self._lock, self._explained():
             yield self._connection
+
+    @contextlib.contextmanager
+    def _explained(self) -> Generator[None]:
+        try:
+            yield
+        except sqlite3.Error as e:
+            raise StoreError(self._path, e) from None

@@ -8,7 +8,6 @@ from __future__ import annotations
 
 import contextlib
 import queue
-import sqlite3
 import threading
 import time
 from collections.abc import Callable, Generator, Mapping, Sequence
@@ -18,6 +17,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.conducting.crew import Call, Work
 from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
+from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import (
@@ -225,7 +225,7 @@ class Service:
                     lane.put(message)
 
     def _stranger(self, connection: Connection) -> None:
-        with contextlib.suppress(OSError, PeerError, sqlite3.Error):
+        with contextlib.suppress(OSError, PeerError, StoreError):
             name = admit(connection, self._state.authority, self._state.roster)
             if name is not None:
                 self._say(f"{name} has a certificate")
@@ -250,7 +250,7 @@ class Service:
                 self._relay.serve(channel, first, self._names)
             elif first is not None and first.device == name and (run := self._reception(channel, first)) is not None:
                 run.admit(channel, first)
-        except (OSError, PeerError, sqlite3.Error) as e:
+        except (OSError, PeerError, StoreError) as e:
             self._say(str(e))
         finally:
             channel.close()
