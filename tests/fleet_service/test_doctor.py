@@ -42,6 +42,28 @@ def _damaged(fleet: Fleet, folder: Path) -> None:
     (folder / "membership.json").write_bytes(b"{")
 
 
+def _damaged_certificate(fleet: Fleet, folder: Path) -> None:
+    (folder / "certificate.pem").write_bytes(b"?")
+
+
+def _damaged_authority(fleet: Fleet, folder: Path) -> None:
+    (folder / "authority.pem").write_bytes(b"?")
+
+
+def _key_of_another(fleet: Fleet, folder: Path) -> None:
+    certified(fleet.state.authority, folder.with_name("other"))
+    (folder.with_name("other") / "key.pem").replace(folder / "key.pem")
+
+
+def _authority_of_another(fleet: Fleet, folder: Path) -> None:
+    Authority(folder.with_name("other"))
+    (folder.with_name("other") / "authority.pem").replace(folder / "authority.pem")
+
+
+def _no_address(fleet: Fleet, folder: Path) -> None:
+    write_private(folder / "membership.json", msgspec.json.encode(Membership("desk", ())))
+
+
 def _unknown_name(fleet: Fleet, folder: Path) -> None:
     _moved(folder, "coordinator.invalid", 7433)
 
@@ -88,7 +110,9 @@ def _revoked(fleet: Fleet, folder: Path) -> None:
 @pytest.mark.parametrize(
     ("breaks", "hop"),
     [
-        (_no_state, "state"), (_readable_key, "state"), (_damaged, "state"), (_unknown_name, "name"),
+        (_no_state, "state"), (_readable_key, "state"), (_damaged, "state"), (_damaged_certificate, "state"),
+        (_damaged_authority, "state"), (_key_of_another, "state"), (_authority_of_another, "state"),
+        (_no_address, "state"), (_unknown_name, "name"),
         (_closed_port, "port"), (_no_tls, "TLS"), (_other_fleet, "fleet"), (_expired, "clock"),
         (_coordinators_clock, "clock"), (_revoked, "membership"),
     ],

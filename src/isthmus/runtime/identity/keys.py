@@ -116,6 +116,18 @@ class Identity:
         write_private(self.authority_path, authority.public_bytes(serialization.Encoding.PEM))
         write_private(self.certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
 
+    def check(self) -> None:
+        """UserError unless key, certificate and authority can be read and belong together."""
+        certificate, authority = self._certificate(), _load(self.authority_path)
+        if id_of(certificate.public_key()) != self.id:
+            raise UserError(f"certificate {self.certificate_path}: is of another key than {self.key_path}")
+        try:
+            certificate.verify_directly_issued_by(authority)
+        except Exception:  # what the library raises has no common base
+            raise UserError(
+                f"certificate {self.certificate_path}: was issued by another authority than {self.authority_path}"
+            ) from None
+
     def authority_der(self) -> bytes:
         return _load(self.authority_path).public_bytes(serialization.Encoding.DER)
 
@@ -147,8 +159,10 @@ def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
 def _load(path: Path) -> x509.Certificate:
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
-    except (OSError, ValueError) as e:
-        raise UserError(f"certificate {path}: cannot be read: {e}") from None
+    except OSError as e:
+        raise UserError(f"certificate {path}: cannot be read: {e.strerror or e}") from None
+    except ValueError:
+        raise UserError(f"certificate {path}: is none, or is damaged") from None
 
 
 def utc(time_s: float) -> datetime.datetime:

@@ -56,11 +56,14 @@ def membership_in(folder: Path) -> Membership | None:
     if not Identity(folder).complete:
         return None
     try:
-        return msgspec.json.decode((folder / _MEMBERSHIP).read_bytes(), type=Membership)
+        found = msgspec.json.decode((folder / _MEMBERSHIP).read_bytes(), type=Membership)
     except FileNotFoundError:
         return None
     except ValueError as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"{folder / _MEMBERSHIP}: cannot be read: {e}") from None
+    if not found.coordinators:
+        raise UserError(f"{folder / _MEMBERSHIP}: coordinators: got none, expected an address")
+    return found
 
 
 class Dismissal(PeerError):

@@ -86,7 +86,7 @@ def _membership(identity: Identity) -> Membership:
     try:
         membership = membership_in(identity.folder)
         if membership is not None:
-            identity.request()  # the key can be read, and is private
+            identity.check()
             return membership
     except IsthmusError as e:
         raise _Trouble("state", e, "mend the folder, or join again with another --state folder") from None
