@@ -9,6 +9,7 @@ import sqlite3
 import time
 from pathlib import Path
 from threading import Timer
+from unittest import mock
 
 import msgspec
 import pytest
@@ -16,10 +17,13 @@ import pytest
 from isthmus.cli import queueing
 from isthmus.errors import UserError
 from isthmus.runtime.identity.database import StoreError
+from isthmus.runtime.service import service
 from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
 from tests.runtime.commands import isthmus
+
+from .parties import Fleet, in_background, soon
 
 
 def test_one_coordinator_serves_a_folder(tmp_path: Path) -> None:
@@ -125,3 +129,22 @@ def test_a_full_disk_does_not_end_the_coordinator(tmp_path: Path, monkeypatch: p
     )
     assert waited > number and len(said) == 1 and "trying again" in said[0]
     queue.close()
+
+
+def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(service, "REMIND_S", 0.2)
+    monkeypatch.setattr(service, "WATCH_S", 0.05)
+
+    def end() -> None:
+        with fleet.service._changed:  # pyright: ignore[reportPrivateUsage]  # as if it had joined
+            fleet.service._present["bob"] = mock.Mock()  # pyright: ignore[reportPrivateUsage]
+
+    with in_background(lambda: fleet.service.wait_for(["bob"]), end):
+        soon(lambda: len(fleet.said) > 1)
+        soon(lambda: fleet.service.news().awaited == ("bob",))
+        post(fleet.state.folder, fleet.service.news())
+        JobQueue(fleet.state.folder).close()
+        assert "waiting for bob to join" in isthmus("status", "--state", str(fleet.state.folder)).out
+    assert fleet.service.news().awaited == ()
+    assert fleet.said[0] == "waiting for bob to join (0 here)"
+    assert re.fullmatch(r"waiting for bob to join \(0 here\), for \d+(\.\d+)? m?s", fleet.said[1])

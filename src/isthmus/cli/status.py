@@ -137,5 +137,7 @@ def _drawn(found: Status, queue: JobQueue) -> Group:
         since = f", for {format_duration(time.time() - began_s)}" if began_s is not None else ""
         loss = f", loss {at.loss:.4f}" if at.loss is not None else ""
         parts.append(Text(f"job {at.job} ({at.name}): {at.done} of {at.of} {at.unit}{loss}{since}"))
+    if news is not None and news.awaited:
+        parts.append(Text(f"waiting for {', '.join(news.awaited)} to join"))
     parts.append(jobs_table([job for job in jobs if job.state in ("queued", "running")]))
     return Group(*parts)

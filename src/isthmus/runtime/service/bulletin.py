@@ -46,6 +46,8 @@ class Bulletin(msgspec.Struct, frozen=True, kw_only=True):
     """Between devices that work for a run now."""
     relayed: tuple[RelayedLink, ...] = ()
     """Connections that the coordinator copies now, also those of probes."""
+    awaited: tuple[str, ...] = ()
+    """Names of devices that must join before the run begins."""
 
     @property
     def fresh(self) -> bool:

@@ -7,6 +7,7 @@ connection for as long as it is in the fleet (`Present`), and opens one more for
 from __future__ import annotations
 
 import contextlib
+import math
 import queue
 import threading
 import time
@@ -47,6 +48,7 @@ from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception, first_message
 from isthmus.runtime.transport.relay import Relay, RelayedLink
 from isthmus.runtime.transport.secure import Connection
+from isthmus.units import format_duration
 
 Answer = TypeVar("Answer", bound=Message)
 WATCH_S = 1.0
@@ -79,6 +81,8 @@ class Service:
         self._standing: dict[str, Call] = {}
         self._ended: dict[str, dict[str, str]] = {}
         """By run and name: how the device's process ended."""
+        self._awaited: tuple[str, ...] = ()
+        """Names of devices without which a run does not begin."""
         self._working: dict[str, str] = {}
         """By name, of those present: the run that a process of the device works for."""
         self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
@@ -125,13 +129,19 @@ class Service:
 
     def wait_for(self, devices: Sequence[str]) -> None:
         """Until all of them are here, however long that takes: machines are started by people."""
-        reminded_s = 0.0
+        began_s, reminded_s = time.monotonic(), -math.inf
         with self._changed:
-            while missing := [d for d in devices if d not in self._present]:
-                if time.monotonic() - reminded_s >= REMIND_S:
-                    reminded_s = time.monotonic()
-                    self._say(f"waiting for {', '.join(missing)} to join ({len(devices) - len(missing)} here)")
-                self._changed.wait(WATCH_S)
+            try:
+                while missing := [d for d in devices if d not in self._present]:
+                    self._awaited = tuple(missing)
+                    if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
+                        reminded_s = now_s
+                        since = f", for {format_duration(now_s - began_s)}" if now_s - began_s >= REMIND_S else ""
+                        here = f"{len(devices) - len(missing)} here"
+                        self._say(f"waiting for {', '.join(missing)} to join ({here}){since}")
+                    self._changed.wait(WATCH_S)
+            finally:
+                self._awaited = ()
 
     @property
     def outlives(self) -> bool:
@@ -361,6 +371,7 @@ class Service:
                 DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
                 for name in sorted(self._present)
             )
+            awaited = self._awaited
             ways = {
                 device: found for device, (run, found) in self._ways.items()
                 if run in self._runs and self._working.get(device) == run
@@ -368,7 +379,8 @@ class Service:
         relayed = self._relay.links()
         links = [_link_news(device, way, relayed) for device, found in sorted(ways.items()) for way in found]
         return Bulletin(
-            at_s=time.time(), port=self.port, devices=devices, links=tuple(links), relayed=tuple(relayed)
+            at_s=time.time(), port=self.port, devices=devices, links=tuple(links), relayed=tuple(relayed),
+            awaited=awaited,
         )  # fmt: skip
 
 
