@@ -15,12 +15,13 @@ import msgspec
 import pytest
 
 from isthmus.cli import queueing
-from isthmus.errors import UserError
+from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.service import service
 from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
+from isthmus.runtime.service.joining import check_name
 from tests.runtime.commands import isthmus
 
 from .parties import Fleet, in_background, soon
@@ -148,3 +149,14 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
     assert fleet.service.news().awaited == ()
     assert fleet.said[0] == "waiting for bob to join (0 here)"
     assert re.fullmatch(r"waiting for bob to join \(0 here\), for \d+(\.\d+)? m?s", fleet.said[1])
+
+
+def test_a_ticket_on_the_command_line_is_not_repeated(tmp_path: Path) -> None:
+    done = isthmus("join", "isthmus1-lJGSqTEy_NwM-4", "--state", str(tmp_path))
+    assert done.code == 2 and "isthmus1-..." in done.err and "lJGSqTEy" not in done.err
+
+
+@pytest.mark.parametrize("name", ["..", ".hidden", "-rf", "../../x", "", "a\tb", "x" * 65])
+def test_names_that_are_refused(name: str) -> None:
+    with pytest.raises(PeerError, match="device name"):
+        check_name(name)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import os
+import re
 import sys
 from typing import cast
 
@@ -62,7 +63,9 @@ def main() -> None:
     try:
         code = app(arguments, prog_name="isthmus", standalone_mode=False)
     except _UsageError as e:
-        cast("typer.BadParameter", e).show()
+        usage = cast("typer.BadParameter", e)
+        usage.message = re.sub(r"isthmus1-[\w-]+", "isthmus1-...", usage.message)  # a ticket in argv is not logged too
+        usage.show()
         code = 2
     except (KeyboardInterrupt, typer.Abort):
         print("interrupted", file=sys.stderr)

@@ -66,11 +66,11 @@ def _certificate(asked: JoinRequest, authority: Authority, roster: Roster) -> by
 
 def check_name(name: str) -> None:
     """PeerError for a name that could not stand in a terminal, a file's name or a fleet file."""
-    plain = name.isprintable() and name == name.strip() and not set(name) & set("/\\\"'")
+    plain = name.isprintable() and name == name.strip() and not set(name) & set("/\\\"'") and name[:1] not in ".-"
     if not (0 < len(name) <= MOST_NAME_CHARACTERS and plain):
         raise PeerError(
             f"device name {name[:MOST_NAME_CHARACTERS]!r}: expected 1 to {MOST_NAME_CHARACTERS} printable characters "
-            "without slashes and quotes"
+            "without slashes and quotes, and no dot or hyphen first"
         )
 
 
