@@ -170,6 +170,9 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
 def test_only_what_could_run_is_taken(fleet: Fleet, tmp_path: Path) -> None:
     state = ("--state", fleet.state.folder)
     refused(isthmus("submit", edited(write_job(tmp_path), ('"laptop"', '"laptpo"')), *state), 2, "laptpo")
+    refused(isthmus("submit", edited(write_job(tmp_path), ('"gpt"', '"gtp"')), *state), 2, "did you mean 'gpt'")
+    elsewhere = edited(write_job(tmp_path), ('"stdlib"', '["/etc/passwd"]'))
+    refused(isthmus("submit", elsewhere, *state), 2, "expected a relative path")
     refused(isthmus("submit", write_job(tmp_path), "--state", tmp_path / "none"), 2, "no fleet was served")
     assert JobQueue(fleet.state.folder).jobs() == []
 

@@ -9,8 +9,11 @@ import typer
 from rich.console import Console
 
 from isthmus.cli.jobs import opened
+from isthmus.errors import unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
+from isthmus.models import model_names
+from isthmus.runtime.device.data import refuse_paths
 from isthmus.runtime.service.bulletin import posted
 
 
@@ -20,6 +23,9 @@ def submit(state: Path | None, job: Job | FederatedJob, out: Console) -> None:
         check_deployment(job)
     else:
         fleet_of(job)
+        if ":" not in job.model.name and job.model.name not in model_names():
+            raise unknown_name("model", job.model.name, model_names())
+        refuse_paths(job.data)
     with opened(state) as (queue, folder):
         kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
         number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd())
