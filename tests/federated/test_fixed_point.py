@@ -167,6 +167,14 @@ def test_a_weight_out_of_range_is_refused(weight: float) -> None:
         partial.fold(0, Update(values={"a": torch.ones(1)}, weight=weight), 5)
 
 
+def test_a_mean_by_small_weights_is_one() -> None:
+    partial = Partial({"delta": "weighted_mean"})
+    partial.begin(1, 2)
+    for client, weight in enumerate((1.3e-4, 2.7e-4)):
+        partial.fold(client, Update(values={"delta": torch.ones(3)}, weight=weight), 1)
+    assert (partial.combined(torch.float64)["delta"] - 1).abs().max() < 1e-6
+
+
 def test_collected_values_come_in_the_order_of_clients() -> None:
     ours, theirs = Partial({"a": "collect", "n": "sum"}), Partial({"a": "collect", "n": "sum"})
     for partial in (ours, theirs):

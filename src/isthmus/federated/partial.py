@@ -131,7 +131,7 @@ class Partial:
         weight = float(samples if update.weight is None else update.weight)
         if not 0 <= weight <= self._most_weight:
             raise PeerError(f"got weight {weight:g}, expected 0 to {self._most_weight:g}")
-        return weight
+        return math.ldexp(_units(weight), -WEIGHT_BITS)  # as it is counted: else the mean of equal values is another
 
     def _of(self, *kinds: Combine) -> list[str]:
         return [name for name, combine in self._returns.items() if combine in kinds]
