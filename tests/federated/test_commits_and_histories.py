@@ -33,6 +33,13 @@ def test_the_newest_commit_comes_back(tmp_path: Path) -> None:
     assert len(list(tmp_path.glob("*.safetensors"))) == 2
 
 
+def test_one_tensor_under_two_names_is_committed_twice(tmp_path: Path) -> None:
+    commits, model = Commits(tmp_path, IDENTITY), torch.ones(3)
+    commits.save(0, {"model": model, "before": model, "part": model[1:]}, None)
+    assert (found := commits.newest()) is not None
+    assert [found[1][name].tolist() for name in ("model", "before", "part")] == [[1, 1, 1], [1, 1, 1], [1, 1]]
+
+
 def test_a_commit_that_was_not_finished_does_not_count(tmp_path: Path) -> None:
     commits = Commits(tmp_path, IDENTITY)
     commits.save(0, {"model": torch.ones(3)}, None)

@@ -158,7 +158,7 @@ class Commits:
 
     def save(self, round_: int, values: Mapping[str, Tensor], states: NDArray[np.int32] | None) -> Path:
         """Make a round durable. UserError when it cannot be written."""
-        tensors = {_SERVER + name: value.contiguous() for name, value in values.items()}
+        tensors = {_SERVER + name: value for name, value in _apart(values).items()}
         if states is not None:
             tensors[STATES] = torch.from_numpy(states)
         path = self._folder / f"round-{round_:06d}.safetensors"
@@ -204,3 +204,14 @@ class Commits:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
                 raise UserError(f"{path.parent.parent}: is of another job: {field} was {got!r}, is now {expected!r}")
+
+
+def _apart(values: Mapping[str, Tensor]) -> Values:
+    """Each in memory of its own, as files hold them: an algorithm may give one tensor under two names."""
+    found: Values = {}
+    known: set[int] = set()
+    for name, value in values.items():
+        memory = value.untyped_storage().data_ptr()
+        found[name] = value.clone(memory_format=torch.contiguous_format) if memory in known else value.contiguous()
+        known.add(memory)
+    return found
