@@ -101,6 +101,8 @@ class StateForm:
             value = states.get(name)
             if not isinstance(value, Tensor) or value.dtype != part.dtype or value.shape[1:] != part.shape:
                 raise self._other(clients[0], states)
+            if value.layout is not torch.strided:
+                raise UserError(f"algorithm: state {name!r} of client {clients[0]}: got {value.layout}, expected strided")
             found.append(_bytes(value, len(clients), part))
         if len(states) > len(found):
             raise self._other(clients[0], states)
@@ -125,6 +127,8 @@ def _checked(name: str, value: Tensor) -> Tensor:
         raise UserError(f"algorithm: init_client's {name!r}: got {type(value).__name__}, expected a tensor")
     if value.dtype not in _DTYPES:
         raise UserError(f"algorithm: init_client's {name!r}: got {value.dtype}, expected plain numbers")
+    if value.layout is not torch.strided:
+        raise UserError(f"algorithm: init_client's {name!r}: got {value.layout}, expected strided")
     return value
 
 
