@@ -184,6 +184,18 @@ def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
             ["participation.poisson"],
         ),
         ([("all.npz", "none.npz")], ["no file"]),
+        (
+            [('column = "client"', 'column = "owner"')],
+            ["no column 'owner'", "it has: client, labels, pixel_values"],
+        ),
+        (
+            [("[execution]", "[participation]\nclients = 2\nminimum = 3\n[execution]")],
+            ["participation.minimum: got 3, expected at most the 2 clients of a round"],
+        ),
+        (
+            [("[execution]", "[participation]\nclients = 2\nquorum = 0.5\nstaleness = 1\n[execution]")],
+            ["participation.staleness: got 1 for a simulation"],
+        ),
     ],
 )
 def test_bad_options_are_refused_in_one_line(changes: list[tuple[str, str]], words: list[str], tmp_path: Path) -> None:

@@ -16,7 +16,7 @@ from rich.text import Text
 from isthmus.cli.folder import RunFolder
 from isthmus.errors import UserError
 from isthmus.federated.history import History, RoundLine
-from isthmus.federated.job import FederatedJob, check, check_deployment, load_federated_job
+from isthmus.federated.job import FederatedJob, check, check_deployment, check_simulation, load_federated_job
 from isthmus.protocol.federated_events import Finish
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
 from isthmus.runtime.federated.run import FederatedRun
@@ -68,6 +68,7 @@ class Run(Protocol):
 
 def train(job: FederatedJob, choices: FederatedChoices, out: Console, notes: Console) -> int:
     """Simulate: the whole command; returns the exit code."""
+    check_simulation(job)
 
     def begin(folder: Path, progress: FederatedProgress) -> tuple[Run, Act]:
         run = FederatedRun(job, folder, resume=choices.resume, watch=progress.round)

@@ -18,7 +18,15 @@ from rich.console import Console
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob, availability, build, client_data, emulation, members
+from isthmus.federated.job import (
+    FederatedJob,
+    availability,
+    build,
+    check_simulation,
+    client_data,
+    emulation,
+    members,
+)
 from isthmus.federated.resident import Resident
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
@@ -35,6 +43,7 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
     """The whole command; returns the exit code."""
     if job.scheme.per == "population":
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
+    check_simulation(job)
     data = client_data(job)
     population = len(data.sizes)
     available = availability(job, population)

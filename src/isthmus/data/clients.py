@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from isthmus.data.dataset import ColumnSpec, Dataset, fingerprint_of
 from isthmus.data.disk import DiskDataset
 from isthmus.data.partition import Partition, PartitionSpec, partition
+from isthmus.errors import UserError
 
 if TYPE_CHECKING:
     import torch
@@ -74,6 +75,10 @@ def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedDa
     if natural and isinstance(dataset, DiskDataset):
         looked_at: dict[str, NDArray[np.generic]] = {spec.column: dataset.owners(spec.column)}
     else:
+        needed = {"natural": spec.column, "dirichlet": spec.label, "shards": spec.label}.get(spec.scheme)
+        if needed is not None and needed not in dataset.columns:
+            has = ", ".join(sorted(dataset.columns))
+            raise UserError(f"partition: the data has no column {needed!r}, it has: {has}")
         wanted = [n for n in (spec.label, spec.column) if n in dataset.columns]
         whole = dataset.batch(np.arange(len(dataset)), wanted)
         looked_at = {name: column.numpy() for name, column in whole.items()}

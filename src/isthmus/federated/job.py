@@ -44,6 +44,8 @@ from isthmus.units import parse_duration
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 FEMNIST = "femnist"
+OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "privacy", "deployment"}
+"""Tables that a pipeline's job has not: a file with one of them and no [federated] is to be told of that."""
 
 
 class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -155,7 +157,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 def is_federated(path: Path) -> bool:
     """Whether a job file is one of these."""
-    return "federated" in read_toml(path, "job file")
+    return not OF_THIS_KIND.isdisjoint(read_toml(path, "job file"))
 
 
 def load_federated_job(path: Path) -> FederatedJob:
@@ -172,6 +174,8 @@ def check(job: FederatedJob) -> None:
     """What can be said before data is read."""
     load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))
     check_combining(job)
+    if (seed := job.federated.seed) >= 1 << 64:
+        raise UserError(f"federated.seed: got {seed}, expected less than 2^64")
     for field, seconds in (("execution.patience", job.patience_s), ("participation.deadline", job.deadline_s)):
         if not 1 <= seconds < math.inf:
             raise UserError(f"{field}: got {seconds:g} s, expected at least 1 s")
@@ -222,6 +226,12 @@ def check_deployment(job: FederatedJob) -> None:
     if job.participation.minimum > sites:
         raise UserError(f"participation.minimum: got {job.participation.minimum}, expected at most the {sites} sites")
     job.participation.needed(sites)
+
+
+def check_simulation(job: FederatedJob) -> None:
+    """UserError for what only sites can do."""
+    if late := job.participation.staleness:
+        raise UserError(f"participation.staleness: got {late} for a simulation, where no update is late, expected 0")
 
 
 def client_data(job: FederatedJob) -> ClientData:
@@ -281,9 +291,11 @@ def availability(job: FederatedJob, population: int) -> Availability | None:
 
 
 def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRules:
-    """How the job's rounds go, whoever trains."""
+    """How the job's rounds go, whoever trains. UserError for rounds that could never be committed."""
     rules = job.participation
     needed = population if rules.poisson else rules.needed(population)  # whoever was drawn is waited for
+    if rules.minimum > (asked := _asked(job, needed, population)):
+        raise UserError(f"participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round")
     return RoundRules(
         rounds=job.federated.rounds, first_round=first_round, passes=len(job.algorithm(population).passes),
         needed=needed, quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
@@ -313,8 +325,13 @@ def site_evaluator(job: FederatedJob) -> Evaluator | None:
 def executors(job: FederatedJob, population: int) -> int:
     """How many executors the scheme takes."""
     wanted = job.participation.needed(population)
-    counts = {"cohort": min(population, round(wanted * job.participation.over_select)), "population": population}
+    counts = {"cohort": _asked(job, wanted, population), "population": population}
     return counts.get(job.scheme.per, job.execution.executors if job.scheme.processes else 1)
+
+
+def _asked(job: FederatedJob, needed: int, population: int) -> int:
+    """How many clients are asked for `needed` ones."""
+    return min(population, round(needed * job.participation.over_select))
 
 
 def emulation(job: FederatedJob, executor: int) -> Emulation:
