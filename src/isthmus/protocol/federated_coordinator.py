@@ -12,7 +12,7 @@ whom changes no bit. Sites have a client each: their clients go to nobody, and a
 from __future__ import annotations
 
 import math
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -40,6 +40,7 @@ from isthmus.protocol.federated_events import (
     Open,
     Opening,
     Record,
+    Refusal,
     Returned,
     Summed,
     Task,
@@ -58,6 +59,9 @@ MOST_STATES = 2**31
 STEALING_PAYS_S = 0.01
 """In a turn that is expected to be over sooner, nobody steals: to ask for clients and to be told that there are none is
 two round trips more, of a millisecond each on busy cores."""
+
+TOLD = 3
+"""Refused clients that a run's last line names."""
 
 
 class CoordinatorStatistics(msgspec.Struct, frozen=True):
@@ -309,8 +313,7 @@ class FederatedCoordinator:
             out += [Tell(name, Dropped(turn=before)) for name, (before, _) in opened.late.items()]
             if turn.attempt + 1 >= self.rules.attempts:
                 what = f"round {turn.round}: {opened.done} clients were in after {turn.attempt + 1} attempts"
-                refused = [r.reason for r in opened.refused]
-                return [*out, *self._end("lost", "; ".join([what, *opened.reasons, *refused]))]
+                return [*out, *self._end("lost", "; ".join([what, *opened.reasons, *_told(opened.refused)]))]
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]
         if self.rules.staleness:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
@@ -373,6 +376,12 @@ class FederatedCoordinator:
     def _end(self, outcome: Literal["done", "interrupted", "lost"], reason: str = "") -> list[CoordinatorInstruction]:
         self._phase, self._open = "done", None
         return [Halt(), Finish(outcome, reason)]
+
+
+def _told(refused: Sequence[Refusal]) -> list[str]:
+    """Of the refusals the first few, each with its client."""
+    few = [f"client {r.client}: {r.reason.removeprefix(f'client {r.client}: ')}" for r in refused[:TOLD]]
+    return [*few, f"and {len(refused) - TOLD} clients more"] if len(refused) > TOLD else few
 
 
 def _fault(event: Summed, held: Mapping[int, Task]) -> str | None:
