@@ -11,8 +11,9 @@ The CLI prints the message of one of these on one line, never a traceback unless
 
 from __future__ import annotations
 
+import contextlib
 import difflib
-from collections.abc import Iterable
+from collections.abc import Generator, Iterable
 
 
 class IsthmusError(Exception):
@@ -50,5 +51,18 @@ def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") ->
     """
     names = sorted(valid)
     near = difflib.get_close_matches(got, names, n=1, cutoff=0.5)
-    hint = f"did you mean {prefix + near[0]!r}?" if near else f"expected one of: {', '.join(prefix + n for n in names)}"
+    known = f"expected one of: {', '.join(prefix + n for n in names)}" if names else "expected none"
+    hint = f"did you mean {prefix + near[0]!r}?" if near else known
     return UserError(f"unknown {kind} {prefix + got!r}: {hint}")
+
+
+@contextlib.contextmanager
+def users_code(what: str) -> Generator[None]:
+    """An algorithm or model of the user's own is at work here: whatever it raises becomes a `UserError` that begins
+    with `what`. Memory that is short is this machine's, and stays what it is."""
+    try:
+        yield
+    except (IsthmusError, MemoryError):
+        raise
+    except Exception as e:
+        raise UserError(f"{what}: {type(e).__name__}: {e}") from e

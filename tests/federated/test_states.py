@@ -106,7 +106,7 @@ def test_a_resumed_run_writes_beside_what_it_needs(tmp_path: Path) -> None:
     ("given", "said"),
     [
         ({"steps": 3}, "state 'steps' of client 2: got int, expected a tensor"),
-        ({"control": torch.ones(1, 3).to_sparse()}, "state 'control' of client 2: got torch.sparse_coo, expected strided"),
+        ({"control": torch.ones(1, 3).to_sparse()}, "'control' of client 2: got torch.sparse_coo, expected strided"),
         ({"control": torch.zeros(1, 4)}, r"got control float32 \[4\], expected control float32 \[3\], as init_client"),
         ({}, r"got nothing, expected control float32 \[3\]"),
     ],

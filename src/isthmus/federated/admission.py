@@ -15,7 +15,7 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError
+from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.algorithms import Algorithm, Pass, Update, Values
 from isthmus.federated.partial import BUFFERS, is_finite
 
@@ -88,7 +88,20 @@ def _tried(one: Pass, told: Values, state: Values | None) -> dict[str, Form] | N
         raise
     except Exception:  # the user's own code, given a batch without columns
         return None
-    return {name: Form.of(value) for name, value in update.values.items()}
+    return {name: Form.of(value) for name, value in checked(update).values.items()}
+
+
+def checked(update: Update) -> Update:
+    """What a client returned. UserError for what is no update: the algorithm may be the user's own."""
+    if not isinstance(update, Update):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"algorithm: a client returned {type(update).__name__}, expected an Update")
+    for field, values in (("values", update.values), ("state", update.state)):
+        if values is not None and not isinstance(values, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"algorithm: {field} of an update: got {type(values).__name__}, expected a dict of tensors")
+    for name, value in update.values.items():
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"algorithm: value {name!r}: got {type(value).__name__}, expected a tensor")
+    return update
 
 
 def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> Update:

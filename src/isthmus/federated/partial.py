@@ -223,7 +223,7 @@ class Partial:
         found: Values = {}
         for name, combine in self._returns.items():
             if combine == "collect":
-                found[name] = torch.stack([self._collected[c][name] for c in sorted(self._collected)])
+                found[name] = _stacked(name, [self._collected[c][name] for c in sorted(self._collected)])
                 continue
             divisor = {"weighted_mean": math.ldexp(self._weight, -WEIGHT_BITS), "mean": self.clients, "sum": 1}[combine]
             if not divisor:
@@ -238,6 +238,15 @@ class Partial:
 
 def _units(weight: float) -> int:
     return round(math.ldexp(weight, WEIGHT_BITS))
+
+
+def _stacked(name: str, rows: Sequence[Tensor]) -> Tensor:
+    """UserError for rows that do not fit together."""
+    kinds = {(row.dtype, tuple(row.shape)) for row in rows}
+    if len(kinds) > 1:
+        told = " and ".join(sorted(f"{dtype} {list(shape)}" for dtype, shape in kinds)[:2])
+        raise UserError(f"algorithm: collected value {name!r}: got {told}, expected one shape and type of all clients")
+    return torch.stack(list(rows))
 
 
 def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:

@@ -21,7 +21,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, forms_of
 from isthmus.federated.algorithms import Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
@@ -53,21 +53,23 @@ class Server:
     """Values, sums of the open turn, and commits. The driver calls it in the order that the coordinator says."""
 
     def __init__(self, algorithm: Algorithm, model: Tensor, buffers: Tensor, population: int) -> None:
-        self.values: Values = {name: value.clone() for name, value in algorithm.init_server(model).items()}
-        if "model" not in self.values:
-            raise UserError("algorithm: init_server gives no 'model', expected one among the server's values")
+        with users_code("algorithm: init_server"):
+            first = _checked(algorithm.init_server(model), "init_server", Form.of(model))
+        self.values: Values = {name: value.clone() for name, value in first.items()}
         self._algorithm = algorithm
         self._passes = algorithm.passes
         self._population = population
         self.turn: Turn | None = None
-        self.keeps = algorithm.init_client(torch.zeros(1)) is not None
+        with users_code("algorithm: init_client"):
+            self.keeps = algorithm.init_client(torch.zeros(1)) is not None
         """Whether clients keep something from round to round."""
         if len(buffers) and isinstance(algorithm, Wrapping):
             what = "model: keeps running means, which are averaged as they are"
             raise UserError(f"{what}: expected none with [privacy] or [aggregation]")
         if len(buffers):
             self.values[BUFFERS] = buffers
-        self.forms = forms_of(algorithm, self.values)
+        with users_code("algorithm"):
+            self.forms = forms_of(algorithm, self.values)
         """By pass, what its clients' values look like."""
         self._partials = [
             Partial(self._returns(number), {name: math.prod(form.shape) for name, form in self.forms[number].items()})
@@ -93,7 +95,8 @@ class Server:
     def broadcast(self) -> Values:
         """What every executor is told, once a turn."""
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
-        told = self._algorithm.broadcast(known)
+        with users_code("algorithm: broadcast"):
+            told = _tensors(self._algorithm.broadcast(known), "broadcast")
         return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
 
     def check(
@@ -138,15 +141,41 @@ class Server:
         assert self.turn is not None, "a turn is open"
         combined = self._partial.combined(self.values["model"].dtype)
         cohort = self._partial.cohort(self._population)
+        for name, form in self.forms[self.turn.number].items():
+            if self._returns(self.turn.number).get(name, "collect") != "collect":
+                combined[name] = combined[name].view(form.shape)
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
-        self.values = self._passes[self.turn.number].server(known, combined, cohort)
+        with users_code(f"algorithm: server, round {self.turn.round}"):
+            after = self._passes[self.turn.number].server(known, combined, cohort)
+            self.values = _checked(after, "server", Form.of(self.values["model"]))
         if buffers is not None:
             self.values[BUFFERS] = buffers
         for name, value in self.values.items():
             if not is_finite(value):
                 what = f"round {self.turn.round}: the server's {name!r} is not finite any more"
                 raise UserError(f"{what}: try a smaller learning rate")
+
+
+def _tensors(values: Values, by: str) -> Values:
+    """What the algorithm's function `by` gave. UserError for anything but tensors by name."""
+    if not isinstance(values, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
+        raise UserError(f"algorithm: {by} gives {type(values).__name__}, expected a dict of tensors")
+    for name, value in values.items():
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"algorithm: {by} gives {name!r}: got {type(value).__name__}, expected a tensor")
+    if BUFFERS in values:
+        raise UserError(f"algorithm: {by} gives {BUFFERS!r}, the name of the model's running means: expected another")
+    return values
+
+
+def _checked(values: Values, by: str, model: Form) -> Values:
+    """The server's values that the algorithm's function `by` gave. UserError for what goes on being no model."""
+    if "model" not in _tensors(values, by):
+        raise UserError(f"algorithm: {by} gives no 'model', expected one among the server's values")
+    if (got := Form.of(values["model"])) != model:
+        raise UserError(f"algorithm: {by} gives 'model': got {got}, expected {model}")
+    return values
 
 
 class Commits:

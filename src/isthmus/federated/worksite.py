@@ -11,7 +11,8 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.data.clients import ClientData
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import PeerError, UserError, users_code
+from isthmus.federated.admission import checked
 from isthmus.federated.algorithms import Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import BUFFERS, Partial
@@ -79,7 +80,8 @@ class Worksite:
         columns = self._cast(self._data.load(client))
         few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
         buffers = self.resident.buffers()
-        self.resident.descend(model, few, 0.0)  # no vector of a gradient is made that may never be needed
+        with users_code(f"model, given client {client}'s columns {', '.join(sorted(few))}"):
+            self.resident.descend(model, few, 0.0)  # no vector of a gradient is made that may never be needed
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
         for rows, samples in shapes:
@@ -133,7 +135,8 @@ class Worksite:
         if self._draws:
             torch.manual_seed(torch_seed(self._work.seed, self._turn.round, task.client))
         told = {name: value for name, value in self._told.items() if name != BUFFERS}
-        update = self._passes[self._turn.number].client(local, told, state)
+        with users_code(f"client {task.client}"):
+            update = self._returned(lambda one: one.client(local, told, state))
         if BUFFERS in self._told:
             values = {**update.values, BUFFERS: self.resident.buffers()}
             update = Update(values=values, state=update.state, weight=update.weight)
@@ -151,10 +154,25 @@ class Worksite:
             self._stacked, self._work.local, self._load(rows),
             seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in rows],
         )  # fmt: skip
-        update = self._passes[self._turn.number].client(local, self._told, self._states_of(rows))
+        states = self._states_of(rows)
+        with users_code(f"{len(tasks)} clients together"):
+            update = self._returned(lambda one: one.client(local, self._told, states))
         taken, refused = self._take_in_rows(tasks, _first(update, len(tasks)))
         each_s = self._stretch(start_s) / len(tasks)
         return tuple(Timed(t.client, t.samples, each_s, state) for t, state in taken), refused
+
+    def _returned(self, train: Callable[[Pass], Update]) -> Update:
+        """UserError for what is no update, for a state that got lost, and for a client that wrote to what others are
+        told too: their bits would depend on who trained where."""
+        assert self._turn is not None, "a turn is open"
+        before = [value._version for value in self._told.values()]
+        update = checked(train(self._passes[self._turn.number]))
+        for version, (name, value) in zip(before, self._told.items(), strict=True):
+            if value._version != version:
+                raise UserError(f"algorithm: a client changed {name!r} of what it was told, expected a copy of its own")
+        if self._states is not None and update.state is None and len(self._passes) == 1:
+            raise UserError("algorithm: a client returned no state, but init_client gives one: return it always")
+        return update
 
     def _take_in_rows(
         self, tasks: Sequence[Task], update: Update

@@ -7,7 +7,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import UserError, unknown_name, users_code
 from isthmus.extensions import import_object, load_third_party, read_options, third_party
 from isthmus.federated.algorithms.algorithm import Algorithm
 from isthmus.federated.algorithms.fedavg import FedAvg
@@ -56,8 +56,14 @@ def describe_algorithm(name: str) -> str:
 def load_algorithm(spec: AlgorithmSpec) -> Algorithm:
     """Raises UserError for an unknown name, an option that is not one, and a class that is no `Algorithm`."""
     algorithm = read_options(spec.name, spec.options, _class_of(spec.name))
-    for number, one in enumerate(algorithm.passes):
-        for value, combine in one.returns.items():
+    with users_code(f"algorithm {spec.name!r}"):
+        passes = [dict(one.returns) for one in algorithm.passes]
+    if not all(passes) or not passes:
+        raise UserError(f"algorithm {spec.name!r}: returns nothing, expected a value at least in every pass")
+    for number, returns in enumerate(passes):
+        if "buffers" in returns:
+            raise UserError(f"algorithm {spec.name!r}: returns 'buffers', which are the model's: expected another name")
+        for value, combine in returns.items():
             if combine not in ("weighted_mean", "mean", "sum", "collect"):
                 raise UserError(
                     f"algorithm {spec.name!r}: pass {number} combines {value!r} by {combine!r}, "

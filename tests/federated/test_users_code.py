@@ -1,0 +1,191 @@
+"""An algorithm or model of the user's own that fails, or gives what it must not: a line that says which function."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.federated import (
+    Algorithm,
+    AlgorithmSpec,
+    Combine,
+    Server,
+    StateStore,
+    Update,
+    Work,
+    Worksite,
+    load_algorithm,
+)
+from isthmus.federated.algorithms import Cohort, Local, Values
+from isthmus.federated.partial import Partial
+from isthmus.protocol.federated_events import Opening, Task, Turn
+from tests.federated.populations import LOCAL, module, population
+
+MODEL = torch.ones(4)
+
+
+class Mine(Algorithm, frozen=True):
+    """Moves by ones."""
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": torch.ones_like(told["model"])})
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        return {"model": server["model"] + combined["delta"]}
+
+
+class Table(Mine, frozen=True):
+    """Returns more than vectors."""
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"table": "sum", "count": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)})
+
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        assert (combined["table"].shape, combined["count"].shape) == ((2, 3), ())
+        return server
+
+
+def test_a_combined_value_has_the_shape_that_clients_gave_it() -> None:
+    server = Server(Table(), MODEL, torch.empty(0), 1)
+    server.open(Opening(turn=Turn(0), clients=1, samples=1))
+    server.fold(0, Update(values={"table": torch.ones(2, 3), "count": torch.tensor(1.0)}), 1)
+    server.absorb()
+
+
+class Misspelt(Mine, frozen=True):
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        return {"model": server["model"] + combined["dleta"]}
+
+
+class Loses(Mine, frozen=True):
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        return {"weights": server["model"]}
+
+
+class Shrinks(Mine, frozen=True):
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        return {"model": server["model"][:3]}
+
+
+class Counts(Mine, frozen=True):
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Any:
+        return {"model": server["model"], "rounds": 1}
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (Misspelt(), "algorithm: server, round 0: KeyError: 'dleta'"),
+        (Loses(), "server gives no 'model'"),
+        (Shrinks(), r"server gives 'model': got float32 \[3\], expected float32 \[4\]"),
+        (Counts(), "server gives 'rounds': got int, expected a tensor"),
+    ],
+)
+def test_a_server_that_fails(algorithm: Algorithm, words: str) -> None:
+    server = Server(algorithm, MODEL, torch.empty(0), 1)
+    server.open(Opening(turn=Turn(0), clients=1, samples=1))
+    server.fold(0, Update(values={"delta": MODEL}), 1)
+    with pytest.raises(UserError, match=words):
+        server.absorb()
+
+
+class Breaks(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        raise ZeroDivisionError("of nothing")
+
+
+class ReturnsValues(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Any:
+        return {"delta": told["model"]}
+
+
+class ReturnsNumber(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Any:
+        return Update(values={"delta": 1.0})  # pyright: ignore[reportArgumentType]
+
+
+class Writes(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": told["model"].add_(1.0)})
+
+
+@pytest.mark.parametrize(
+    ("algorithm", "words"),
+    [
+        (Writes(), "a client changed 'model' of what it was told"),
+        (Breaks(), "client 2: ZeroDivisionError: of nothing"),
+        (ReturnsValues(), "a client returned dict, expected an Update"),
+        (ReturnsNumber(), "value 'delta': got float, expected a tensor"),
+    ],
+)
+def test_a_client_that_fails(algorithm: Algorithm, words: str) -> None:
+    site = Worksite(Work(algorithm=algorithm, local=LOCAL, seed=0), module(), population(), None)
+    site.open(Opening(turn=Turn(0), clients=1, samples=17), {"model": site.resident.vector()})
+    with pytest.raises(UserError, match=words):
+        site.train([Task(2, 17)])
+
+
+class Forgets(Mine, frozen=True):
+    def init_client(self, model: Tensor) -> Values | None:
+        return {"steps": torch.zeros(1)}
+
+
+def test_a_state_that_is_not_returned(tmp_path: Path) -> None:
+    site = Worksite(Work(algorithm=Forgets(), local=LOCAL, seed=0), module(), population(), StateStore(tmp_path))
+    site.open(Opening(turn=Turn(0), clients=1, samples=17), {"model": site.resident.vector()})
+    with pytest.raises(UserError, match="a client returned no state, but init_client gives one"):
+        site.train([Task(2, 17)])
+
+
+def test_a_model_that_does_not_take_the_data() -> None:
+    data = population()
+    for columns in data.clients:
+        del columns["labels"]
+    site = Worksite(Work(algorithm=Mine(), local=LOCAL, seed=0), module(), data, None)
+    with pytest.raises(UserError, match=r"given client 0's columns pixel_values: TypeError: .*labels"):
+        site.warm_up()
+
+
+NOTHING = """
+from isthmus.federated import Algorithm
+
+class Nothing(Algorithm, frozen=True):
+    "Declares nothing."
+
+class Without(Algorithm, frozen=True):
+    "Returns nothing."
+    returns = {}
+"""
+
+
+@pytest.mark.parametrize(("name", "words"), [("Nothing", "NotImplementedError"), ("Without", "returns nothing")])
+def test_an_algorithm_that_returns_nothing(
+    name: str, words: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "nothing_algorithms.py").write_text(NOTHING)
+    monkeypatch.syspath_prepend(str(tmp_path))
+    with pytest.raises(UserError, match=f"nothing_algorithms:{name}.*{words}"):
+        load_algorithm(AlgorithmSpec(name=f"nothing_algorithms:{name}"))
+
+
+def test_what_is_collected_is_alike_of_all_clients() -> None:
+    partial = Partial({"sizes": "collect"})
+    for client in (1, 2):
+        values: dict[str, Tensor] = {"sizes": torch.zeros(client)}
+        partial.fold(client, Update(values=values), 1)
+    with pytest.raises(UserError, match=r"'sizes': got torch.float32 \[1\] and torch.float32 \[2\], expected one"):
+        partial.combined(torch.float32)
