@@ -113,6 +113,11 @@ class ReturnsValues(Mine, frozen=True):
         return {"delta": told["model"]}
 
 
+class Weighs(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Any:
+        return Update(values={"delta": told["model"]}, weight="much")  # pyright: ignore[reportArgumentType]
+
+
 class ReturnsNumber(Mine, frozen=True):
     def client(self, local: Local, told: Values, state: Values | None) -> Any:
         return Update(values={"delta": 1.0})  # pyright: ignore[reportArgumentType]
@@ -129,6 +134,7 @@ class Writes(Mine, frozen=True):
         (Writes(), "a client changed 'model' of what it was told"),
         (Breaks(), "client 2: ZeroDivisionError: of nothing"),
         (ReturnsValues(), "a client returned dict, expected an Update"),
+        (Weighs(), "weight of an update: got str, expected a number"),
         (ReturnsNumber(), "value 'delta': got float, expected a tensor"),
     ],
 )

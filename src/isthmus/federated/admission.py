@@ -101,6 +101,8 @@ def checked(update: Update) -> Update:
     for name, value in update.values.items():
         if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(f"algorithm: value {name!r}: got {type(value).__name__}, expected a tensor")
+    if not isinstance(update.weight, int | float | None):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"algorithm: weight of an update: got {type(update.weight).__name__}, expected a number")
     return update
 
 
