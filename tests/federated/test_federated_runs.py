@@ -275,5 +275,11 @@ def test_the_folder_of_another_job_is_refused(tmp_path: Path) -> None:
     refused(isthmus("train", other, "--run", run, "--resume"), 2, "is of another job", "data was")
 
 
+def test_the_folder_of_another_kind_of_job_is_refused(tmp_path: Path) -> None:
+    (tmp_path / "run").mkdir()
+    (tmp_path / "run" / "job.json").write_text('{"name": "a-pipeline"}')
+    refused(isthmus("train", write(tmp_path), "--run", tmp_path / "run", "--resume"), 2, "holds no federated job")
+
+
 def test_options_of_the_other_kind_of_job_are_refused(tmp_path: Path) -> None:
     refused(isthmus("train", write(tmp_path), "--fleet", "laptop"), 2, "--fleet", "federated job")

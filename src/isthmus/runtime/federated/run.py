@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.federated.admission import bounded
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
@@ -202,11 +202,19 @@ def _with_together(job: FederatedJob, data: ClientData, before: Path | None) -> 
     if together != 1:
         get_ready()
     if before is not None and (before / JOB).is_file():
-        together = msgspec.json.decode((before / JOB).read_bytes(), type=FederatedJob).execution.together
+        together = _begun(before / JOB).execution.together
     elif not together:
         # In a copy of this process: with a GPU, backward starts threads, and then executors cannot be forked.
         together = asked(lambda: _measured_together(job, data))
     return msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, together=together))
+
+
+def _begun(path: Path) -> FederatedJob:
+    """The job that the run began with. UserError for a file that is none: a run of another kind, say."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FederatedJob)
+    except msgspec.MsgspecError as e:
+        raise UserError(f"{path}: holds no federated job: {e}") from None
 
 
 def _measured_together(job: FederatedJob, data: ClientData) -> int:
