@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import re
 import socket
 import time
@@ -9,6 +10,7 @@ import tracemalloc
 from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 
+import msgspec
 import pytest
 import torch
 from torch import Tensor
@@ -284,3 +286,12 @@ def test_dialling_reaches_who_listens() -> None:
     assert theirs.receive() == (Credit(run="r", size_bytes=5), [])
     ours.close()
     theirs.close()
+
+
+def test_no_connection_makes_a_decoder(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Two that did so at once have crashed the process: what msgspec knows of a struct is shared while it is made."""
+    monkeypatch.setattr(msgspec.msgpack, "Decoder", None)
+    here, there = socket.socketpair()
+    with contextlib.closing(SocketChannel(here, "b")) as sender, contextlib.closing(SocketChannel(there, "a")) as other:
+        sender.send(Heartbeat(run="r"))
+        assert other.receive(idle_s=5.0) == (Heartbeat(run="r"), [])

@@ -43,6 +43,9 @@ MAX_HEADER_BYTES = 4 << 20
 MAX_ASSIGNMENT_BYTES = 64 << 20
 """Of a header by the coordinator, which has a stage's graph in it."""
 MAX_PAYLOAD_BYTES = 1 << 40
+_DECODER = msgspec.msgpack.Decoder(AnyMessage)
+"""Made on import, by one thread. What msgspec knows of a struct is seen by other threads while it is filled in: two
+connections that made the first decoder at once have crashed the process."""
 
 Guard = Callable[[AnyMessage], None]
 """Refuses a message (PeerError) after its header is read and before its payload is allocated."""
@@ -123,7 +126,6 @@ class SocketChannel:
         self._sent = self._received = 0
         self._missing = 0  # bytes of the frame in work that are still to come, as far as is known
         self._closed = threading.Event()
-        self._decoder = msgspec.msgpack.Decoder(AnyMessage)
         if connection.family in (socket.AF_INET, socket.AF_INET6):
             connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
         self._socket.settimeout(patience_s)
@@ -210,7 +212,7 @@ class SocketChannel:
 
     def _decode(self, header: memoryview) -> AnyMessage:
         try:
-            return self._decoder.decode(header)
+            return _DECODER.decode(header)
         except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
             reason = " ".join(str(e).split())
             raise PeerError(f"{self.other}: frame header is not a known message: {reason[:200]}") from None
