@@ -57,6 +57,12 @@ def test_the_folder_of_another_job_is_refused(field: str, tmp_path: Path) -> Non
         Commits(tmp_path, other).newest()
 
 
+def test_a_history_that_cannot_be_written_is_named(tmp_path: Path) -> None:
+    line = RoundLine(record=Record(round=0, attempt=0, trained={}), seconds=1.0)
+    with pytest.raises(UserError, match=r"history .*rounds.jsonl: cannot be written: "):
+        History(tmp_path / "gone" / "rounds.jsonl").add(line)
+
+
 def test_a_history_forgets_what_is_made_again_and_half_lines(tmp_path: Path) -> None:
     history = History(tmp_path / "rounds.jsonl")
     for number in range(4):

@@ -74,8 +74,11 @@ class History:
             raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 
     def add(self, line: RoundLine) -> None:
-        with self._path.open("ab") as file:
-            file.write(msgspec.json.encode(line) + b"\n")
+        try:
+            with self._path.open("ab") as file:
+                file.write(msgspec.json.encode(line) + b"\n")
+        except OSError as e:
+            raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 
     def lines(self) -> list[RoundLine]:
         return read_lines(self._path, RoundLine)

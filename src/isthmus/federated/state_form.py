@@ -102,7 +102,8 @@ class StateForm:
             if not isinstance(value, Tensor) or value.dtype != part.dtype or value.shape[1:] != part.shape:
                 raise self._other(clients[0], states)
             if value.layout is not torch.strided:
-                raise UserError(f"algorithm: state {name!r} of client {clients[0]}: got {value.layout}, expected strided")
+                told = f"state {name!r} of client {clients[0]}"
+                raise UserError(f"algorithm: {told}: got {value.layout}, expected strided")
             found.append(_bytes(value, len(clients), part))
         if len(states) > len(found):
             raise self._other(clients[0], states)
