@@ -183,6 +183,7 @@ def test_who_is_available_follows_from_the_file(tmp_path: Path) -> None:
         ("client, from, to\n1, 0, 1\n1, 5, 5\n", "line 3: to: got '5', expected a time after '5'"),
         ("client, from, to\n1, 0\n", "line 2: no to"),
         ("client, from, to\n1, soon, 3\n", "line 2: from"),
+        ("client, from, to\n1, nan, 3\n", "line 2: to: got '3', expected a time after 'nan'"),
     ],
 )
 def test_a_bad_line_is_named(text: str, words: str, tmp_path: Path) -> None:

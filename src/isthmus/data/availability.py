@@ -68,7 +68,7 @@ def _line(cells: dict[str, str], population: int, where: str) -> tuple[int, floa
     if not client.isdecimal() or int(client) >= population:
         raise UserError(f"{where}: client: got {client!r}, expected a number below {population}")
     from_s, to_s = (_seconds(cells[name], f"{where}: {name}") for name in ("from", "to"))
-    if to_s <= from_s:
+    if not to_s > from_s:  # nor where one is no number
         raise UserError(f"{where}: to: got {cells['to']!r}, expected a time after {cells['from']!r}")
     return int(client), from_s, to_s
 
