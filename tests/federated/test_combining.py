@@ -127,6 +127,13 @@ def test_a_sum_stays_a_sum() -> None:
     assert torch.allclose(noisy["total"], torch.full((2,), 3.0))
 
 
+@pytest.mark.parametrize("rule", ["median", "trimmed_mean", "krum"])
+def test_whole_numbers_have_a_robust_mean_too(rule: str) -> None:
+    counts = torch.tensor([[2], [2], [2], [2], [900]])
+    found = robust_mean(Aggregation(rule=rule, trim=0.2), {"counts": counts})  # pyright: ignore[reportArgumentType]
+    assert found["counts"].tolist() == [2.0]
+
+
 def test_running_means_are_refused() -> None:
     with pytest.raises(UserError, match="keeps running means"):
         Server(private(), MODEL, torch.zeros(3), 9)

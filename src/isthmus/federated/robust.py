@@ -60,8 +60,13 @@ class Robust(Wrapping, frozen=True):
         return found
 
 
+def _fractional(rows: Tensor) -> Tensor:
+    return rows if rows.is_floating_point() else rows.double()  # counts, say: their mean is none
+
+
 def robust_mean(rule: Aggregation, collected: Values) -> Values:
     """[clients, ...] by name -> [...] by name."""
+    collected = {name: _fractional(rows) for name, rows in collected.items()}
     match rule.rule:
         case "median":
             return {name: _trimmed(rows, (len(rows) - 1) // 2) for name, rows in collected.items()}
