@@ -156,6 +156,12 @@ def test_epsilon_is_that_of_the_analytic_gaussian() -> None:
 # Who can take part
 
 
+def test_epsilon_of_little_noise_is_large_and_soon_found() -> None:
+    pytest.importorskip("dp_accounting")
+    found = guarantee(Privacy(clip=1.0, noise_multiplier=0.02), 2, 1, None)
+    assert 2700 < found.epsilon < 2900  # 1 / 2s^2 + 4.26 / s, for s = 0.02 / sqrt(2)
+
+
 def test_clients_drawn_each_by_themselves() -> None:
     rules, sizes = Participation(clients=20, poisson=True), np.full(100, 5)
     counts = [len(cohort(rules, sizes, 1, r)) for r in range(400)]

@@ -22,6 +22,9 @@ from isthmus.extensions import import_extra
 from isthmus.federated.algorithms import Cohort, Combine, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
 
+GRID = 1e-4
+"""The accountant's own. Whatever it is, its epsilon is no smaller than the true one."""
+
 
 class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """How updates are clipped and covered."""
@@ -82,10 +85,12 @@ def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | N
     """
     dp = import_extra("dp_accounting", "privacy")
     pld = import_extra("dp_accounting.pld", "privacy")
-    event = dp.GaussianDpEvent(privacy.noise_multiplier / math.sqrt(passes))
+    deviation = privacy.noise_multiplier / math.sqrt(passes)
+    event = dp.GaussianDpEvent(deviation)
     if probability is not None and probability < 1:
         event = dp.PoissonSampledDpEvent(probability, event)
-    accountant = pld.PLDAccountant()
+    # Losses are of size 1 / deviation^2: a finer grid than in proportion to them takes hours where noise is small.
+    accountant = pld.PLDAccountant(value_discretization_interval=GRID * max(1.0, deviation**-2))
     accountant.compose(event, rounds)
     return Guarantee(
         epsilon=float(accountant.get_epsilon(privacy.delta)), delta=privacy.delta, rounds=rounds,
