@@ -151,7 +151,8 @@ class Forgets(Mine, frozen=True):
 
 
 def test_a_state_that_is_not_returned(tmp_path: Path) -> None:
-    site = Worksite(Work(algorithm=Forgets(), local=LOCAL, seed=0), module(), population(), StateStore(tmp_path))
+    states = StateStore(tmp_path, StateForm({"steps": torch.zeros(1)}))
+    site = Worksite(Work(algorithm=Forgets(), local=LOCAL, seed=0), module(), population(), states)
     site.open(Opening(turn=Turn(0), clients=1, samples=17), {"model": site.resident.vector()})
     with pytest.raises(UserError, match="a client returned no state, but init_client gives one"):
         site.train([Task(2, 17)])
