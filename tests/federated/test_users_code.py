@@ -24,6 +24,7 @@ from isthmus.federated import (
 )
 from isthmus.federated.algorithms import Cohort, Local, Values
 from isthmus.federated.partial import Partial
+from isthmus.federated.state_form import StateForm
 from isthmus.protocol.federated_events import Opening, Task, Turn
 from tests.federated.populations import LOCAL, module, population
 
