@@ -22,7 +22,7 @@ PUBLIC = {
     "build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place preference "
     "step_price SyncPolicy with_edges with_sync",
     "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity Local LocalConfig Pass Server "
-    "StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
+    "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
     "load_fleet parse_fleet resolve_fleet topology topology_names",
