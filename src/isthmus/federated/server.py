@@ -141,8 +141,9 @@ class Server:
         assert self.turn is not None, "a turn is open"
         combined = self._partial.combined(self.values["model"].dtype)
         cohort = self._partial.cohort(self._population)
+        returns = self._returns(self.turn.number)
         for name, form in self.forms[self.turn.number].items():
-            if self._returns(self.turn.number).get(name, "collect") != "collect":
+            if returns.get(name, "collect") != "collect":
                 combined[name] = combined[name].view(form.shape)
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}

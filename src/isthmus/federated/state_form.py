@@ -62,7 +62,6 @@ class StateForm:
         header = len(text).to_bytes(8, "little") + text
         client = header.index(_CLIENT)
         round_ = header.index(_ROUND, client + len(_CLIENT))
-        self._round_lies = slice(round_, round_ + len(_ROUND))
         self._lead = header[:client]
         self._between = header[client + len(_CLIENT) : round_]
         self._tail = header[round_ + len(_ROUND) :]
