@@ -184,10 +184,10 @@ def draw(curves: Sequence[Curve], path: Path) -> None:
             for row, points in enumerate(([c.loss for c in of], [c.divergence for c in of])):
                 mean = [statistics.fmean(point) for point in zip(*points, strict=True)]
                 axes[row][column].plot(of[0].steps, mean, label=name)
-        axes[0][column].set(title=kind, ylabel="held-out loss of the mean model")
+        axes[0][column].set(title=kind, ylabel="held-out loss of the mean model", yscale="log")
         axes[1][column].set(ylabel="divergence", xlabel="step", yscale="log")
-        axes[0][column].legend()
-    figure.tight_layout()
+    figure.tight_layout(rect=(0, 0.05, 1, 1))
+    figure.legend(*axes[0][0].get_legend_handles_labels(), loc="lower center", ncols=len(MODES), frameon=False)
     figure.savefig(path, dpi=80)
 
 
