@@ -38,13 +38,15 @@ def test_the_units_are_units() -> None:
 
 def _batch(folder: Path, ranks: int, stand_in: str) -> subprocess.Popen[str]:
     """The script, with another program in place of `isthmus` and `torchrun`."""
+    programs = folder / "bin"
+    programs.mkdir()
     for name in ("isthmus", "torchrun"):
-        (folder / name).write_text(f"#!/bin/bash\n{stand_in}\n")
-        (folder / name).chmod(0o755)
+        (programs / name).write_text(f"#!/bin/bash\n{stand_in}\n")
+        (programs / name).chmod(0o755)
     return subprocess.Popen(
         ["bash", DEPLOY / "slurm" / "join.sbatch"], stdout=subprocess.PIPE, text=True, start_new_session=True,
         env={
-            "PATH": f"{folder}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_JOB_NAME": "desk",
+            "PATH": f"{programs}:{os.environ['PATH']}", "HOME": str(folder), "SLURM_JOB_NAME": "desk",
             "ISTHMUS_RANKS": str(ranks),
         },
     )  # fmt: skip
