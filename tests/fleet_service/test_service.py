@@ -22,7 +22,8 @@ from isthmus.runtime.messages.run import Heartbeat, Join
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import joining
-from isthmus.runtime.service.agent import Agent, Dismissal, Membership, join_fleet, membership_in
+from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
+from isthmus.runtime.service.joining import Dismissal
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.reception import Heard, Reception
 from isthmus.runtime.transport.secure import TlsConnection, secure_unknown
@@ -121,6 +122,20 @@ def test_a_revoked_device_is_out_at_once_and_for_good(fleet: Fleet, tmp_path: Pa
     assert isinstance(_answer(_connected(fleet, Identity(tmp_path / "desk"))), Dismissed)
 
 
+def test_a_device_whose_certificate_has_ended_says_so(fleet: Fleet, tmp_path: Path) -> None:
+    said: list[str] = []
+    agent = _agent(fleet, tmp_path / "desk", said=said)
+    identity = Identity(tmp_path / "desk")
+    identity.keep(fleet.state.authority.certify(identity.request(), "device", -3600.0)[1], identity.authority_der())
+    with in_background(agent.run, agent.stop):
+        soon(lambda: said)
+    assert "certificate ended 1.0 hours ago" in said[0] and "--ticket-file" in said[0]
+    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)  # with the key that it has
+    again = _agent(fleet, tmp_path / "desk")
+    with in_background(again.run, again.stop):
+        fleet.service.wait_for(["desk"])
+
+
 def _refused(fleet: Fleet, ticket: Ticket, folder: Path, name: str = "desk") -> str:
     with pytest.raises(PeerError) as refused:
         join_fleet(ticket, folder, name, 5.0)
@@ -140,6 +155,9 @@ def test_tickets_that_are_refused(fleet: Fleet, tmp_path: Path) -> None:
     assert "of another fleet than the ticket" in _refused(fleet, other, tmp_path / "fifth")
     assert "is taken by" in _refused(fleet, fleet.ticket(), tmp_path / "sixth", "first")
     assert "printable" in _refused(fleet, fleet.ticket(), tmp_path / "seventh", "../x")
+    with pytest.raises(Dismissal) as refused:
+        join_fleet(ticket, tmp_path / "second", "second", 5.0)
+    assert refused.value.exit_code == 2, "examples/deploy: a supervisor does not try again"
 
 
 def test_the_secret_is_not_told_to_another_fleet(fleet: Fleet, tmp_path: Path) -> None:

@@ -22,7 +22,7 @@ from isthmus.runtime.messages.probe import Compute, Expect, Measure
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.processes.launcher import Launcher, Place
-from isthmus.runtime.service.joining import join
+from isthmus.runtime.service.joining import Dismissal, join
 from isthmus.runtime.service.probing import compute_speed, expect_probe, measure_link
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.lanes import SendLane
@@ -64,10 +64,6 @@ def membership_in(folder: Path) -> Membership | None:
     if not found.coordinators:
         raise UserError(f"{folder / _MEMBERSHIP}: coordinators: got none, expected an address")
     return found
-
-
-class Dismissal(PeerError):
-    """The coordinator does not want this device: trying again is of no use."""
 
 
 class Workshop(Protocol):
@@ -114,15 +110,25 @@ class Agent:
                 except PeerError as e:
                     wait_s = self._retries_s[min(self._failed, len(self._retries_s) - 1)]
                     self._failed += 1
-                    self._say(f"{e}; trying again in {wait_s:g} s")
+                    self._say(f"{e}{self._outdated()}; trying again in {wait_s:g} s")
                     self._over.wait(wait_s)
         finally:
-            self._end_work()
+            self._end_work(halted=False)
             if self._workshop is not None:
                 self._workshop.end()
 
     def stop(self) -> None:
         self._over.set()
+
+    def _outdated(self) -> str:
+        """What a coordinator that refuses an old certificate does not say: it hangs up on whoever has no good one."""
+        over_s = time.time() - self._identity.expires_s()
+        if over_s <= 0:
+            return ""
+        return (
+            f" (by this machine's clock the device's certificate ended {over_s / 3600:.1f} hours ago: set the clock, "
+            "or join again with a new ticket in --ticket-file)"
+        )
 
     @property
     def _working(self) -> str:
@@ -243,11 +249,12 @@ class Agent:
             self._work = (call.run, launcher)
         self._say(f"at work; log {self._folder / 'logs'}")
 
-    def _end_work(self) -> None:
+    def _end_work(self, *, halted: bool = True) -> None:
+        """Whoever was halted gets the time to end."""
         with self._lock:
             work, self._work = self._work, None
         if work is not None:
-            work[1].end()
+            work[1].end(halted=halted)
 
 
 def local_address(host: str, port: int) -> str:

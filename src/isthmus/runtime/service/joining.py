@@ -20,7 +20,7 @@ from typing import TypeVar, cast
 
 import msgspec
 
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.keys import id_of
@@ -37,6 +37,13 @@ _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] =
     kind: msgspec.msgpack.Decoder(kind) for kind in (JoinRequest, JoinAnswer)
 }
 """Made on import, as the channel's: several newcomers may come at once."""
+
+
+class Dismissal(PeerError):
+    """The coordinator does not want this device. Trying again is of no use, as the exit code tells a supervisor: a
+    person has to mend something."""
+
+    exit_code = UserError.exit_code
 
 
 def admit(connection: Connection, authority: Authority, roster: Roster) -> str | None:
@@ -81,7 +88,7 @@ def check_name(name: str) -> None:
 def join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> tuple[str, int]:
     """The device's part: afterwards `identity` is complete. Returns the address that answered.
 
-    PeerError when no address answers, when who answers is not of the ticket's fleet, or when it refuses.
+    PeerError when no address answers, or who answers is not of the ticket's fleet; Dismissal when it refuses.
     """
     failures: list[str] = []
     for host, port in ticket.addresses:
@@ -116,7 +123,7 @@ def _join_at(
     finally:
         connection.close()
     if answer.refused or not answer.certificate:
-        raise PeerError(f"{where} refused: {''.join(c for c in answer.refused if c.isprintable())[:500]}")
+        raise Dismissal(f"{where} refused: {''.join(c for c in answer.refused if c.isprintable())[:500]}")
     identity.keep(answer.certificate, authority)
     return host, port
 
