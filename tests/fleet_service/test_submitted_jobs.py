@@ -25,9 +25,10 @@ from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
 from isthmus.runtime.conducting.record import Record
 from isthmus.runtime.identity import Ticket, decode_ticket
+from isthmus.runtime.processes.interrupting import interruptible
 from isthmus.runtime.service.job_queue import JobQueue, job_log
 from tests.federated.sites import write_job as write_federated_job
-from tests.runtime.commands import edited, interrupt, isthmus, refused, start, wait_until, write_job
+from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
 
 from .doors import family_of, listening, readable_by_others, refuses_strangers
 from .parties import Fleet
@@ -102,6 +103,20 @@ def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Pa
     assert Path(listed[0]["folder"]).parent == tmp_path / "first" / "runs"
 
 
+def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path: Path) -> None:
+    queue = _submitted(fleet, tmp_path, "first", "second")
+
+    def carry(*_: object) -> int:
+        with interruptible(heard.set):
+            _ctrl_c()
+            assert heard.wait(10)
+        raise UserError("its devices did not come")
+
+    heard = threading.Event()
+    assert _served(fleet, queue, carry) == INTERRUPTED
+    assert _states(queue) == ["failed", "queued"]
+
+
 def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path) -> None:
     queue = _submitted(fleet, tmp_path, "first", "second")
     state = ("--state", fleet.state.folder)
@@ -135,6 +150,19 @@ def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path)
     refused(isthmus("logs", "fourth", *state), 2, "fourth", "isthmus jobs")
 
 
+def test_a_job_whose_folder_or_log_is_gone_ends_nobody_else(fleet: Fleet, tmp_path: Path) -> None:
+    queue = JobQueue(fleet.state.folder)
+    for name in ("gone", "mute"):
+        queue.submit(name, "pipeline", b"{}", tmp_path / name)
+    with contextlib.closing(_submitted(fleet, tmp_path, "last")):
+        job_log(fleet.state.folder, 2).mkdir(parents=True)
+        assert _served(fleet, queue, lambda *_: _ctrl_c() or time.sleep(10) or 0) == INTERRUPTED
+    assert _states(queue) == ["failed", "failed", "queued"]
+    assert "submitted from" in queue.jobs()[0].detail and "No such file" in queue.jobs()[0].detail
+    assert queue.jobs()[1].detail == "its log cannot be written: Is a directory"
+    queue.close()
+
+
 def test_what_a_killed_coordinator_ran_goes_first(fleet: Fleet, tmp_path: Path) -> None:
     queue = _submitted(fleet, tmp_path, "first", "second")
     begun = queue.begin()
@@ -144,8 +172,11 @@ def test_what_a_killed_coordinator_ran_goes_first(fleet: Fleet, tmp_path: Path) 
         assert _states(other) == ["queued", "queued"]
         again = other.begin()
         assert again is not None and again.name == "first"
+        queue.stop(again.number)
         with pytest.raises(UserError, match="another coordinator"), queue.served():
             pass
+    with queue.served():
+        assert _states(queue) == ["stopped", "queued"], "killed before it could do so"
 
 
 def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
@@ -175,6 +206,16 @@ def test_only_what_could_run_is_taken(fleet: Fleet, tmp_path: Path) -> None:
     refused(isthmus("submit", elsewhere, *state), 2, "expected a relative path")
     refused(isthmus("submit", write_job(tmp_path), "--state", tmp_path / "none"), 2, "no fleet was served")
     assert JobQueue(fleet.state.folder).jobs() == []
+
+
+def test_a_polite_end_is_a_ctrl_c(fleet: Fleet, tmp_path: Path) -> None:
+    number = JobQueue(fleet.state.folder).submit("waits", "pipeline", b"{}", tmp_path)
+    job_log(fleet.state.folder, number).parent.mkdir()
+    job_log(fleet.state.folder, number).write_text("words\n")
+    process = start("logs", "--follow", "--state", fleet.state.folder)
+    assert process.stdout is not None and process.stdout.readline() == "words\n"
+    process.terminate()
+    assert (*process.communicate(timeout=30), process.returncode) == ("", "", INTERRUPTED)
 
 
 def test_others_cannot_command(fleet: Fleet, tmp_path: Path) -> None:
@@ -235,12 +276,12 @@ def test_submitted_to_a_coordinator_that_serves(tmp_path: Path) -> None:
         _doors_are_shut(process.pid)
         _no_secret_is_in_the_open(tickets, run.parent, process.pid)
         assert isthmus("stop", "--state", home).code == 0
-        assert "interrupted: go on" in isthmus("logs", "--state", home, "--follow", "--all").out
+        assert "interrupted: go on with `isthmus resume 1`" in isthmus("logs", "--state", home, "--follow", "--all").out
         (stopped,) = JobQueue(home).jobs()
         assert stopped.state == "stopped" and any((Path(stopped.folder) / "checkpoints").iterdir())
         devices.stop()
     finally:
-        interrupt(process)
+        process.terminate()  # as a supervisor does
         process.communicate(timeout=30)
     assert process.returncode == INTERRUPTED
     assert "no coordinator" in isthmus("status", "--state", home).out

@@ -12,6 +12,7 @@ import typer
 from isthmus.cli.lazy import lazy_app
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.plain import plain
+from isthmus.runtime.processes.interrupting import terminable
 
 COMMANDS = {
     "job_commands": {
@@ -57,11 +58,12 @@ _UsageError = cast("type[Exception]", typer.BadParameter.__bases__[0])
 
 def main() -> None:
     """Run the command line; one line on stderr and an exit code for every error that is ours to explain."""
-    sys.path.insert(0, os.getcwd())  # a job may name the user's own `package.module:callable`
     debug = "--debug" in sys.argv
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
-        code = app(arguments, prog_name="isthmus", standalone_mode=False)
+        sys.path.insert(0, os.getcwd())  # a job may name the user's own `package.module:callable`
+        with terminable():
+            code = app(arguments, prog_name="isthmus", standalone_mode=False)
     except _UsageError as e:
         usage = cast("typer.BadParameter", e)
         usage.message = re.sub(r"isthmus1-[\w-]+", "isthmus1-...", usage.message)  # a ticket in argv is not logged too

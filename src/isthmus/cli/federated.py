@@ -42,6 +42,8 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     executors: int | None = None
     rounds: int | None = None
     json: bool = False
+    again: str = "--resume"
+    """What a person has to say for the run to go on."""
 
 
 def read_job(path: Path, choices: FederatedChoices) -> FederatedJob:
@@ -107,7 +109,7 @@ def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, out: 
         try:
             return _watched(job, choices, folder.path, begin, out, notes)
         except KeyboardInterrupt:
-            _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
+            _say(notes, f"interrupted: go on with {choices.again}, run folder {folder.path}")
             return 130
 
 
@@ -125,7 +127,7 @@ def _watched(
         finish = act()
     _report(run.history.lines(), folder, choices, out)
     if finish.outcome == "interrupted":
-        _say(notes, f"interrupted: go on with --resume, run folder {folder}")
+        _say(notes, f"interrupted: go on with {choices.again}, run folder {folder}")
         return 130
     return 0
 

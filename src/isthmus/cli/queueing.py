@@ -17,11 +17,12 @@ from rich.console import Console
 
 from isthmus.cli import federated, training
 from isthmus.cli.folder import RunFolder
-from isthmus.errors import IsthmusError
+from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.plain import plain
 from isthmus.runtime.identity.database import StoreError
+from isthmus.runtime.processes.interrupting import interruptions
 from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
 from isthmus.runtime.service.service import Service
 
@@ -43,11 +44,15 @@ def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callab
                 threading.Event().wait(LOOK_S)
                 continue
             say(f"job {job.number} ({job.name}) begins")
-            state, detail = _carried_out(job, service, queue, state_folder)
+            stopped, before = threading.Event(), interruptions()
+            try:
+                state, detail = _carried_out(job, service, queue, state_folder, stopped)
+            except OSError as e:  # of its log: a full disk, say. The others, and whoever waits, are not to suffer
+                state, detail = "failed", plain(f"its log cannot be written: {e.strerror or e}")
             _stored(partial(queue.end, job.number, state, detail), say)
             say(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
-            if state == "queued":
-                return INTERRUPTED
+            if state == "queued" or (interruptions() > before and not stopped.is_set()):
+                return INTERRUPTED  # also where the job was over, or failed, as Ctrl-C came
 
 
 def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
@@ -65,15 +70,16 @@ def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
             time.sleep(LOOK_S)
 
 
-def _carried_out(job: Submitted, service: Service, queue: JobQueue, state_folder: Path) -> tuple[State, str]:
-    """What becomes of it, and why."""
+def _carried_out(
+    job: Submitted, service: Service, queue: JobQueue, state_folder: Path, stopped: threading.Event
+) -> tuple[State, str]:  # fmt: skip
+    """What becomes of it, and why. `stopped` is set when somebody did not want it any more."""
     log = job_log(state_folder, job.number)
     log.parent.mkdir(mode=0o700, exist_ok=True)
-    with log.open("a", encoding="utf-8", buffering=1) as file, contextlib.chdir(job.directory):
+    with log.open("a", encoding="utf-8", buffering=1) as file:
         console = Console(file=file, width=LOG_WIDTH, markup=False)
-        stopped = threading.Event()
         try:
-            with _stopping(stopped, lambda: queue.is_unwanted(job.number)):
+            with _where_submitted(job), _stopping(stopped, lambda: queue.is_unwanted(job.number)):
                 code = _run(job, service, queue, console)
         except IsthmusError as e:
             code, reason = e.exit_code, plain(str(e))
@@ -91,15 +97,27 @@ def _carried_out(job: Submitted, service: Service, queue: JobQueue, state_folder
         return "failed", reason
 
 
+@contextlib.contextmanager
+def _where_submitted(job: Submitted) -> Generator[None]:
+    """UserError where that folder is gone, or is not for this process to see."""
+    with contextlib.ExitStack() as there:
+        try:
+            there.enter_context(contextlib.chdir(job.directory))
+        except OSError as e:
+            raise UserError(f"job: was submitted from {job.directory}: {e.strerror}; submit it again") from None
+        yield
+
+
 def _run(job: Submitted, service: Service, queue: JobQueue, console: Console) -> int:
+    again = f"`isthmus resume {job.number}`"
     if job.kind == "federated":
         made = msgspec.json.decode(job.document, type=FederatedJob)
         folder = _folder(job, made.run_dir, queue)
-        choices = federated.FederatedChoices(resume=folder.begun, run=folder.path)
+        choices = federated.FederatedChoices(resume=folder.begun, run=folder.path, again=again)
         return federated.deploy(made, choices, lambda _: contextlib.nullcontext(service), console, console)
     made = msgspec.json.decode(job.document, type=Job)
     folder = _folder(job, made.run_dir, queue)
-    choices = training.Choices(resume=folder.begun, run=folder.path, crew=service)
+    choices = training.Choices(resume=folder.begun, run=folder.path, crew=service, again=again)
     return training.train(made, choices, console, console)
 
 

@@ -45,6 +45,8 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     json: bool = False
     crew: Crew | None = None
     """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
+    again: str = "--resume"
+    """What a person has to say for the run to go on."""
 
 
 def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
@@ -54,7 +56,7 @@ def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
         try:
             return _train(job, choices, folder, out, notes)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
-            how = f"go on with --resume, run folder {folder.path}" if folder.begun else "nothing was written"
+            how = f"go on with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
             _say(notes, f"interrupted at once: {how}")
             if choices.json and folder.begun:
                 _tell(folder, None)
@@ -109,7 +111,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     hooks.call("finish", folder.path, outcome.outcome)
     check_outcome(outcome)
     if outcome.outcome == "interrupted":
-        _say(notes, f"interrupted: go on with --resume, run folder {folder.path}")
+        _say(notes, f"interrupted: go on with {choices.again}, run folder {folder.path}")
         return 130
     return 0
 

@@ -123,7 +123,8 @@ class JobQueue:
 
     @contextlib.contextmanager
     def served(self) -> Generator[None]:
-        """Jobs are run by this process alone meanwhile. What one that was killed ran goes on, before all that wait.
+        """Jobs are run by this process alone meanwhile. What one that was killed ran goes on, before all that wait, but
+        for a job that somebody had wanted to stop.
         UserError while another process serves."""
         with self._claim.open("ab") as claim:
             try:
@@ -131,6 +132,7 @@ class JobQueue:
             except BlockingIOError:
                 raise UserError(f"state folder {self._claim.parent}: another coordinator runs its jobs") from None
             with self._database.changing() as database:
+                database.execute("UPDATE jobs SET state = 'stopped' WHERE state = 'running' AND stop")
                 database.execute("UPDATE jobs SET state = 'queued', wanted_s = 0 WHERE state = 'running'")
             yield
 
