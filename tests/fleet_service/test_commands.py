@@ -18,7 +18,7 @@ from isthmus.cli import queueing
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.service import service
-from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, post
+from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, post
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
 from isthmus.runtime.service.joining import check_name
@@ -70,7 +70,12 @@ def test_a_device_is_not_drained_before_it_works(tmp_path: Path) -> None:
     bob = DeviceNews(name="bob", id="b" * 32, working=False)
     post(tmp_path, Bulletin(at_s=time.time(), port=1, devices=(bob,)))
     assert "works for no run" in drained()
-    post(tmp_path, Bulletin(at_s=time.time(), port=1, devices=(msgspec.structs.replace(bob, working=True),)))
+    link = LinkNews(devices=("bob", "eve"), relayed=False, latency_s=0.05, streams=4, bbr=True)
+    working = (msgspec.structs.replace(bob, working=True),)
+    post(tmp_path, Bulletin(at_s=time.time(), port=1, devices=working, links=(link,)))
+    JobQueue(tmp_path).close()
+    status = isthmus("status", "--state", str(tmp_path)).out
+    assert re.search(r"bob - eve *│ direct *│ 50 ms each way *│ 4, BBR", status)
     assert isthmus("drain", "bob", "--state", str(tmp_path)).code == 0
     assert state.take_leaving() == ["bob"]
     state.close()
@@ -136,9 +141,9 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(service, "REMIND_S", 0.2)
     monkeypatch.setattr(service, "WATCH_S", 0.05)
 
-    def end() -> None:
+    def end(name: str = "bob") -> None:
         with fleet.service._changed:  # pyright: ignore[reportPrivateUsage]  # as if it had joined
-            fleet.service._present["bob"] = mock.Mock()  # pyright: ignore[reportPrivateUsage]
+            fleet.service._present[name] = mock.Mock()  # pyright: ignore[reportPrivateUsage]
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):
         soon(lambda: len(fleet.said) > 1)
@@ -149,6 +154,12 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
     assert fleet.service.news().awaited == ()
     assert fleet.said[0] == "waiting for bob to join (0 here)"
     assert re.fullmatch(r"waiting for bob to join \(0 here\), for \d+(\.\d+)? m?s", fleet.said[1])
+    fleet.state.roster.redeem(fleet.state.roster.invite(time.time())[0], "1" * 32, "eve", time.time())
+    fleet.state.roster.revoke("eve", time.time())
+    fleet.said.clear()
+    with in_background(lambda: fleet.service.wait_for(["eve"]), lambda: end("eve")):
+        soon(lambda: fleet.said)
+    assert fleet.said[0].startswith("waiting for eve (it was revoked: a new key and a ticket bring it back) to join")
 
 
 def test_a_ticket_on_the_command_line_is_not_repeated(tmp_path: Path) -> None:

@@ -9,7 +9,7 @@ from unittest import mock
 import pytest
 
 from isthmus.runtime.transport import pacing
-from isthmus.runtime.transport.pacing import pace, round_trip_s
+from isthmus.runtime.transport.pacing import is_paced, pace, round_trip_s
 
 
 def test_long_links_are_paced_where_the_kernel_can() -> None:
@@ -23,13 +23,15 @@ def test_long_links_are_paced_where_the_kernel_can() -> None:
         with mock.patch.object(pacing, "LONG_S", 2.0):
             pace(near)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16) == usual
+        assert is_paced(near) == usual.startswith(b"bbr")
         with mock.patch.object(pacing, "LONG_S", 0.0):
             pace(near)
         assert near.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).startswith(b"bbr")
+        assert is_paced(near)
 
 
 def test_what_is_no_tcp_stays_as_it_is() -> None:
     near, far = socket.socketpair()
     with near, far:
-        assert round_trip_s(near) is None
+        assert round_trip_s(near) is None and not is_paced(near)
         pace(near)

@@ -100,13 +100,14 @@ def _progressed(job: Submitted) -> Progressed:
 
 
 def _links(links: tuple[LinkNews, ...]) -> Table:
-    drawn = Table("link", "", "latency", "cost", title="Links in use")
+    drawn = Table("link", "", "latency", "streams", "cost", title="Links in use")
     for link in links:
         latency = f"{format_duration(link.latency_s)} each way" if link.latency_s is not None else "not known"
         carried = format_size(link.carried_bytes)
         cost = f"{carried} into the coordinator's line, and out again" if link.relayed else "none beside its own"
         way = "relayed by the coordinator" if link.relayed else "direct"
-        drawn.add_row(" - ".join(link.devices), way, latency, cost)
+        streams = f"{link.streams}, BBR" if link.bbr else str(link.streams)
+        drawn.add_row(" - ".join(link.devices), way, latency, streams, cost)
     return drawn
 
 

@@ -41,7 +41,7 @@ class Meeting:
         self._waiting: list[tuple[int, int, SocketChannel]] = []
         """Epoch and stage that each says it is for."""
         listener.start(self._greet)
-        self._ways: dict[str, tuple[SocketChannel, bool]] = {}
+        self._ways: dict[str, tuple[SocketChannel, bool, int]] = {}
         self._parking: Parking | None = None
         if reacher.identity is not None:
             self._parking = Parking(reacher, run, lambda found: listener.adopt(found, "relayed", self._greet))
@@ -106,8 +106,8 @@ class Meeting:
     def ways(self) -> tuple[Way, ...]:
         """How the devices were reached that were dialled last."""
         return tuple(
-            Way(device=device, relayed=relayed, latency_s=channel.latency_s)
-            for device, (channel, relayed) in self._ways.items()
+            Way(device=device, relayed=relayed, latency_s=channel.latency_s, streams=streams, bbr=channel.bbr)
+            for device, (channel, relayed, streams) in self._ways.items()
         )
 
     def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
@@ -115,7 +115,7 @@ class Meeting:
             run=self._run, other=f"device {neighbour.device!r}", host=neighbour.host, port=neighbour.port,
             id=neighbour.id, strands=neighbour.strands,
         ))  # fmt: skip
-        self._ways[neighbour.device] = (channel, relayed)
+        self._ways[neighbour.device] = (channel, relayed, neighbour.strands)
         channel.send(Hello(run=assignment.run, epoch=assignment.epoch, stage=assignment.view.stage))
         return channel
 

@@ -94,6 +94,12 @@ class Roster:
             ).fetchone()
         return None if found is None else str(found[0])
 
+    def is_revoked(self, name: str) -> bool:
+        """Whether the last device of this name was revoked, and no other has taken it."""
+        with self._database.reading() as database:
+            found = database.execute("SELECT min(revoked_s NOT NULL) FROM devices WHERE name = ?", (name,)).fetchone()
+        return found[0] == 1
+
     def seen(self, device: str, now_s: float) -> None:
         with self._database.changing() as database:
             database.execute("UPDATE devices SET seen_s = ? WHERE id = ?", (now_s, device))

@@ -68,6 +68,9 @@ class Way(msgspec.Struct, frozen=True, kw_only=True):
     relayed: bool
     latency_s: float | None
     """One way, as the kernel sees it; of a relayed one, as far as the coordinator."""
+    streams: int = 1
+    bbr: bool = False
+    """Whether this end sends by it."""
 
 
 class ReadyMessage(Message, frozen=True, kw_only=True):

@@ -32,6 +32,9 @@ class LinkNews(msgspec.Struct, frozen=True, kw_only=True):
     relayed: bool
     latency_s: float | None
     """One way, as the kernel saw it when the plan began: of both halves, where it is relayed."""
+    streams: int = 1
+    bbr: bool = False
+    """Whether who dialled sends by it."""
     carried_bytes: int = 0
     """Both ways, of a relayed one: so much came to the coordinator, and left it again."""
 
@@ -47,7 +50,7 @@ class Bulletin(msgspec.Struct, frozen=True, kw_only=True):
     relayed: tuple[RelayedLink, ...] = ()
     """Connections that the coordinator copies now, also those of probes."""
     awaited: tuple[str, ...] = ()
-    """Names of devices that must join before the run begins."""
+    """Devices that must join before the run begins, as people are told of them."""
 
     @property
     def fresh(self) -> bool:

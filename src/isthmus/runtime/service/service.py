@@ -41,6 +41,7 @@ from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, pos
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.joining import admit
+from isthmus.runtime.service.remarks import Remarks
 from isthmus.runtime.transport.allowance import Allowance
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
@@ -72,6 +73,7 @@ class Service:
         self._state = state
         self._patience_s = patience_s
         self._say = say
+        self._remarks = Remarks(say)
         self._changed = threading.Condition()
         self._present: dict[str, SendLane] = {}
         """By name, of the devices that are connected."""
@@ -82,7 +84,7 @@ class Service:
         self._ended: dict[str, dict[str, str]] = {}
         """By run and name: how the device's process ended."""
         self._awaited: tuple[str, ...] = ()
-        """Names of devices without which a run does not begin."""
+        """Devices without which a run does not begin, as people are told of them."""
         self._working: dict[str, str] = {}
         """By name, of those present: the run that a process of the device works for."""
         self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
@@ -133,15 +135,22 @@ class Service:
         with self._changed:
             try:
                 while missing := [d for d in devices if d not in self._present]:
-                    self._awaited = tuple(missing)
+                    self._awaited = tuple(map(self._called, missing))
                     if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
                         reminded_s = now_s
                         since = f", for {format_duration(now_s - began_s)}" if now_s - began_s >= REMIND_S else ""
                         here = f"{len(devices) - len(missing)} here"
-                        self._say(f"waiting for {', '.join(missing)} to join ({here}){since}")
+                        self._say(f"waiting for {', '.join(self._awaited)} to join ({here}){since}")
                     self._changed.wait(WATCH_S)
             finally:
                 self._awaited = ()
+
+    def _called(self, device: str) -> str:
+        """A device that is missing. Of one that was revoked, waiting alone does not help."""
+        with contextlib.suppress(StoreError):
+            if self._state.roster.is_revoked(device):
+                return f"{device} ({REVOKED}: a new key and a ticket bring it back)"
+        return device
 
     @property
     def outlives(self) -> bool:
@@ -245,6 +254,7 @@ class Service:
         assert party is not None, "strangers do not come here"
         with self._changed:
             self._channels.setdefault(party.id, set()).add(channel)
+        name = None
         try:
             name = self._state.roster.name_of(party.id) if party.role == "device" else None
             if name is None:
@@ -261,7 +271,7 @@ class Service:
             elif first is not None and first.device == name and (run := self._reception(channel, first)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, StoreError) as e:
-            self._say(str(e))
+            self._remarks.about(name or party.id, str(e))
         finally:
             channel.close()
             with self._changed:
@@ -298,7 +308,7 @@ class Service:
         if former is not None:  # it has come back before we noticed that it was gone
             former.close(0.0)
         self._state.roster.seen(party.id, time.time())
-        self._say(f"{name} is here")
+        self._remarks.about(name, f"{name} is here")
         for call in list(self._standing.values()):
             if name in call.devices:
                 lane.put(_engage(call))
@@ -309,7 +319,7 @@ class Service:
             with self._changed:
                 if self._present.get(name) is lane:
                     del self._present[name]
-            self._say(f"{name} has left")
+            self._remarks.about(name, f"{name} has left")
 
     def _hear(self, channel: SocketChannel, lane: SendLane, name: str, party: Party) -> None:
         allowance = Allowance(MOST_MESSAGES_PER_S, MOST_AT_ONCE)
@@ -348,6 +358,7 @@ class Service:
                 self._say(f"cannot look after the fleet: {type(e).__name__}: {e}")
 
     def _look(self) -> None:
+        self._remarks.look()
         with self._changed:
             names, connected = dict(self._names), {id: list(found) for id, found in self._channels.items()}
         for id, name in names.items():
@@ -390,7 +401,7 @@ def _link_news(device: str, way: Way, relayed: Sequence[RelayedLink]) -> LinkNew
     halves = [link.latency_s for link in carried if link.latency_s is not None]
     return LinkNews(
         devices=pair, relayed=way.relayed, carried_bytes=sum(link.carried_bytes for link in carried),
-        latency_s=way.latency_s if not way.relayed else max(halves, default=None),
+        latency_s=way.latency_s if not way.relayed else max(halves, default=None), streams=way.streams, bbr=way.bbr,
     )  # fmt: skip
 
 

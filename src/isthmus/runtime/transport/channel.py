@@ -29,7 +29,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.run import ParcelMessage
-from isthmus.runtime.transport.pacing import round_trip_s
+from isthmus.runtime.transport.pacing import is_paced, round_trip_s
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
 
@@ -137,6 +137,11 @@ class SocketChannel:
         say."""
         trip_s = round_trip_s(self._socket)
         return trip_s / 2 if trip_s is not None else None
+
+    @property
+    def bbr(self) -> bool:
+        """Whether this end sends by it."""
+        return is_paced(self._socket)
 
     def send(self, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
         pieces = frame(message, payload)

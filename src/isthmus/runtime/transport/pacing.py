@@ -11,6 +11,7 @@ import socket
 import struct
 from typing import Protocol
 
+_BBR = b"bbr"
 LONG_S = 0.01
 """Round trips of long links."""
 _RTT = struct.Struct("=68xI")
@@ -35,4 +36,11 @@ def pace(connection: socket.socket) -> None:
     trip_s = round_trip_s(connection)
     if trip_s is not None and trip_s >= LONG_S:
         with contextlib.suppress(OSError, AttributeError):
-            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, b"bbr")
+            connection.setsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, _BBR)
+
+
+def is_paced(connection: Optioned) -> bool:
+    """Whether it sends by BBR."""
+    with contextlib.suppress(OSError, AttributeError):
+        return connection.getsockopt(socket.IPPROTO_TCP, socket.TCP_CONGESTION, 16).split(b"\0")[0] == _BBR
+    return False
