@@ -134,7 +134,7 @@ def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path)
             return INTERRUPTED
         if len(asked) == 2:
             assert _states(queue) == ["stopped", "running"]
-            assert isthmus("resume", "first", *state).code == 0
+            assert isthmus("resume", *state).code == 0, "what was stopped last, not what runs"
         if len(asked) == 3:
             _ctrl_c()
             time.sleep(10)

@@ -50,7 +50,12 @@ def stop(job: WantedArgument = None, state: StateOption = None) -> None:
 
 
 @app.command()
-def resume(job: WantedArgument = None, state: StateOption = None) -> None:
+def resume(
+    job: Annotated[
+        str | None, typer.Argument(metavar="JOB", help="Its number or name; default: what was stopped or failed last.")
+    ] = None,
+    state: StateOption = None,
+) -> None:
     """Queue a job once more that was stopped or failed; it goes on from its newest checkpoint."""
     jobs.resume(state, job, notes())
 

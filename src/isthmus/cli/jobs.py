@@ -79,7 +79,7 @@ def stop(state: Path | None, wanted: str | None, out: Console) -> None:
 
 def resume(state: Path | None, wanted: str | None, out: Console) -> None:
     with opened(state) as (queue, _):
-        job = queue.find(wanted)
+        job = queue.find(wanted, likely=("stopped", "failed"))
         queue.resume(job.number)
         out.print(f"job {job.number} ({job.name}) is queued: it goes on from where it was", highlight=False)
 

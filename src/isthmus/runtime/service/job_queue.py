@@ -14,7 +14,7 @@ from __future__ import annotations
 import contextlib
 import fcntl
 import time
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from pathlib import Path
 from typing import Literal
 
@@ -83,12 +83,12 @@ class JobQueue:
         with self._database.reading() as database:
             return [Submitted(*row) for row in database.execute(f"SELECT {_COLUMNS} FROM jobs ORDER BY number")]
 
-    def find(self, wanted: str | None) -> Submitted:
-        """By number or name, the newest of that name; None: the one that is running, or else the newest. UserError
-        when there is none."""
+    def find(self, wanted: str | None, likely: Collection[State] = ("running",)) -> Submitted:
+        """By number or name, the newest of that name; None: the newest that is in a `likely` state, or else of all.
+        UserError when there is none."""
         jobs = self.jobs()
         if wanted is None:
-            found = [job for job in jobs if job.state == "running"] or jobs
+            found = [job for job in jobs if job.state in likely] or jobs
         else:
             found = [job for job in jobs if wanted in (str(job.number), job.name)]
         if not found:
