@@ -122,6 +122,16 @@ def test_a_revoked_device_is_out_at_once_and_for_good(fleet: Fleet, tmp_path: Pa
     assert isinstance(_answer(_connected(fleet, Identity(tmp_path / "desk"))), Dismissed)
 
 
+def test_what_does_not_change_is_not_said_at_every_attempt(fleet: Fleet, tmp_path: Path) -> None:
+    said: list[str] = []
+    agent = _agent(fleet, tmp_path / "desk", said=said)
+    fleet.service.close()
+    agent._retries_s = (0.0, 0.001)  # pyright: ignore[reportPrivateUsage]
+    with in_background(agent.run, agent.stop):
+        soon(lambda: agent._failed > 50)  # pyright: ignore[reportPrivateUsage]
+    assert [text.partition("; ")[2] for text in said] == ["trying again in 0 s", "trying again in 0.001 s"]
+
+
 def test_a_device_whose_certificate_has_ended_says_so(fleet: Fleet, tmp_path: Path) -> None:
     said: list[str] = []
     agent = _agent(fleet, tmp_path / "desk", said=said)

@@ -30,6 +30,8 @@ from isthmus.runtime.transport.reaching import Reacher
 
 RETRY_S = (1.0, 2.0, 5.0, 10.0, 30.0)
 """Waits between attempts to reach the coordinator; the last one again and again."""
+REMIND_S = 600.0
+"""How often to say the same again: a coordinator may be away for days."""
 TICK_S = 0.5
 _MEMBERSHIP = "membership.json"
 
@@ -96,6 +98,7 @@ class Agent:
         """Ends the wait for whoever was to measure the link to us last."""
         self._failed = 0
         """Attempts in a row to be in the fleet."""
+        self._complaint, self._complained_s = "", 0.0
         self._lock = threading.Lock()
         self._over = threading.Event()
 
@@ -110,7 +113,7 @@ class Agent:
                 except PeerError as e:
                     wait_s = self._retries_s[min(self._failed, len(self._retries_s) - 1)]
                     self._failed += 1
-                    self._say(f"{e}{self._outdated()}; trying again in {wait_s:g} s")
+                    self._complain(f"{e}{self._outdated()}; trying again in {wait_s:g} s")
                     self._over.wait(wait_s)
         finally:
             self._end_work(halted=False)
@@ -119,6 +122,12 @@ class Agent:
 
     def stop(self) -> None:
         self._over.set()
+
+    def _complain(self, text: str) -> None:
+        now_s = time.monotonic()
+        if text != self._complaint or now_s - self._complained_s >= REMIND_S:
+            self._complaint, self._complained_s = text, now_s
+            self._say(text)
 
     def _outdated(self) -> str:
         """What a coordinator that refuses an old certificate does not say: it hangs up on whoever has no good one."""
@@ -194,7 +203,7 @@ class Agent:
     def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
         match message:
             case Welcome(device=device):
-                self._failed = 0
+                self._failed, self._complaint = 0, ""
                 self._say(f"in the fleet as {device} ({self._identity.id})")
             case Dismissed(reason=reason):
                 raise Dismissal(f"coordinator: {''.join(c for c in reason if c.isprintable())[:500]}")
