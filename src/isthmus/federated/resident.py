@@ -50,7 +50,7 @@ class Resident:
         """Each parameter's part of a vector [..., P], in its shape."""
         parts = vector.split(self._sizes, dim=-1)
         before = vector.shape[:-1]
-        return [part.view(*before, *shape) for part, shape in zip(parts, self._shapes, strict=True)]
+        return [part.view((*before, *shape)) for part, shape in zip(parts, self._shapes, strict=True)]
 
     @property
     def names(self) -> Sequence[str]:
@@ -94,7 +94,7 @@ class Resident:
             if part is None:
                 view.zero_()
             else:
-                view.copy_(part)
+                view.copy_(part.to_dense())  # of an embedding it may be sparse
         return self._gradient
 
     def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:

@@ -50,7 +50,7 @@ class Stacked:
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""
         parts = self._gradients(weights, batch)(*self._resident.views(weights), *batch.values())
-        return torch.cat([part.flatten(1) for part in parts], dim=1)
+        return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
     def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:
         """weights <- weights - rate x gradient, without a tensor of the whole gradient in between."""
