@@ -12,8 +12,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.federated import Algorithm, AlgorithmSpec, Combine, Local, Server, Update, Values, load_algorithm
 from isthmus.federated.admission import AdmissionRules, Form, forms_of
-from isthmus.federated.algorithms import algorithm_names
-from isthmus.federated.partial import BUFFERS
+from isthmus.federated.algorithms import BUFFERS, algorithm_names
 from isthmus.protocol.federated_events import Opening, Turn
 
 MODEL = torch.linspace(-1, 1, 7)

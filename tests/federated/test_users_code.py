@@ -136,7 +136,7 @@ class Writes(Mine, frozen=True):
         (Breaks(), "client 2: ZeroDivisionError: of nothing"),
         (ReturnsValues(), "a client returned dict, expected an Update"),
         (Weighs(), "weight of an update: got str, expected a number"),
-        (ReturnsNumber(), "value 'delta': got float, expected a tensor"),
+        (ReturnsNumber(), "a client gives 'delta': got float, expected a tensor"),
     ],
 )
 def test_a_client_that_fails(algorithm: Algorithm, words: str) -> None:

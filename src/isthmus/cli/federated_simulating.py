@@ -18,6 +18,7 @@ from rich.console import Console
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError
+from isthmus.federated.admission import first_state
 from isthmus.federated.job import (
     FederatedJob,
     availability,
@@ -78,7 +79,7 @@ def measured_line(job: FederatedJob, data: ClientData) -> Line:
     work = Work(algorithm=algorithm, local=job.local, seed=job.federated.seed)
     with tempfile.TemporaryDirectory() as folder:
         module = build(job)
-        first = algorithm.init_client(Resident(module).vector())
+        first = first_state(algorithm, Resident(module).vector())
         states = None if first is None else StateStore(Path(folder), StateForm(first))
         return _line(Worksite(work, module, data, states), job, data)
 

@@ -15,9 +15,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, UserError
-from isthmus.federated.algorithms import Algorithm, Pass, Update, Values
-from isthmus.federated.partial import BUFFERS, is_finite
+from isthmus.errors import IsthmusError, PeerError, UserError, users_code
+from isthmus.federated.algorithms import BUFFERS, Algorithm, Pass, Update, Values
+from isthmus.federated.partial import is_finite
 
 
 class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -65,13 +65,20 @@ class _NoData:
         return torch.zeros_like(weights)
 
 
+def first_state(algorithm: Algorithm, model: Tensor) -> Values | None:
+    """What a client keeps at first; None where it keeps nothing."""
+    with users_code("algorithm: init_client"):
+        first = algorithm.init_client(model)
+        return None if first is None else named_tensors(first, "init_client")
+
+
 def forms_of(algorithm: Algorithm, server: Values) -> list[dict[str, Form]]:
     """By pass, the forms of the values that its clients return; `server` are the server's first values.
 
     A pass that looks into its batches cannot be tried so: of it, every value must be as large as the model.
     """
     known = {name: value for name, value in server.items() if name != BUFFERS}
-    told, state = algorithm.broadcast(known), algorithm.init_client(server["model"])
+    told, state = algorithm.broadcast(known), first_state(algorithm, server["model"])
     found: list[dict[str, Form]] = []
     for one in algorithm.passes:
         forms = _tried(one, told, state) or {name: Form.of(server["model"]) for name in one.returns}
@@ -91,16 +98,28 @@ def _tried(one: Pass, told: Values, state: Values | None) -> dict[str, Form] | N
     return {name: Form.of(value) for name, value in checked(update).values.items()}
 
 
+def named_tensors(values: Values, by: str) -> Values:
+    """What the algorithm's function `by` gave. UserError for anything but tensors by name: it may be the user's own."""
+    for name, value in named(values, by).items():
+        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
+            raise UserError(f"algorithm: {by} gives {name!r}: got {type(value).__name__}, expected a tensor")
+    return values
+
+
+def named(values: Values, by: str) -> Values:
+    """UserError for no dict."""
+    if not isinstance(values, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
+        raise UserError(f"algorithm: {by} gives {type(values).__name__}, expected a dict of tensors")
+    return values
+
+
 def checked(update: Update) -> Update:
-    """What a client returned. UserError for what is no update: the algorithm may be the user's own."""
+    """What a client returned. UserError for what is no update."""
     if not isinstance(update, Update):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"algorithm: a client returned {type(update).__name__}, expected an Update")
-    for field, values in (("values", update.values), ("state", update.state)):
-        if values is not None and not isinstance(values, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UserError(f"algorithm: {field} of an update: got {type(values).__name__}, expected a dict of tensors")
-    for name, value in update.values.items():
-        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UserError(f"algorithm: value {name!r}: got {type(value).__name__}, expected a tensor")
+    named_tensors(update.values, "a client")
+    if update.state is not None:
+        named(update.state, "a client, as its state,")
     if not isinstance(update.weight, int | float | None):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"algorithm: weight of an update: got {type(update.weight).__name__}, expected a number")
     return update

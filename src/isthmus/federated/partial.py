@@ -19,8 +19,6 @@ from isthmus.federated.fixed_point import FixedSum, scale_exponent
 
 WEIGHT_BITS = 20
 """Weights are added in units of 2^-20: numbers of samples exactly."""
-BUFFERS = "buffers"
-"""The module's running means: averaged like FedAvg's model, whatever the algorithm."""
 
 
 class Weights(msgspec.Struct, frozen=True, kw_only=True):

@@ -22,10 +22,10 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import UserError, users_code
-from isthmus.federated.admission import AdmissionRules, Form, admit, forms_of
-from isthmus.federated.algorithms import Algorithm, Combine, Update, Values
+from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors
+from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
-from isthmus.federated.partial import BUFFERS, Partial, Weights, is_finite
+from isthmus.federated.partial import Partial, Weights, is_finite
 from isthmus.protocol.federated_events import Opening, Turn
 
 STATES = "states"
@@ -60,8 +60,7 @@ class Server:
         self._passes = algorithm.passes
         self._population = population
         self.turn: Turn | None = None
-        with users_code("algorithm: init_client"):
-            self.keeps = algorithm.init_client(torch.zeros(1)) is not None
+        self.keeps = first_state(algorithm, self.values["model"]) is not None
         """Whether clients keep something from round to round."""
         if len(buffers) and isinstance(algorithm, Wrapping):
             what = "model: keeps running means, which are averaged as they are"
@@ -97,6 +96,8 @@ class Server:
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
         with users_code("algorithm: broadcast"):
             told = _tensors(self._algorithm.broadcast(known), "broadcast")
+        if self.keeps and "model" not in told:
+            raise UserError("algorithm: broadcast gives no 'model', expected one: init_client is given it")
         return {**told, BUFFERS: self.values[BUFFERS]} if BUFFERS in self.values else told
 
     def check(
@@ -159,13 +160,8 @@ class Server:
 
 
 def _tensors(values: Values, by: str) -> Values:
-    """What the algorithm's function `by` gave. UserError for anything but tensors by name."""
-    if not isinstance(values, dict):  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
-        raise UserError(f"algorithm: {by} gives {type(values).__name__}, expected a dict of tensors")
-    for name, value in values.items():
-        if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
-            raise UserError(f"algorithm: {by} gives {name!r}: got {type(value).__name__}, expected a tensor")
-    if BUFFERS in values:
+    """What the algorithm's function `by` gave, beside which the model's running means have a place."""
+    if BUFFERS in named_tensors(values, by):
         raise UserError(f"algorithm: {by} gives {BUFFERS!r}, the name of the model's running means: expected another")
     return values
 

@@ -12,10 +12,10 @@ from torch import Tensor, nn
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError, users_code
-from isthmus.federated.admission import checked
-from isthmus.federated.algorithms import Algorithm, Combine, Pass, Update, Values
+from isthmus.federated.admission import checked, first_state
+from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
-from isthmus.federated.partial import BUFFERS, Partial
+from isthmus.federated.partial import Partial
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, rows_for
 from isthmus.federated.states import States
@@ -242,7 +242,7 @@ class Worksite:
         found = self._states.read([t.client for t in kept], [t.state for t in kept]) if kept else {}
         if len(kept) == len(tasks):
             return found
-        first = self._work.algorithm.init_client(self._told["model"])
+        first = first_state(self._work.algorithm, self._told["model"])
         assert first is not None, "clients keep something"
         states = {name: value.expand(len(tasks), *value.shape) for name, value in first.items()}
         if not kept:

@@ -18,6 +18,8 @@ Values = dict[str, Tensor]
 """By name; model-sized vectors [P], or anything smaller."""
 Combine = Literal["weighted_mean", "mean", "sum", "collect"]
 """How the clients' values become the server's: Parrot's four operations. `collect` gives them all, [clients, ...]."""
+BUFFERS = "buffers"
+"""The module's running means: averaged like FedAvg's model, whatever the algorithm."""
 Batch = Mapping[str, Tensor]
 
 

@@ -9,7 +9,7 @@ import msgspec
 
 from isthmus.errors import UserError, unknown_name, users_code
 from isthmus.extensions import import_object, load_third_party, read_options, third_party
-from isthmus.federated.algorithms.algorithm import Algorithm
+from isthmus.federated.algorithms.algorithm import BUFFERS, Algorithm
 from isthmus.federated.algorithms.fedavg import FedAvg
 from isthmus.federated.algorithms.feddyn import FedDyn
 from isthmus.federated.algorithms.fednova import FedNova
@@ -61,8 +61,10 @@ def load_algorithm(spec: AlgorithmSpec) -> Algorithm:
     if not all(passes) or not passes:
         raise UserError(f"algorithm {spec.name!r}: returns nothing, expected a value at least in every pass")
     for number, returns in enumerate(passes):
-        if "buffers" in returns:
-            raise UserError(f"algorithm {spec.name!r}: returns 'buffers', which are the model's: expected another name")
+        if BUFFERS in returns:
+            raise UserError(
+                f"algorithm {spec.name!r}: returns {BUFFERS!r}, which are the model's: expected another name"
+            )
         for value, combine in returns.items():
             if combine not in ("weighted_mean", "mean", "sum", "collect"):
                 raise UserError(

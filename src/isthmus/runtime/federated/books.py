@@ -13,11 +13,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from isthmus.errors import UserError
-from isthmus.federated.algorithms import Values
+from isthmus.federated.algorithms import BUFFERS, Values
 from isthmus.federated.evaluation import Evaluation, Evaluator
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.federated.partial import BUFFERS
 from isthmus.federated.server import Commits, Identity, Server
 from isthmus.protocol.federated_events import Record
 from isthmus.protocol.federated_rules import RoundRules

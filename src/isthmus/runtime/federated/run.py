@@ -17,7 +17,7 @@ from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError
-from isthmus.federated.admission import bounded
+from isthmus.federated.admission import bounded, first_state
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
@@ -91,7 +91,7 @@ class FederatedRun:
         resident.bind(self.server.values["model"])  # not held twice
         self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
         self._available = availability(job, population)
-        first = self._algorithm.init_client(self.server.values["model"]) if self.server.keeps else None
+        first = first_state(self._algorithm, self.server.values["model"])
         self._state_form = None if first is None else StateForm(first)
         self.machine = coordinator_of(job, self.data.sizes, self.members, self.books.first_round, self.books.states)
         self.books.evaluator = evaluator(job, self.data)

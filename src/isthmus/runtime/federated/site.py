@@ -15,9 +15,11 @@ from torch import Tensor
 
 from isthmus.data import load_dataset
 from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.federated.admission import first_state
 from isthmus.federated.algorithms import load_algorithm
 from isthmus.federated.offer import Offer, SiteConfig
 from isthmus.federated.pacing import Emulation
+from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.worksite import Work
 from isthmus.models import build_model
@@ -146,7 +148,7 @@ class SiteWorkshop:
         algorithm = load_algorithm(self._config.algorithm)
         torch.manual_seed(offer.seed)
         module = build_model(self._config.model)
-        keeps = algorithm.init_client(torch.zeros(1)) is not None
+        keeps = first_state(algorithm, Resident(module).vector()) is not None
         states = SiteStates(self._folder / "states" / offer.run) if keeps else None
         site = Site(
             Work(algorithm=algorithm, local=offer.local, seed=offer.seed), module, self._data, states,

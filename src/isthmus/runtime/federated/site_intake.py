@@ -9,9 +9,8 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.federated.admission import AdmissionRules
-from isthmus.federated.algorithms import Update
+from isthmus.federated.algorithms import BUFFERS, Update
 from isthmus.federated.offer import Offer
-from isthmus.federated.partial import BUFFERS
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed, Turn
 from isthmus.runtime.messages.every import AnyMessage
