@@ -77,6 +77,12 @@ class Loses(Mine, frozen=True):
         return {"weights": server["model"]}
 
 
+class InPlace(Mine, frozen=True):
+    def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
+        server["model"].add_(combined["delta"])
+        return server
+
+
 class Shrinks(Mine, frozen=True):
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {"model": server["model"][:3]}
@@ -92,6 +98,7 @@ class Counts(Mine, frozen=True):
     [
         (Misspelt(), "algorithm: server, round 0: KeyError: 'dleta'"),
         (Loses(), "server gives no 'model'"),
+        (InPlace(), "server changed 'model' of what it was given, expected a new tensor"),
         (Shrinks(), r"server gives 'model': got float32 \[3\], expected float32 \[4\]"),
         (Counts(), "server gives 'rounds': got int, expected a tensor"),
     ],

@@ -149,7 +149,11 @@ class Server:
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
         with users_code(f"algorithm: server, round {self.turn.round}"):
-            after = self._passes[self.turn.number].server(known, combined, cohort)
+            before = {name: value._version for name, value in known.items()}
+            after = self._passes[self.turn.number].server(dict(known), combined, cohort)
+            for name, version in before.items():  # a round's values are saved and evaluated while the next one goes on
+                if known[name]._version != version:
+                    raise UserError(f"algorithm: server changed {name!r} of what it was given, expected a new tensor")
             self.values = _checked(after, "server", Form.of(self.values["model"]))
         if buffers is not None:
             self.values[BUFFERS] = buffers
