@@ -13,7 +13,13 @@ from __future__ import annotations
 
 import contextlib
 import difflib
+import os
+import sysconfig
+import traceback
 from collections.abc import Generator, Iterable
+
+_LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
+_NOT_THEIRS = ("<", *(folder + os.sep for folder in (os.path.dirname(__file__), *_LIBRARIES)))
 
 
 class IsthmusError(Exception):
@@ -65,4 +71,12 @@ def users_code(what: str) -> Generator[None]:
     except (IsthmusError, MemoryError):
         raise
     except Exception as e:
-        raise UserError(f"{what}: {type(e).__name__}: {e}") from e
+        raise UserError(f"{what}: {type(e).__name__}: {' '.join(str(e).split())}{_place(e)}") from e
+
+
+def _place(error: Exception) -> str:
+    """Where in the user's own files: the innermost line that is neither of ours nor of an installed library."""
+    for frame in reversed(traceback.extract_tb(error.__traceback__)):
+        if not frame.filename.startswith(_NOT_THEIRS):
+            return f" ({frame.filename}, line {frame.lineno}, in {frame.name})"
+    return ""
