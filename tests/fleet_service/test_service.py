@@ -83,6 +83,19 @@ def test_a_coordinator_that_comes_back_finds_its_devices(tmp_path: Path) -> None
             back.service.wait_for(["desk"])
 
 
+def test_a_device_for_which_a_standing_call_is_not_meant_is_told_so(fleet: Fleet, tmp_path: Path) -> None:
+    said: list[str] = []
+    agent, early = _agent(fleet, tmp_path / "desk", said=said), _agent(fleet, tmp_path / "early", "early")
+    call = Call(run="0" * 32, devices=("north", "south"), patience_s=5.0, threads=1, logs=tmp_path)
+    reception = Reception(call.run, call.devices, heard=lambda _: None, guard=lambda *_: None, patience_s=5.0)
+    with in_background(early.run, early.stop):
+        fleet.service.wait_for(["early"])
+        with fleet.service.standing(call, reception), in_background(agent.run, agent.stop):
+            soon(lambda: any(line.endswith("and waits: the run is for north, south") for line in said))
+    assert "early waits: the run is for north, south" in fleet.said
+    assert "desk is here, and waits: the run is for north, south" in fleet.said
+
+
 def test_a_certificate_is_renewed_on_the_same_connection(fleet: Fleet, tmp_path: Path) -> None:
     identity = _joined(fleet, tmp_path / "desk")
     identity.keep(fleet.state.authority.certify(identity.request(), "device", 60.0)[1], identity.authority_der())

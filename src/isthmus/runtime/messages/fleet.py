@@ -22,6 +22,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     """The device is in the fleet, under this name."""
 
     device: str
+    idle: str = ""
+    """Why a run that waits for others has nothing for it, in words."""
 
 
 class Dismissed(Message, frozen=True, kw_only=True):

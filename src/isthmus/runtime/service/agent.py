@@ -202,11 +202,12 @@ class Agent:
 
     def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
         match message:
-            case Welcome(device=device):
+            case Welcome(device=device, idle=idle):
                 self._failed, self._complaint = 0, ""
-                self._say(f"in the fleet as {device} ({self._identity.id})")
+                waits = f", and waits: {_shown(idle)}" if idle else ""
+                self._say(f"in the fleet as {device} ({self._identity.id}){waits}")
             case Dismissed(reason=reason):
-                raise Dismissal(f"coordinator: {''.join(c for c in reason if c.isprintable())[:500]}")
+                raise Dismissal(f"coordinator: {_shown(reason)}")
             case Renewed(certificate=certificate):
                 self._identity.keep(certificate, self._identity.authority_der())
             case Engage() if self._workshop is not None:
@@ -264,6 +265,11 @@ class Agent:
             work, self._work = self._work, None
         if work is not None:
             work[1].end(halted=halted)
+
+
+def _shown(text: str) -> str:
+    """What somebody else wrote."""
+    return "".join(c for c in text if c.isprintable())[:500]
 
 
 def local_address(host: str, port: int) -> str:

@@ -16,6 +16,7 @@ from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.conducting.crew import Call, Work
+from isthmus.runtime.conducting.deadlines import MOST_NAMES
 from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.database import StoreError
@@ -211,6 +212,8 @@ class Service:
         """A call to work that holds for whoever of its devices is here, and for those that come meanwhile."""
         self._receive(call.run, reception)
         self._standing[call.run] = call
+        for stranger in sorted(self.present - set(call.devices)):
+            self._say(f"{stranger} waits: {_meant_for(call)}")
         try:
             self._tell(call.devices, _engage(call))
             yield
@@ -300,7 +303,9 @@ class Service:
             channel.send(Dismissed(run="", about="version", reason=different))
             raise PeerError(f"{channel.other}: refused: {different}")
         lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
-        lane.put(Welcome(run="", device=name))
+        calls = list(self._standing.values())
+        others = "" if any(name in call.devices for call in calls) else "; ".join(map(_meant_for, calls))
+        lane.put(Welcome(run="", device=name, idle=others))
         with self._changed:
             former, self._present[name] = self._present.get(name), lane
             self._working[name] = present.working
@@ -308,7 +313,7 @@ class Service:
         if former is not None:  # it has come back before we noticed that it was gone
             former.close(0.0)
         self._state.roster.seen(party.id, time.time())
-        self._remarks.about(name, f"{name} is here")
+        self._remarks.about(name, f"{name} is here, and waits: {others}" if others else f"{name} is here")
         for call in list(self._standing.values()):
             if name in call.devices:
                 lane.put(_engage(call))
@@ -403,6 +408,11 @@ def _link_news(device: str, way: Way, relayed: Sequence[RelayedLink]) -> LinkNew
         devices=pair, relayed=way.relayed, carried_bytes=sum(link.carried_bytes for link in carried),
         latency_s=way.latency_s if not way.relayed else max(halves, default=None), streams=way.streams, bbr=way.bbr,
     )  # fmt: skip
+
+
+def _meant_for(call: Call) -> str:
+    few = ", ".join(call.devices[:MOST_NAMES]) + (" ..." if len(call.devices) > MOST_NAMES else "")
+    return f"the run is for {few}"
 
 
 def _engage(call: Call) -> Engage:
