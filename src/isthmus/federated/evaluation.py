@@ -27,7 +27,7 @@ class ClientAccuracies(msgspec.Struct, frozen=True, kw_only=True):
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
     loss: float
     accuracy: float | None
-    """None for a model that gives no `logits`, or data without `labels`."""
+    """None for a model that gives no `logits`, or data without `labels` that are their classes."""
     clients: ClientAccuracies | None = None
 
 
@@ -80,6 +80,20 @@ class Evaluator:
             output: object = self._resident.module(**batch)
             total += float(loss_of(output)) * here
             if isinstance(output, Mapping) and "logits" in output and "labels" in batch:
-                right += int((output["logits"].argmax(-1) == batch["labels"]).sum())
-                judged += batch["labels"].numel()
+                found = _right(output["logits"], batch)
+                right, judged = right + found[0], judged + found[1]
         return total / count, right / judged if judged else None
+
+
+def _right(logits: Tensor, batch: Mapping[str, Tensor]) -> tuple[int, int]:
+    """How many labels are found, of how many: none where they are no classes of the logits' last dim.
+
+    A causal model that is given its inputs as labels shifts them itself: what it says of a token is the next one.
+    """
+    guesses, labels = logits.argmax(-1), batch["labels"]
+    if guesses.shape != labels.shape or labels.is_floating_point():
+        return 0, 0
+    if "input_ids" in batch and torch.equal(labels, batch["input_ids"]):
+        guesses, labels = guesses[:, :-1], labels[:, 1:]
+    counted = labels >= 0  # -100 is torch's for one that is left out
+    return int((guesses == labels)[counted].sum()), int(counted.sum())

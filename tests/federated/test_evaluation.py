@@ -1,0 +1,43 @@
+"""What counts as a label that was found."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+
+from isthmus.federated.evaluation import Evaluator
+from isthmus.federated.resident import Resident
+
+TOKENS = torch.tensor([[0, 1, 2, 0], [2, 2, 0, 1]])
+
+
+class Says(nn.Module):
+    """That after token t comes t + 1 of three; on other inputs, what they hold."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.scale = nn.Parameter(torch.ones(1))
+
+    def forward(self, labels: Tensor, input_ids: Tensor | None = None, scores: Tensor | None = None) -> object:
+        if scores is None:
+            assert input_ids is not None
+            scores = torch.eye(3)[(input_ids + 1) % 3]
+        return {"loss": self.scale.sum(), "logits": scores * self.scale}
+
+
+@pytest.mark.parametrize(
+    ("columns", "accuracy"),
+    [
+        ({"input_ids": TOKENS, "labels": TOKENS}, 5 / 6),  # 2 after 2 is not as it says
+        ({"input_ids": TOKENS, "labels": (TOKENS + 1) % 3}, 1.0),
+        ({"input_ids": TOKENS, "labels": torch.tensor([[1, -100, -100, 0], [0, 0, -100, 2]])}, 4 / 5),
+        ({"scores": torch.eye(3), "labels": torch.tensor([0, 1, 1])}, 2 / 3),
+        ({"scores": torch.ones(3, 1), "labels": torch.zeros(3)}, None),  # a regression
+        ({"scores": torch.ones(2, 3, 4, 5), "labels": torch.zeros(2, 4, 5, dtype=torch.int64)}, None),
+    ],
+)
+def test_accuracy_is_of_labels_that_are_classes(columns: dict[str, Tensor], accuracy: float | None) -> None:
+    resident = Resident(Says())
+    found = Evaluator(resident, columns).evaluate(resident.vector()).accuracy
+    assert found == (None if accuracy is None else pytest.approx(accuracy))
