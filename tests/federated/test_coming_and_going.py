@@ -164,7 +164,9 @@ def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> 
         out = sites.update(name, Turn(0, 1), good=False)
     finish = out[-1]
     assert isinstance(finish, Finish)
-    assert finish.reason == "round 0: 0 clients were in after 2 attempts; client 0: bad; client 1: bad; client 2: bad"
+    assert finish.reason == (
+        "round 0: 0 clients were in, expected at least 1, after 2 attempts; client 0: bad; client 1: bad; client 2: bad"
+    )
 
 
 def test_over_selection_closes_when_enough_are_in() -> None:

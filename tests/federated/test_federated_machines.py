@@ -326,6 +326,17 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
     assert "after 2 attempts" in finish.reason
 
 
+def test_clients_that_are_all_refused_are_not_trained_again() -> None:
+    machine = coordinator(attempts=3)
+    reports = [
+        Summed(executor=name, turn=TURN, timed=(), refused=tuple(Refusal(client, "bad") for client in clients))
+        for name, clients in start(machine).items()
+    ]
+    *_, finish = [machine.handle(report) for report in reports][-1]
+    assert isinstance(finish, Finish)
+    assert finish.reason.startswith("round 0: 0 clients were in, expected at least 1; client ")
+
+
 def test_a_quorum_closes_the_round() -> None:
     machine = coordinator(quorum=0.5)
     dealt = start(machine)

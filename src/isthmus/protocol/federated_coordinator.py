@@ -311,9 +311,11 @@ class FederatedCoordinator:
         if opened.done < self.rules.minimum:
             out += [Tell(name, Dropped(turn=turn)) for name in there]
             out += [Tell(name, Dropped(turn=before)) for name, (before, _) in opened.late.items()]
-            if turn.attempt + 1 >= self.rules.attempts:
-                what = f"round {turn.round}: {opened.done} clients were in after {turn.attempt + 1} attempts"
-                return [*out, *self._end("lost", "; ".join([what, *opened.reasons, *_told(opened.refused)]))]
+            # Of a simulation's clients that were all trained, another attempt makes the same updates.
+            if turn.attempt + 1 >= self.rules.attempts or (why == "all" and self.rules.gathering is None):
+                what = f"round {turn.round}: {opened.done} clients were in, expected at least {self.rules.minimum}"
+                tries = f", after {turn.attempt + 1} attempts" if turn.attempt else ""
+                return [*out, *self._end("lost", "; ".join([what + tries, *opened.reasons, *_told(opened.refused)]))]
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]
         if self.rules.staleness:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
