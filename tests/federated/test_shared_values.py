@@ -10,7 +10,7 @@ import torch
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.errors import InternalError, PeerError
+from isthmus.errors import InternalError, PeerError, UserError
 from isthmus.federated import Update
 from isthmus.federated.admission import Form
 from isthmus.federated.partial import Partial
@@ -36,6 +36,12 @@ def test_a_copy_that_fails_says_why() -> None:
 
     with pytest.raises(InternalError, match="a copy of this process failed: ValueError: no such shape"):
         asked(fails)
+
+    def refuses() -> int:
+        raise UserError("model: does not take the data")
+
+    with pytest.raises(UserError, match="^model: does not take the data$"):
+        asked(refuses)
 
 
 def test_a_copy_of_this_process_reads_what_is_put_later() -> None:

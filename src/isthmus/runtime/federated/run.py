@@ -16,7 +16,7 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import bounded, first_state
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
@@ -219,10 +219,12 @@ def _begun(path: Path) -> FederatedJob:
 
 def _measured_together(job: FederatedJob, data: ClientData) -> int:
     resident = Resident(build(job))
-    columns = data.load(int(np.argsort(data.sizes)[len(data.sizes) // 2]))
+    client = int(np.argsort(data.sizes)[len(data.sizes) // 2])
+    columns = data.load(client)
     few = {name: column[: job.local.batch_size] for name, column in columns.items()}
     cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
-    return best_together(resident, cast)
+    with users_code(f"model, given client {client}'s columns {', '.join(sorted(few))}"):
+        return best_together(resident, cast)
 
 
 class _Aftermath:

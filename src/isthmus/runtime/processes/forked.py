@@ -20,7 +20,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import NoReturn
 
-from isthmus.errors import InternalError, IsthmusError, PeerError
+from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
 
 
 class Forked:
@@ -95,16 +95,19 @@ class Forked:
             time.sleep(0.005)
 
 
-_FAILED = "failed: "
+_FAILED, _REFUSED = "failed: ", "refused: "
 
 
 def asked(question: Callable[[], int]) -> int:
-    """The answer of a copy of this process, which leaves no trace here. InternalError says why it gave none."""
+    """The answer of a copy of this process, which leaves no trace here. InternalError says why it gave none; its
+    UserError is raised here."""
     end, back = os.pipe()
     pid = os.fork()
     if not pid:
         try:
             os.write(back, str(question()).encode())
+        except UserError as e:
+            os.write(back, f"{_REFUSED}{e}".encode()[:4096])
         except Exception as e:
             os.write(back, f"{_FAILED}{type(e).__name__}: {e}".encode()[:4096])
         finally:
@@ -113,6 +116,8 @@ def asked(question: Callable[[], int]) -> int:
     with open(end, "rb") as pipe:
         answer = pipe.read()
     os.waitpid(pid, 0)
+    if answer.startswith(_REFUSED.encode()):
+        raise UserError(answer[len(_REFUSED) :].decode(errors="replace"))
     if not answer or answer.startswith(_FAILED.encode()):
         why = answer[len(_FAILED) :].decode(errors="replace") or "it ended without an answer"
         raise InternalError(f"a copy of this process failed: {why}")
