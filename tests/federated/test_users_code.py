@@ -175,6 +175,82 @@ def test_a_model_that_does_not_take_the_data() -> None:
         site.warm_up()
 
 
+class Reshapes(Forgets, frozen=True):
+    def init_client(self, model: Tensor) -> Values | None:
+        return {"columns": model.view(2, 2).sum(0)}
+
+
+class TellsNoModel(Forgets, frozen=True):
+    def broadcast(self, server: Values) -> Values:
+        return {"weights": server["model"]}
+
+
+class ListsState(Mine, frozen=True):
+    def init_client(self, model: Tensor) -> Any:
+        return [model]
+
+
+def test_a_first_state_is_made_of_the_model() -> None:
+    assert Server(Reshapes(), MODEL, torch.empty(0), 1).keeps
+    with pytest.raises(UserError, match="init_client gives list, expected a dict of tensors"):
+        Server(ListsState(), MODEL, torch.empty(0), 1)
+    with pytest.raises(UserError, match="broadcast gives no 'model'"):
+        Server(TellsNoModel(), MODEL, torch.empty(0), 1).broadcast()
+
+
+class CountsOnce(Mine, frozen=True):
+    """Returns a number for all who are trained together, where each should have its own."""
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"delta": "mean", "steps": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": local.start(told["model"]), "steps": torch.ones(1)})
+
+
+def test_clients_trained_together_that_give_one_value() -> None:
+    data = population(per_size=2)
+    site = Worksite(Work(algorithm=CountsOnce(), local=LOCAL, seed=0), module(), data, None)
+    site.open(Opening(turn=Turn(0), clients=2, samples=6), {"model": site.resident.vector()})
+    with pytest.raises(UserError, match=r"2 clients trained together give 'steps': got a tensor \[1\], expected \[2"):
+        site.train([Task(0, 3), Task(1, 3)])
+
+
+class NormsAll(Mine, frozen=True):
+    """Divides by a norm over all dims: of all who are trained together."""
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        y = local.start(told["model"])
+        return Update(values={"delta": y / y.norm()})
+
+
+def test_clients_trained_together_that_are_mixed() -> None:
+    site = Worksite(Work(algorithm=NormsAll(), local=LOCAL, seed=0), module(), population(per_size=2), None)
+    site.open(Opening(turn=Turn(0), clients=2, samples=6), {"model": site.resident.vector()})
+    with pytest.raises(UserError, match="'delta' of a client trained together with others is off by"):
+        site.train([Task(0, 3), Task(1, 3)])
+
+
+class Noisy(Mine, frozen=True):
+    """Adds noise to what it returns."""
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": torch.randn_like(told["model"])})
+
+
+def test_an_algorithm_that_draws_gives_the_same_bits_in_any_order() -> None:
+    sums: list[Tensor] = []
+    for order in ([Task(0, 3), Task(1, 10), Task(2, 17)], [Task(2, 17), Task(1, 10), Task(0, 3)]):
+        site = Worksite(Work(algorithm=Noisy(), local=LOCAL, seed=0), module(), population(), None)
+        torch.manual_seed(len(sums))
+        site.open(Opening(turn=Turn(0), clients=3, samples=30), {"model": site.resident.vector()})
+        for task in order:
+            site.train([task])
+        sums.append(site.partial.tensors()["delta"].clone())
+    assert torch.equal(*sums) and len(sums[0].unique()) > 1
+
+
 NOTHING = """
 from isthmus.federated import Algorithm
 

@@ -18,6 +18,8 @@ from numpy.typing import NDArray
 from torch import Tensor
 from torch.func import functional_call, grad, vmap
 
+from isthmus.errors import UserError
+from isthmus.federated.algorithms import Update
 from isthmus.federated.local import LocalConfig
 from isthmus.federated.operators import Operation, written_down
 from isthmus.federated.resident import Batch, Resident, loss_of
@@ -31,6 +33,9 @@ LIKELY = 5
 """Shapes that are traced before the first round."""
 HOT = 20
 """Calls with the same shapes after which they are traced: that takes as long as a hundred calls."""
+APART, ROUNDING = 0.05, 1e-6
+"""Two ways to train one client may differ by this share of a value's norm, as long training amplifies roundings, and
+by so much in every number."""
 Parts = Sequence[Tensor]
 
 
@@ -166,6 +171,18 @@ class StackedLocal:
             share = next(iter(batch.values())).shape[1] / self.samples
             total.add_(self._stacked.gradient(weights, batch), alpha=share)
         return total
+
+
+def check_alike(alone: Update, several: Update) -> None:
+    """UserError where a client that was trained by itself returned other values than as the first of several: the
+    algorithm mixes clients, by a sum over all dims say. Kernels that sum in another order differ by far less."""
+    for name, value in alone.values.items():
+        one, first = value.double().flatten(), several.values[name][0].double().flatten()
+        off = float((one - first).norm()) if one.shape == first.shape else math.inf
+        norm = float(one.norm())
+        if off > APART * norm + ROUNDING * math.sqrt(len(one)) and value.dtype in (torch.float32, torch.float64):
+            what = f"algorithm: {name!r} of a client trained together with others is off by {off:.3g} of {norm:.3g}"
+            raise UserError(f"{what}: expected operations elementwise or over the last dim (or execution.together = 1)")
 
 
 def best_together(resident: Resident, columns: Batch, *, repeats: int = 3) -> int:

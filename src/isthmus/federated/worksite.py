@@ -17,7 +17,7 @@ from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Upda
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import Partial
 from isthmus.federated.resident import Resident
-from isthmus.federated.stacked import Stacked, StackedLocal, rows_for
+from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
 from isthmus.federated.states import States
 from isthmus.protocol.federated_events import NONE, Opening, Refusal, Task, Timed, Turn
 from isthmus.streams import torch_seed
@@ -55,7 +55,12 @@ class Worksite:
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
         self._draws = False
+        """Whether a client's training draws from torch's generator."""
+        self._tried: set[int] = set()
+        """Passes of which a client was trained, and seen to draw or not."""
         self._stacked = Stacked(self.resident)
+        self._compared: set[int] = set()
+        """Passes of which a client was trained by itself too, after it was together with others."""
         self._told: Values = {}
         self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
@@ -84,10 +89,14 @@ class Worksite:
             self.resident.descend(model, few, 0.0)  # no vector of a gradient is made that may never be needed
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
+        if shapes and (self._draws or len(buffers)):
+            what = "draws random numbers" if self._draws else "keeps running means"
+            raise UserError(f"execution.together: got more than 1 for a model that {what}, expected 1, or 0")
         for rows, samples in shapes:
             one = {name: column[:1] for name, column in columns.items()}
             several = {name: c.expand(rows, samples, *c.shape[1:]).clone() for name, c in one.items()}
-            self._stacked.trace(model.expand(rows, -1).clone(), several)
+            with users_code(f"model, of {rows} clients together"):
+                self._stacked.trace(model.expand(rows, -1).clone(), several)
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""
@@ -122,25 +131,34 @@ class Worksite:
 
     def _train_one(self, task: Task) -> int:
         """Returns the client's new state."""
-        assert self._turn is not None, "a turn is open"
-        data = self._load([task])
         states = self._states_of([task])
         state = None if states is None else {name: value[0] for name, value in states.items()}
+        return self._take_in(task, self._update_of(task, state))
+
+    def _update_of(self, task: Task, state: Values | None) -> Update:
+        """What a client returns that is trained by itself."""
+        assert self._turn is not None, "a turn is open"
         local = PlainLocal(
-            self.resident, self._workspace, self._work.local, data,
+            self.resident, self._workspace, self._work.local, self._load([task]),
             seed=self._work.seed, round_=self._turn.round, client=task.client,
         )  # fmt: skip
         if BUFFERS in self._told:
             self.resident.set_buffers(self._told[BUFFERS])
-        if self._draws:
+        first = self._turn.number not in self._tried
+        if self._draws or first:
             torch.manual_seed(torch_seed(self._work.seed, self._turn.round, task.client))
+        before = torch.get_rng_state() if first else None
         told = {name: value for name, value in self._told.items() if name != BUFFERS}
         with users_code(f"client {task.client}"):
             update = self._returned(lambda one: one.client(local, told, state))
-        if BUFFERS in self._told:
-            values = {**update.values, BUFFERS: self.resident.buffers()}
-            update = Update(values=values, state=update.state, weight=update.weight)
-        return self._take_in(task, update)
+        if before is not None:  # it may be the algorithm that draws
+            self._tried.add(self._turn.number)
+            self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
+        if BUFFERS not in self._told:
+            return update
+        return Update(
+            values={**update.values, BUFFERS: self.resident.buffers()}, state=update.state, weight=update.weight
+        )
 
     def _train_together(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
         """As one by one, but for the bits. Each gets an equal part of the time.
@@ -155,10 +173,15 @@ class Worksite:
             seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in rows],
         )  # fmt: skip
         states = self._states_of(rows)
+        compare = self._turn.number not in self._compared
+        before = None if states is None or not compare else {name: v[0].clone() for name, v in states.items()}
         with users_code(f"{len(tasks)} clients together"):
             update = self._returned(lambda one: one.client(local, self._told, states))
-        taken, refused = self._take_in_rows(tasks, _first(update, len(tasks)))
+        taken, refused = self._take_in_rows(tasks, _first(_of_rows(update, len(rows)), len(tasks)))
         each_s = self._stretch(start_s) / len(tasks)
+        if compare:
+            self._compared.add(self._turn.number)
+            check_alike(self._update_of(tasks[0], before), update)
         return tuple(Timed(t.client, t.samples, each_s, state) for t, state in taken), refused
 
     def _returned(self, train: Callable[[Pass], Update]) -> Update:
@@ -290,6 +313,16 @@ class Worksite:
 def _row(value: Tensor) -> Tensor:
     """As the only one of several. What is no tensor is left as it is, to be refused by name."""
     return value.unsqueeze(0) if isinstance(value, Tensor) else value  # pyright: ignore[reportUnnecessaryIsInstance]
+
+
+def _of_rows(update: Update, rows: int) -> Update:
+    """UserError for a value that is not one of each client: added up, it would count for too little."""
+    for name, value in [*update.values.items(), *(update.state or {}).items()]:
+        got = list(value.shape) if isinstance(value, Tensor) else []  # pyright: ignore[reportUnnecessaryIsInstance]
+        if got[:1] != [rows]:
+            what = f"algorithm: {rows} clients trained together give {name!r}: got a tensor {got}"
+            raise UserError(f"{what}, expected [{rows}, ...] (or execution.together = 1)")
+    return update
 
 
 def _first(update: Update, count: int) -> Update:
