@@ -9,6 +9,7 @@ import numpy as np
 import pytest
 
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_dealing import Dealer
 from isthmus.protocol.federated_events import (
     NONE,
     Absorb,
@@ -398,3 +399,15 @@ def test_executors_with_a_client_of_their_own_train_only_that() -> None:
     machine.handle(Lost(executor="e0", reason="killed"))
     (commit,) = (i for i in machine.handle(summed("e2", 2)) if isinstance(i, Commit))
     assert commit.record.missing == (0,)
+
+
+def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
+    pace = Pace(1, window_rounds=5)
+    sizes, everybody = np.array([4, 3, 2, 1]), np.arange(4)
+    dealer = Dealer(["e0"], RoundRules(rounds=3), sizes, pace, None)
+    dealer.plan_ahead(1, everybody, ["e0"])
+    pace.record(0, 0, [Timed(client, int(size), 0.1 * int(size)) for client, size in enumerate(sizes)])
+    assert pace.known and dealer.deal(1, everybody, ["e0"]).schedule is None, "it was made before"
+    dealer.plan_ahead(2, everybody, ["e0"])
+    schedule = dealer.deal(2, everybody, ["e0"]).schedule
+    assert schedule is not None and schedule.makespan_s == pytest.approx(1.0)

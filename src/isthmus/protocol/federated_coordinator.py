@@ -217,7 +217,7 @@ class FederatedCoordinator:
         expected = clients + len(self._late)
         opened = OpenTurn(turn=turn, opened_s=self._now_s, needed=min(self.rules.needed, expected), line=line)
         opened.late, self._late = self._late, {}
-        if deal.schedule is not None and self._dealer.pace.known:
+        if deal.schedule is not None:
             opened.predicted_s, opened.bound_s = deal.schedule.makespan_s, deal.schedule.lower_bound_s
         self._open = opened
         asked = self._cohort

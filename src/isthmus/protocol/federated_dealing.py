@@ -22,6 +22,7 @@ class Deal:
 
     tasks: Mapping[str, tuple[Task, ...]]
     schedule: Schedule | None = None
+    """Its times are seconds; None where no pace was known when it was made, or nothing was to be scheduled."""
 
 
 @dataclass(frozen=True, eq=False)
@@ -32,6 +33,8 @@ class _Ahead:
     alive: tuple[str, ...]
     cohort: Integers
     schedule: Schedule
+    timed: bool
+    """Whether a pace was known."""
 
     def fits(self, round_: int, alive: Sequence[str], members: Integers) -> bool:
         """A second pass may have fewer clients, and executors may have been lost meanwhile."""
@@ -81,19 +84,20 @@ class Dealer:
             mine = {name: self.pinned[name] for name in alive if self.pinned.get(name) in chosen}
             return Deal({name: self._tasks(np.array([client])) for name, client in mine.items()})
         if self._ahead is not None and self._ahead.fits(round_, alive, cohort):
-            schedule = self._ahead.schedule
+            schedule, timed = self._ahead.schedule, self._ahead.timed
         else:
-            schedule = self._schedule(round_, cohort, alive)
+            schedule, timed = self._schedule(round_, cohort, alive), self.pace.known
         sizes = self.sizes[cohort]
         dealt: dict[str, tuple[Task, ...]] = {}
         for name, places in zip(alive, schedule.clients_of(), strict=True):
             order = places[np.argsort(-sizes[places], kind="stable")]
             dealt[name] = self._tasks(cohort[order])
-        return Deal(dealt, schedule)
+        return Deal(dealt, schedule if timed else None)
 
     def plan_ahead(self, round_: int, cohort: Integers, alive: Sequence[str]) -> None:
         """Make the schedule of a later round now."""
-        self._ahead = _Ahead(round_, tuple(alive), cohort, self._schedule(round_, cohort, alive))
+        schedule = self._schedule(round_, cohort, alive)
+        self._ahead = _Ahead(round_, tuple(alive), cohort, schedule, self.pace.known)
 
     def cohort_ahead(self, round_: int) -> Integers | None:
         """Of a round that was planned ahead."""
