@@ -33,15 +33,16 @@ def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
         mean = np.array([c.mean for _, c in each])
         spread = np.array([c.deviation for _, c in each])
         axes.fill_between(numbers, np.clip(mean - spread, 0, 1), np.clip(mean + spread, 0, 1), color=_COLOURS[2],
-                          alpha=0.15, linewidth=0, label="clients' own data, one standard deviation")  # fmt: skip
+                          alpha=0.15, linewidth=0, label="one standard deviation")  # fmt: skip
+        axes.plot(numbers, mean, color=_COLOURS[2], linewidth=1.4, label="mean of clients, each on its own data")
         worst = [c.worst_decile for _, c in each]
         axes.plot(numbers, worst, color=_COLOURS[1], linewidth=1.4, label="mean of the worst tenth of clients")
     axes.set_xlabel("round", color=_INK)
     axes.set_ylabel("accuracy", color=_INK)
-    axes.set_ylim(0, 1.02)
+    axes.set_ylim(-0.02, 1.02)  # lines at 0 and 1 are seen
     axes.yaxis.set_major_formatter(PercentFormatter(1.0))
     axes.xaxis.set_major_locator(MaxNLocator(8, integer=True))
-    axes.legend(frameon=False, fontsize=9, loc="lower right")
+    _legend_above(axes)
     _save(figure, path)
     return True
 
@@ -58,7 +59,7 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
             start_s += timed.seconds
     if line.record.predicted_s is not None:
         axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned makespan")
-        axes.legend(frameon=False, fontsize=8, loc="lower right")
+        _legend_above(axes)
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
     axes.invert_yaxis()
     axes.set_xlabel(f"seconds of training in round {line.record.round + 1}", color=_INK)
@@ -89,6 +90,11 @@ def draw_paces(lines: Sequence[RoundLine], path: Path) -> bool:
     axes.legend(frameon=False, fontsize=8)
     _save(figure, path)
     return True
+
+
+def _legend_above(axes: Axes) -> None:
+    """Where nothing is drawn."""
+    axes.legend(frameon=False, fontsize=8, loc="lower right", bbox_to_anchor=(1, 1), ncols=2, borderaxespad=0.2)
 
 
 def _figure(height: float = 4.5) -> tuple[Figure, Axes]:
