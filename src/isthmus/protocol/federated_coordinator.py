@@ -327,11 +327,13 @@ class FederatedCoordinator:
                 out.append(Tell(name, Dropped(turn=turn, kept=kept)))
         out.append(Absorb(turn))
         lines = {} if opened.predicted_s is None else {name: opened.line(name) for name in opened.held}
+        last = turn.number + 1 == self.rules.passes
         for name, timed in opened.timed.items():  # from here on other lines are believed
-            self._dealer.pace.record(turn.round, self._dealer.number(name), timed)
+            if last:  # a client takes another time in each pass: the last one's is what is predicted and written down
+                self._dealer.pace.record(turn.round, self._dealer.number(name), timed)
             self._dealer.keep(timed)
         trained = {t.client for timed in opened.timed.values() for t in timed}
-        if turn.number + 1 < self.rules.passes:
+        if not last:
             self._cohort = np.array(sorted(trained), dtype=np.int64)
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt, turn.number + 1))]
         return [*out, Commit(self._record(opened, trained, lines, why)), *self._open_turn(Turn(turn.round + 1))]
