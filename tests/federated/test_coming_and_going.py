@@ -143,7 +143,7 @@ def test_too_few_for_too_long_ends_the_run() -> None:
     assert sites.tick(59.0) == []
     finish = sites.tick(60.0)[-1]
     assert isinstance(finish, Finish)
-    assert (finish.outcome, finish.reason) == ("lost", "round 0: 1 executors were here for 60 s, expected 2")
+    assert (finish.outcome, finish.reason) == ("lost", "round 1: 1 executors were here for 60 s, expected 2")
 
 
 def test_after_a_restart_the_least_number_is_enough() -> None:
@@ -165,7 +165,7 @@ def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> 
     finish = out[-1]
     assert isinstance(finish, Finish)
     assert finish.reason == (
-        "round 0: 0 clients were in, expected at least 1, after 2 attempts; client 0: bad; client 1: bad; client 2: bad"
+        "round 1: 0 clients were in, expected at least 1, after 2 attempts; client 0: bad; client 1: bad; client 2: bad"
     )
 
 

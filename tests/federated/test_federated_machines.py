@@ -335,7 +335,7 @@ def test_clients_that_are_all_refused_are_not_trained_again() -> None:
     ]
     *_, finish = [machine.handle(report) for report in reports][-1]
     assert isinstance(finish, Finish)
-    assert finish.reason.startswith("round 0: 0 clients were in, expected at least 1; client ")
+    assert finish.reason.startswith("round 1: 0 clients were in, expected at least 1; client ")
 
 
 def test_a_quorum_closes_the_round() -> None:

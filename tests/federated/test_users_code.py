@@ -96,7 +96,7 @@ class Counts(Mine, frozen=True):
 @pytest.mark.parametrize(
     ("algorithm", "words"),
     [
-        (Misspelt(), r"server, round 0: KeyError: 'dleta' \(.*test_users_code.py, line \d+, in server\)"),
+        (Misspelt(), r"server, round 1: KeyError: 'dleta' \(.*test_users_code.py, line \d+, in server\)"),
         (Loses(), "server gives no 'model'"),
         (InPlace(), "server changed 'model' of what it was given, expected a new tensor"),
         (Shrinks(), r"server gives 'model': got float32 \[3\], expected float32 \[4\]"),

@@ -284,7 +284,7 @@ def availability(job: FederatedJob, population: int) -> Availability | None:
         here = len(found.at_round(round_))
         if here < rules.minimum:
             raise UserError(
-                f"{rules.availability}: in round {round_} {here} clients are available, expected at least "
+                f"{rules.availability}: in round {round_ + 1} {here} clients are available, expected at least "
                 f"{rules.minimum} (participation.minimum)"
             )
     return found

@@ -148,7 +148,7 @@ class Server:
                 combined[name] = combined[name].view(form.shape)
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
-        with users_code(f"algorithm: server, round {self.turn.round}"):
+        with users_code(f"algorithm: server, round {self.turn.round + 1}"):
             before = {name: value._version for name, value in known.items()}
             after = self._passes[self.turn.number].server(dict(known), combined, cohort)
             for name, version in before.items():  # a round's values are saved and evaluated while the next one goes on
@@ -159,7 +159,7 @@ class Server:
             self.values[BUFFERS] = buffers
         for name, value in self.values.items():
             if not is_finite(value):
-                what = f"round {self.turn.round}: the server's {name!r} is not finite any more"
+                what = f"round {self.turn.round + 1}: the server's {name!r} is not finite any more"
                 raise UserError(f"{what}: try a smaller learning rate")
 
 

@@ -197,7 +197,7 @@ class FederatedCoordinator:
 
     def _give_up(self, here: int) -> list[CoordinatorInstruction]:
         waited = f"{here} executors were here for {self.rules.deadline_s:g} s, expected {self.rules.minimum}"
-        return self._end("lost", f"round {self._next.round}: {waited}")
+        return self._end("lost", f"round {self._next.round + 1}: {waited}")
 
     def _open_turn(self, turn: Turn) -> list[CoordinatorInstruction]:
         self._next = turn
@@ -313,7 +313,7 @@ class FederatedCoordinator:
             out += [Tell(name, Dropped(turn=before)) for name, (before, _) in opened.late.items()]
             # Of a simulation's clients that were all trained, another attempt makes the same updates.
             if turn.attempt + 1 >= self.rules.attempts or (why == "all" and self.rules.gathering is None):
-                what = f"round {turn.round}: {opened.done} clients were in, expected at least {self.rules.minimum}"
+                what = f"round {turn.round + 1}: {opened.done} clients were in, expected at least {self.rules.minimum}"
                 tries = f", after {turn.attempt + 1} attempts" if turn.attempt else ""
                 return [*out, *self._end("lost", "; ".join([what + tries, *opened.reasons, *_told(opened.refused)]))]
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]

@@ -77,7 +77,7 @@ class UpdatesIntake:
             try:
                 admitted = self._server.admit(update, samples, self._rules)
             except PeerError as e:
-                self._note(f"site {executor}: its update of round {turn.round} is refused: {e}")
+                self._note(f"site {executor}: its update of round {turn.round + 1} is refused: {e}")
                 return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
             self._updates[executor] = admitted if not late else _faded(admitted, late)
         timed = Timed(client, samples, message.seconds, message.state)
