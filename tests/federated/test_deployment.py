@@ -9,7 +9,7 @@ import signal
 import socket
 import sys
 import threading
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
@@ -162,8 +162,8 @@ def test_every_round_commits_and_the_history_is_exact(tmp_path: Path, monkeypatc
         assert line.trips == len(by_site(line)) + 2
         numbers = 6 * 5 + 5 + 5 * 3 + 3
         assert line.value_bytes == 4 * (numbers * (len(by_site(line)) + 1) + 3)
-    assert sum("site b: its update of round 0 is refused: value 'delta': not all numbers" in s for s in said) == 1
-    assert sum("site c: its update of round 0 is refused: value 'delta': got float32 [3]" in s for s in said) == 1
+    assert sum("site b: its update of round 1 is refused: value 'delta': not all numbers" in s for s in said) == 1
+    assert sum("site c: its update of round 1 is refused: value 'delta': got float32 [3]" in s for s in said) == 1
     assert torch.equal(model(run), recomputed(job_file, history, len(NAMES)))
 
 
@@ -205,26 +205,28 @@ def test_a_killed_coordinator_goes_on_and_gives_the_bits_of_a_simulation(tmp_pat
     assert torch.equal(model(run), model(tmp_path / "alone"))
 
 
-def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    names, run, rounds = ("a", "b"), tmp_path / "run", 8
+def served(
+    folder: Path, monkeypatch: pytest.MonkeyPatch, participation: str, sleeps: Mapping[str, float], rounds: int
+) -> tuple[Path, list[str]]:
+    """A run to its end over sites that sleep so long in every round; its job, and what was said."""
     monkeypatch.delitem(sys.modules, "mine_algorithm", raising=False)
     job_file = edited(
-        write_job(tmp_path, names, "mine_algorithm:Mine", rounds),
-        ("[execution]", "[participation]\nfraction = 1.0\nquorum = 0.5\nstaleness = 4\n\n[execution]"),
+        write_job(folder, tuple(sleeps), "mine_algorithm:Mine", rounds),
+        ("[execution]", f"[participation]\nfraction = 1.0\n{participation}\n\n[execution]"),
     )
-    for name, sleep_s in (("a", 0.05), ("b", 0.12)):
-        home = tmp_path / f"at-{name}"
+    for name, sleep_s in sleeps.items():
+        home = folder / f"at-{name}"
         home.mkdir()
         (home / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=sleep_s, returns="update"))
     port = free_port()
-    write_tickets(tmp_path, names, port)
-    with Forked({name: attend(tmp_path, name) for name in names}, tmp_path / "logs") as sites:
-        (tmp_path / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=0, returns="update"))
-        monkeypatch.chdir(tmp_path)
-        monkeypatch.syspath_prepend(str(tmp_path))
+    write_tickets(folder, tuple(sleeps), port)
+    with Forked({name: attend(folder, name) for name in sleeps}, folder / "logs") as sites:
+        (folder / "mine_algorithm.py").write_text(ALGORITHM.format(sleep_s=0, returns="update"))
+        monkeypatch.chdir(folder)
+        monkeypatch.syspath_prepend(str(folder))
         said: list[str] = []
-        fleet = Fleet(tmp_path / "fleet", port=port)
-        site_run = SiteRun(load_federated_job(job_file), run, resume=False)
+        fleet = Fleet(folder / "fleet", port=port)
+        site_run = SiteRun(load_federated_job(job_file), folder / "run", resume=False)
         running = threading.Thread(target=lambda: site_run.run(fleet.service, said.append), daemon=True)
         running.start()
         sites.begin("")
@@ -233,6 +235,12 @@ def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytes
         for pid in sites.pids().values():
             os.kill(pid, signal.SIGKILL)
     fleet.service.close()
+    return job_file, said
+
+
+def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    rounds, run = 8, tmp_path / "run"
+    job_file, _ = served(tmp_path, monkeypatch, "quorum = 0.5\nstaleness = 4", {"a": 0.05, "b": 0.12}, rounds)
     history = lines(run)
     assert len(history) == rounds and history[0].rules.endswith("late ones count for 4 rounds")
     late = [by for line in history for _, by in line.record.stale]
@@ -244,7 +252,12 @@ def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytes
         for client in clients
     ]
     assert len(set(made_for)) == len(made_for), "no update counts twice"
-    assert torch.equal(model(run), recomputed(job_file, history, len(names)))
+    assert torch.equal(model(run), recomputed(job_file, history, 2))
+
+
+def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    _, said = served(tmp_path, monkeypatch, "quorum = 0.5", {"a": 0.01, "b": 0.5}, rounds=2)
+    assert "site b: too late for round 1: its update counts nowhere" in said
 
 
 def listens(port: int) -> bool:

@@ -22,6 +22,7 @@ from isthmus.protocol.federated_events import (
     CoordinatorEvent,
     CoordinatorInstruction,
     Dismiss,
+    Dropped,
     Finish,
     Granted,
     Halt,
@@ -322,6 +323,9 @@ class FederatedConductor:
                 case Tell(executor=executor, event=told):
                     if isinstance(told, Granted):
                         self._intake.settle()  # it will add up where its last sums lie
+                    if isinstance(told, Dropped) and self._office.returns:
+                        round_ = told.turn.round + 1
+                        self._note(f"site {executor}: too late for round {round_}: its update counts nowhere")
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
                 case Merge(executor=executor):
                     self._intake.merge(executor)
