@@ -131,6 +131,16 @@ class ReturnsNumber(Mine, frozen=True):
         return Update(values={"delta": 1.0})  # pyright: ignore[reportArgumentType]
 
 
+class ReturnsSparse(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": told["model"].to_sparse()})
+
+
+class ReturnsComplex(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": torch.fft.fft(told["model"])})
+
+
 class Writes(Mine, frozen=True):
     def client(self, local: Local, told: Values, state: Values | None) -> Update:
         return Update(values={"delta": told["model"].add_(1.0)})
@@ -143,6 +153,8 @@ class Writes(Mine, frozen=True):
         (Breaks(), r"client 2: ZeroDivisionError: of nothing \(.*test_users_code.py, line \d+, in client\)"),
         (ReturnsValues(), "a client returned dict, expected an Update"),
         (Weighs(), "weight of an update: got str, expected a number"),
+        (ReturnsSparse(), "a client gives 'delta': got torch.sparse_coo, expected plain numbers"),
+        (ReturnsComplex(), "a client gives 'delta': got torch.complex128, expected plain numbers"),
         (ReturnsNumber(), "a client gives 'delta': got float, expected a tensor"),
     ],
 )

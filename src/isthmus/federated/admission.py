@@ -103,6 +103,9 @@ def named_tensors(values: Values, by: str) -> Values:
     for name, value in named(values, by).items():
         if not isinstance(value, Tensor):  # pyright: ignore[reportUnnecessaryIsInstance]
             raise UserError(f"algorithm: {by} gives {name!r}: got {type(value).__name__}, expected a tensor")
+        if value.layout is not torch.strided or value.is_complex():
+            got = value.dtype if value.is_complex() else value.layout
+            raise UserError(f"algorithm: {by} gives {name!r}: got {got}, expected plain numbers, strided")
     return values
 
 
