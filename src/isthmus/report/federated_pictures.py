@@ -17,6 +17,8 @@ from isthmus.federated.history import RoundLine
 _COLOURS = ("#0072B2", "#D55E00", "#009E73", "#CC79A7", "#E69F00", "#56B4E9")
 _INK, _FAINT = "#222222", "#666666"
 MOST_EXECUTORS = 24
+MOST_EDGED = 100
+"""Clients of an executor that are drawn with a gap between them."""
 
 
 def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
@@ -52,17 +54,19 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
     names = sorted(line.record.trained, key=lambda name: (len(name), name))[:MOST_EXECUTORS]
     figure, axes = _figure(height=1.6 + 0.32 * len(names))
     for row, name in enumerate(names):
-        start_s = 0.0
-        for number, timed in enumerate(line.record.trained[name]):
-            axes.barh(row, timed.seconds, left=start_s, height=0.7, color=_COLOURS[number % 2 * 5], edgecolor="white",
-                      linewidth=0.4)  # fmt: skip
-            start_s += timed.seconds
+        seconds = np.array([timed.seconds for timed in line.record.trained[name]])
+        bars = list(zip(np.cumsum(seconds) - seconds, seconds, strict=True))
+        edge = 0.4 if len(bars) <= MOST_EDGED else 0.0  # of many, edges would be all that is seen
+        axes.broken_barh(bars, (row - 0.35, 0.7), facecolors=(_COLOURS[0], _COLOURS[5]), edgecolor="white",
+                         linewidth=edge)  # fmt: skip
     if line.record.predicted_s is not None:
         axes.axvline(line.record.predicted_s, color=_INK, linewidth=1, linestyle=(0, (5, 3)), label="planned makespan")
         _legend_above(axes)
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
-    axes.invert_yaxis()
-    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}", color=_INK)
+    axes.set_ylim(len(names) - 0.5, -0.5)
+    axes.set_xlim(left=0)
+    left_out = f", {len(names)} of {len(line.record.trained)} executors" if len(names) < len(line.record.trained) else ""
+    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{left_out}", color=_INK)
     _save(figure, path)
 
 
