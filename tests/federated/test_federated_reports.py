@@ -24,8 +24,10 @@ def line(round_: int, *, accuracy: float | None = 0.5) -> RoundLine:
     return RoundLine(record=record, seconds=4.0, sent_bytes=1000, received_bytes=2000, evaluation=evaluation)
 
 
-def shown(*lines: RoundLine, terminal: bool) -> str:
-    console = Console(file=io.StringIO(), width=180, force_terminal=terminal, force_interactive=terminal, no_color=True)
+def shown(*lines: RoundLine, terminal: bool, width: int = 180) -> str:
+    console = Console(
+        file=io.StringIO(), width=width, force_terminal=terminal, force_interactive=terminal, no_color=True
+    )
     with FederatedProgress(console, rounds=20, clock=iter(range(1000)).__next__) as progress:
         for one in lines:
             progress.round(one)
@@ -44,8 +46,15 @@ def test_figures_of_a_round() -> None:
 
 def test_the_live_table_shows_what_was_asked_for() -> None:
     text = shown(line(0), terminal=True)
-    for expected in ("round 1 of 20", "1.2500", "50.0%", "10.0%", "33%", "75% 38%", "2.93 KiB", "all"):
+    for expected in ("round 1 of 20", "3/4", "1.2500", "50.0%", "10.0%", "33%", "75% 38%", "2.93 KiB", "all"):
         assert expected in text, text
+
+
+def test_a_narrow_table_leaves_columns_out_before_it_cuts_numbers() -> None:
+    text = shown(line(0), terminal=True, width=80)
+    for whole in ("clients", "accuracy", "makespan", "1.2500", "50.0%", "2.93 KiB", "75% 38%", "closed"):
+        assert whole in text, text
+    assert "stolen" not in text
 
 
 def test_plain_lines_come_now_and_then() -> None:

@@ -23,6 +23,8 @@ from isthmus.units import format_duration, format_size
 
 COLUMNS = ("round", "clients", "loss", "accuracy", "worst\ndecile", "round\ntime", "makespan", "planned", "bound",
            "time\nerror", "stolen", "busy", "bytes", "closed\nby")  # fmt: skip
+WIDE, SPARED = 116, {"worst\ndecile", "planned", "bound", "time\nerror", "stolen"}
+"""In a window of fewer columns than that these are left out: cut numbers say nothing."""
 SHOWN_ROUNDS = 12
 REFRESH_S = 0.25
 PLAIN_EVERY_S = 5.0
@@ -61,7 +63,7 @@ class FederatedProgress:
         if self._live is not None:
             if now_s - self._said_s >= REFRESH_S or done == self._rounds:
                 self._said_s = now_s
-                self._live.update(_table(self._recent, self._rounds), refresh=True)
+                self._live.update(_table(self._recent, self._rounds, self._console.width), refresh=True)
             return
         due = now_s - self._said_s >= PLAIN_EVERY_S or done - self._said_round >= PLAIN_SHARE * self._rounds
         if due or done == self._rounds:
@@ -86,19 +88,22 @@ def _sentence(line: RoundLine, rounds: int) -> str:
     return ", ".join([*parts, f"closed by {line.record.closed_by} ({line.rules})"])
 
 
-def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int) -> RenderableType:
-    table = new_table(COLUMNS, COLUMNS[:11] + COLUMNS[12:13])
+def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int, width: int) -> RenderableType:
+    shown = [place for place, name in enumerate(COLUMNS) if width >= WIDE or name not in SPARED]
+    table = new_table([COLUMNS[place] for place in shown], COLUMNS[:11] + COLUMNS[12:13])
     for line in lines:
-        table.add_row(*_cells(line))
+        cells = _cells(line)
+        table.add_row(*(cells[place] for place in shown))
     return titled(f"federated run, round {lines[-1].record.round + 1} of {rounds}", table)
 
 
 def _cells(line: RoundLine) -> tuple[RenderableType, ...]:
     e, record = line.evaluation, line.record
     error = line.time_error()
+    lacking = len(record.refused) + len(record.missing)
     return (
         Text(f"{record.round + 1}"),
-        Text(f"{line.clients}"),
+        Text(f"{line.clients}/{line.clients + lacking}" if lacking else f"{line.clients}"),
         Text("-" if e is None else f"{e.loss:.4f}"),
         Text("-" if e is None or e.accuracy is None else f"{e.accuracy:.1%}"),
         Text("-" if e is None or e.clients is None else f"{e.clients.worst_decile:.1%}"),
