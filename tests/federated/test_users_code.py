@@ -263,6 +263,18 @@ def test_an_algorithm_that_draws_gives_the_same_bits_in_any_order() -> None:
     assert torch.equal(*sums) and len(sums[0].unique()) > 1
 
 
+class NoisyRows(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        return Update(values={"delta": torch.randn_like(local.start(told["model"]))})
+
+
+def test_an_algorithm_that_draws_trains_one_by_one() -> None:
+    site = Worksite(Work(algorithm=NoisyRows(), local=LOCAL, seed=0), module(), population(per_size=2), None)
+    site.open(Opening(turn=Turn(0), clients=2, samples=6), {"model": site.resident.vector()})
+    with pytest.raises(UserError, match="together: got more than 1 for an algorithm that draws random numbers"):
+        site.train([Task(0, 3), Task(1, 3)])
+
+
 NOTHING = """
 from isthmus.federated import Algorithm
 

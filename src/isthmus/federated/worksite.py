@@ -181,7 +181,10 @@ class Worksite:
         each_s = self._stretch(start_s) / len(tasks)
         if compare:
             self._compared.add(self._turn.number)
-            check_alike(self._update_of(tasks[0], before), update)
+            alone = self._update_of(tasks[0], before)
+            if self._draws:
+                raise UserError("execution.together: got more than 1 for an algorithm that draws random numbers")
+            check_alike(alone, update)
         return tuple(Timed(t.client, t.samples, each_s, state) for t, state in taken), refused
 
     def _returned(self, train: Callable[[Pass], Update]) -> Update:

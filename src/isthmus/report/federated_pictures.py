@@ -65,8 +65,8 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
     axes.set_yticks(range(len(names)), labels=names, fontsize=8)
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
-    left_out = f", {len(names)} of {len(line.record.trained)} executors" if len(names) < len(line.record.trained) else ""
-    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{left_out}", color=_INK)
+    of = f", {len(names)} of {len(line.record.trained)} executors" if len(names) < len(line.record.trained) else ""
+    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{of}", color=_INK)
     _save(figure, path)
 
 
