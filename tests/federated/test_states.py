@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import errno
+import os
 from collections.abc import Mapping
 from pathlib import Path
 from typing import NamedTuple
@@ -12,12 +14,14 @@ import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from numpy.typing import NDArray
-from safetensors.torch import load, load_file
+from safetensors.torch import load
 from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.federated import Algorithm, Combine, Local, StateForm, StateStore, Update, Values, Work, Worksite
-from isthmus.federated.states import LARGE_BYTES, PAGE_BYTES
+from isthmus.federated import states as states_module
+from isthmus.federated.state_files import FILE_BYTES, PAGE_BYTES
+from isthmus.federated.states import LARGE_BYTES
 from isthmus.protocol.federated_events import NONE, Opening, Task, Turn
 from tests.federated.populations import LOCAL, module, population
 from tests.federated.twins import SEED
@@ -61,18 +65,17 @@ def test_what_is_written_comes_back_and_is_the_librarys(numbers: int, tmp_path: 
         for row, client in ((1, 1), (2, 9), (0, 5), (1, 1)):  # read ahead, read ahead, not, no more
             alone = reader.read([client], [places[row]])
             assert all(torch.equal(alone[name][0], value[row]) for name, value in given.items())
-    if numbers > 3:
-        whole = load_file(kept.path(places[1]))
-    else:
-        form, at = StateForm(of(given, 0)), places[1] * PAGE_BYTES
-        whole = load(Path(kept.path(places[1])).read_bytes()[at : at + form.size_bytes])
+    form = StateForm(of(given, 0))
+    at = places[1] * -(-form.size_bytes // PAGE_BYTES) * PAGE_BYTES
+    kept.flush()
+    whole = load(Path(kept.path(places[1])).read_bytes()[at : at + form.size_bytes])
     assert all(torch.equal(whole[name], value[1]) for name, value in given.items())
 
 
 def test_many_states_make_few_files_and_no_folder_is_large(tmp_path: Path) -> None:
     small = store(tmp_path)
     assert len({small.path(place) for place in range(0, 1_000_000, 500)}) == 62
-    large = StateStore(tmp_path, StateForm({"control": torch.zeros(LARGE_BYTES, dtype=torch.uint8)}))
+    large = StateStore(tmp_path, StateForm({"control": torch.zeros(1, dtype=torch.uint8).expand(FILE_BYTES)}))
     folders = [Path(large.path(place)).parent for place in range(0, 1_000_000, 256)]
     assert len(set(folders)) == len(folders)
     assert len({Path(large.path(place)).parent for place in range(256)}) == 1
@@ -130,6 +133,39 @@ def test_a_damaged_state_is_named(numbers: int, tmp_path: Path) -> None:
     path.write_bytes(path.read_bytes()[:-5])
     with pytest.raises(UserError, match=f"{path}: .*(damaged|cannot be read)"):
         kept.read([1], [place])
+
+
+@pytest.mark.parametrize("numbers", [3, LARGE_BYTES])
+def test_a_full_disk_is_told_before_anybody_relies_on_the_state(
+    numbers: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    def full(*_: object) -> int:
+        raise OSError(errno.ENOSPC, "No space left on device")
+
+    kept = StateStore(tmp_path, StateForm({"control": torch.zeros(numbers)}))
+    monkeypatch.setattr(os, "pwrite", full)
+    kept.write([1], 0, {"control": torch.zeros(1, numbers)})
+    with pytest.raises(UserError, match=f"states under {tmp_path}: cannot be written: No space left"):
+        kept.flush()
+
+
+def test_large_states_are_kept_where_the_file_system_has_nothing_but_its_cache(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    plain, refused = os.open, list[int]()
+
+    def refuses(path: str, flags: int, mode: int = 0o777) -> int:
+        if flags & os.O_DIRECT:
+            refused.append(flags)
+            raise OSError(errno.EINVAL, "Invalid argument")
+        return plain(path, flags, mode)
+
+    monkeypatch.setattr(os, "open", refuses)
+    kept = StateStore(tmp_path, StateForm({"control": torch.zeros(LARGE_BYTES)}))
+    written = torch.arange(2 * LARGE_BYTES, dtype=torch.float32).view(2, -1)
+    places = kept.write([1, 2], 0, {"control": written})
+    assert torch.equal(kept.read([2, 1], places[::-1])["control"], written.flip(0))
+    assert len(refused) == 1
 
 
 class Reckoning(Algorithm, frozen=True):
@@ -211,6 +247,7 @@ class Crowd:
                 assert found.tolist() == [committed.values[c] for c in clients]
 
 
+@pytest.mark.parametrize("in_a_thread", [False, True])
 @settings(suppress_health_check=[HealthCheck.function_scoped_fixture], max_examples=40, deadline=None)
 @given(
     steps=st.lists(
@@ -223,8 +260,10 @@ class Crowd:
     )
 )  # fmt: skip
 def test_committed_states_survive_aborts_losses_and_crashes(
-    steps: list[tuple[dict[int, int], set[int], str]], tmp_path_factory: pytest.TempPathFactory
-) -> None:
+    steps: list[tuple[dict[int, int], set[int], str]], in_a_thread: bool, tmp_path_factory: pytest.TempPathFactory,
+    monkeypatch: pytest.MonkeyPatch,
+) -> None:  # fmt: skip
+    monkeypatch.setattr(states_module, "LARGE_BYTES", 1 if in_a_thread else LARGE_BYTES)
     crowd = Crowd(tmp_path_factory.mktemp("states"), executors=3)
     for deal, kept, then in steps:
         crowd.round(deal, kept)

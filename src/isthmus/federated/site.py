@@ -6,6 +6,7 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
+import torch
 from numpy.typing import NDArray
 from safetensors import SafetensorError
 from safetensors.torch import load_file
@@ -82,13 +83,12 @@ class SiteStates:
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
         """As `States.write`, of the one client."""
         form = StateForm({name: value[0] for name, value in states.items()})
+        memory = np.empty((1, -(-form.size_bytes // 8) * 8), dtype=np.uint8)  # rows begin where numbers may
+        form.fill(memory, form.views(torch.from_numpy(memory)), clients, round_, states)
         unfinished = self._folder / ".unfinished"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            with unfinished.open("wb") as file:
-                file.writelines(
-                    [form.header(clients[0], round_), *(part[0].data for part in form.bytes_of(clients, states))]
-                )
+            unfinished.write_bytes(memory[0, : form.size_bytes].data)
             unfinished.replace(self._path(round_))
         except OSError as e:
             raise UserError(f"state {self._path(round_)}: cannot be written: {e.strerror or e}") from None

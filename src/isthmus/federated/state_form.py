@@ -93,20 +93,25 @@ class StateForm:
             found[name] = numbers.view(len(memory), *part.shape)
         return found
 
-    def bytes_of(self, clients: Sequence[int], states: Mapping[str, Tensor]) -> list[NDArray[np.uint8]]:
-        """Each tensor's bytes, uint8 [states, bytes], in the order of the file. UserError for another form."""
-        found: list[NDArray[np.uint8]] = []
+    def fill(
+        self, memory: NDArray[np.uint8], views: Mapping[str, Tensor], clients: Sequence[int], round_: int,
+        states: Mapping[str, Tensor],
+    ) -> None:  # fmt: skip
+        """Lay the clients' states, stacked, out in memory, uint8 [states, bytes], whose tensors are `views`.
+        UserError for states of another form."""
+        if states.keys() != self._parts.keys():
+            raise self._other(clients[0], states)
         for name, part in self._parts.items():
-            value = states.get(name)
-            if not isinstance(value, Tensor) or value.dtype != part.dtype or value.shape[1:] != part.shape:
+            value, shape = states[name], (len(clients), *part.shape)
+            if not isinstance(value, Tensor) or value.dtype != part.dtype or value.shape != shape:  # pyright: ignore[reportUnnecessaryIsInstance]  a user's algorithm
                 raise self._other(clients[0], states)
             if value.layout is not torch.strided:
                 told = f"state {name!r} of client {clients[0]}"
                 raise UserError(f"algorithm: {told}: got {value.layout}, expected strided")
-            found.append(_bytes(value, len(clients), part))
-        if len(states) > len(found):
-            raise self._other(clients[0], states)
-        return found
+            views[name].copy_(value.detach())
+        memory[:, self.size_bytes :] = 0
+        for row, client in enumerate(clients):
+            memory[row, : self._length] = np.frombuffer(self.header(client, round_), dtype=np.uint8)
 
     def _other(self, client: int, states: Mapping[str, Tensor]) -> UserError:
         for name, value in states.items():
@@ -130,10 +135,3 @@ def _checked(name: str, value: Tensor) -> Tensor:
     if value.layout is not torch.strided:
         raise UserError(f"algorithm: init_client's {name!r}: got {value.layout}, expected strided")
     return value
-
-
-def _bytes(rows: Tensor, count: int, part: _Part) -> NDArray[np.uint8]:
-    if not part.size_bytes:
-        return np.empty((count, 0), dtype=np.uint8)
-    flat = rows.detach().resolve_neg().cpu().contiguous()
-    return flat.view(count, -1).view(torch.uint8).numpy()

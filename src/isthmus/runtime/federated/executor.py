@@ -89,7 +89,7 @@ class Executor:
                 case (Begin(opening=opening), told):
                     self.site.open(opening, told)
                 case (Train(turn=turn, tasks=tasks), upcoming):
-                    self.site.expect(upcoming)
+                    self.site.expect((*tasks, *upcoming))
                     if self._shared is not None:
                         self._shared.room.wait(self._patience_s)
                     timed, refused = self.site.train(tasks)
@@ -151,12 +151,13 @@ class Executor:
                         self._bell.put(instruction)
 
     def _send_sums(self, act: SendSums) -> None:
-        self.site.hand_over()
         partial = self.site.partial
         tensors, lent = partial.tensors(), None
         if self._shared is not None and (bounds := partial.bounds()):
             lent = bounds
             tensors = {name: tensor for name, tensor in tensors.items() if name not in lent}
+        self.site.hand_over()  # the last state is written while bounds are looked for
+        if self._shared is not None and lent is not None:
             self._shared.room.lend()
         self._post.put(
             SumsMessage(
