@@ -64,7 +64,7 @@ class SiteStates:
     def _path(self, round_: int) -> Path:
         return self._folder / f"round-{round_:06d}.safetensors"
 
-    def expect(self, places: Sequence[int]) -> None:
+    def expect(self, places: Iterable[int]) -> None:
         """They are read when they are needed."""
 
     def flush(self) -> None:
@@ -84,7 +84,8 @@ class SiteStates:
         """As `States.write`, of the one client."""
         form = StateForm({name: value[0] for name, value in states.items()})
         memory = np.empty((1, -(-form.size_bytes // 8) * 8), dtype=np.uint8)  # rows begin where numbers may
-        form.fill(memory, form.views(torch.from_numpy(memory)), clients, round_, states)
+        form.fill(form.views(torch.from_numpy(memory)), slice(None), clients, states)
+        form.sign(memory, clients, round_)
         unfinished = self._folder / ".unfinished"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)

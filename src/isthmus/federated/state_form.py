@@ -94,11 +94,10 @@ class StateForm:
         return found
 
     def fill(
-        self, memory: NDArray[np.uint8], views: Mapping[str, Tensor], clients: Sequence[int], round_: int,
-        states: Mapping[str, Tensor],
-    ) -> None:  # fmt: skip
-        """Lay the clients' states, stacked, out in memory, uint8 [states, bytes], whose tensors are `views`.
-        UserError for states of another form."""
+        self, views: Mapping[str, Tensor], rows: slice, clients: Sequence[int], states: Mapping[str, Tensor]
+    ) -> None:
+        """Copy the clients' states, stacked, to rows of a memory whose tensors are `views`. UserError for states of
+        another form."""
         if states.keys() != self._parts.keys():
             raise self._other(clients[0], states)
         for name, part in self._parts.items():
@@ -108,10 +107,13 @@ class StateForm:
             if value.layout is not torch.strided:
                 told = f"state {name!r} of client {clients[0]}"
                 raise UserError(f"algorithm: {told}: got {value.layout}, expected strided")
-            views[name].copy_(value.detach())
+            views[name][rows].copy_(value.detach())
+
+    def sign(self, memory: NDArray[np.uint8], clients: Sequence[int], round_: int) -> None:
+        """Make whole states on disk of the tensors in memory, uint8 [states, bytes]."""
         memory[:, self.size_bytes :] = 0
-        for row, client in enumerate(clients):
-            memory[row, : self._length] = np.frombuffer(self.header(client, round_), dtype=np.uint8)
+        headers = b"".join([self.header(client, round_) for client in clients])
+        memory[:, : self._length] = np.frombuffer(headers, dtype=np.uint8).reshape(len(clients), -1)
 
     def _other(self, client: int, states: Mapping[str, Tensor]) -> UserError:
         for name, value in states.items():

@@ -18,6 +18,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
+from itertools import islice
 from pathlib import Path
 from typing import NamedTuple, ParamSpec, Protocol, TypeVar
 
@@ -47,7 +48,7 @@ _Found = TypeVar("_Found")
 class States(Protocol):
     """Where a worksite keeps its clients' states."""
 
-    def expect(self, places: Sequence[int]) -> None:
+    def expect(self, places: Iterable[int]) -> None:
         """These are read next, in this order. Nothing happens on errors: `read` will tell."""
         ...
 
@@ -102,6 +103,10 @@ class StateStore:
         self._batch: _Batch | None = None
         self._waiting: list[int] = []
         """The places of the batch's first states, which are to be written."""
+        self._owners: list[int] = []
+        """Their clients."""
+        self._round = 0
+        """Of all that wait."""
         self._writing: Future[None] | None = None
         self._ahead: dict[int, tuple[Future[_Batch], int]] = {}
         """Read before they are asked for: where, and the row there."""
@@ -122,16 +127,17 @@ class StateStore:
         """The file that holds a place."""
         return self._files.path(place)
 
-    def expect(self, places: Sequence[int]) -> None:
-        if self._several or not places:
+    def expect(self, places: Iterable[int]) -> None:
+        if self._several:
             return
         if self._large:
-            for place in places[:LARGE_AHEAD]:
+            for place in islice(places, LARGE_AHEAD):
                 if place not in self._ahead:
                     self._ahead[place] = self._fetch([place]), 0
-        elif places[0] not in self._ahead:
-            fetched = self._fetch(places)
-            self._ahead = {place: (fetched, row) for row, place in enumerate(places)}
+        elif (first := next(rest := iter(places), None)) is not None and first not in self._ahead:
+            together = [first, *rest]
+            fetched = self._fetch(together)
+            self._ahead = {place: (fetched, row) for row, place in enumerate(together)}
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         self._several = len(places) > 1
@@ -165,18 +171,18 @@ class StateStore:
 
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
         begin = len(self._waiting)
-        if self._batch is not None and begin + len(clients) > len(self._batch.memory):
+        if self._batch is not None and (begin + len(clients) > len(self._batch.memory) or round_ != self._round):
             self._send()
             begin = 0
         if self._batch is None:
             self._settle()  # its memory is used again
             self._batch = self._room(max(self._rows, len(clients)))
-        memory, views = self._batch
-        rows = slice(begin, begin + len(clients))
-        self._form.fill(memory[rows], {name: view[rows] for name, view in views.items()}, clients, round_, states)
+        self._form.fill(self._batch.views, slice(begin, begin + len(clients)), clients, states)
         places = self._take(len(clients))
         self._waiting += places
-        if len(self._waiting) == len(memory):
+        self._owners += clients
+        self._round = round_
+        if len(self._waiting) == len(self._batch.memory):
             self._send()
         return places
 
@@ -185,8 +191,10 @@ class StateStore:
         if self._batch is None or not self._waiting:
             return
         self._settle()
-        self._writing = self._disk.submit(self._files.write, self._waiting, self._batch.memory)
-        self._batch, self._waiting = None, []
+        memory = self._batch.memory[: len(self._waiting)]
+        self._form.sign(memory, self._owners, self._round)
+        self._writing = self._disk.submit(self._files.write, self._waiting, memory)
+        self._batch, self._waiting, self._owners = None, [], []
 
     def _settle(self) -> None:
         """Until what was sent is written."""

@@ -231,8 +231,8 @@ class Worksite:
 
     def expect(self, tasks: Sequence[Task]) -> None:
         """These clients come next, in this order: their states are brought nearer."""
-        if self._states is not None and tasks:
-            self._states.expect([task.state for task in tasks if task.state != NONE])
+        if self._states is not None:
+            self._states.expect(task.state for task in tasks if task.state != NONE)
 
     def hand_over(self) -> None:
         """What was kept is where other executors read it. To be called before anybody is told of it."""
