@@ -11,7 +11,7 @@ from safetensors.torch import load_file
 
 from isthmus.federated.history import History
 from isthmus.federated.server import STATES
-from isthmus.federated.states import PAGE_BYTES
+from isthmus.federated.state_files import PAGE_BYTES
 from tests.runtime.commands import Done, edited, isthmus, refused, start, wait_until
 
 JOB = """
