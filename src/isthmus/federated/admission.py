@@ -48,6 +48,7 @@ class _NoData:
 
     samples = 1
     learning_rate = 1.0
+    steps = 1
 
     def start(self, model: Tensor) -> Tensor:
         return model.clone()
@@ -58,8 +59,8 @@ class _NoData:
     def gradient(self, weights: Tensor, batch: Mapping[str, Tensor]) -> Tensor:
         return torch.zeros_like(weights)
 
-    def descend(self, weights: Tensor, batch: Mapping[str, Tensor]) -> None:
-        pass
+    def descend(self, model: Tensor) -> Tensor:
+        return torch.zeros_like(model)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
         return torch.zeros_like(weights)

@@ -12,7 +12,9 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 
+import numpy as np
 import torch
+from numpy.typing import NDArray
 from torch import Tensor
 
 from isthmus.errors import PeerError
@@ -25,13 +27,15 @@ _LIMIT = 2.0**51
 _SUM_LIMIT = 2.0**62
 _MAGIC = 1.5 * 2.0**52
 """Added to a double below 2^51 it leaves the rounded integer in the low bits: 5 times faster than a conversion."""
-_MAGIC_BITS = int(torch.tensor(_MAGIC, dtype=torch.float64).view(torch.int64))
+_MAGIC_TENSOR = torch.tensor(_MAGIC, dtype=torch.float64)
+_MAGIC_BITS = int(_MAGIC_TENSOR.view(torch.int64))
 _EXACT = 2.0**53
 """Up to here a double holds every whole number."""
 _ROWS_BLOCK = 1 << 19
 """Numbers of short rows that are added at once: calls cost more than the second cache saves."""
 _BLOCK = 1 << 15
-"""Numbers that are scaled, rounded and added while they lie in the processor's second cache."""
+"""Numbers that are scaled, rounded and added while they lie in the processor's second cache. Floats are torch's, whole
+numbers numpy's: it adds them up to four times as fast."""
 
 
 def scale_exponent(total: float) -> int:
@@ -49,8 +53,10 @@ class FixedSum:
     def __init__(self, size: int, exponent: int, room: Tensor | None = None) -> None:
         """`room` is the memory to add up in, int64 [size]; without it the sum's own."""
         self._total = torch.empty(size, dtype=torch.int64) if room is None else room
-        self._blocks = self._total.split(_BLOCK)
+        numbers = self._total.numpy()
+        self._blocks = [numbers[start : start + _BLOCK] for start in range(0, size, _BLOCK)] or [numbers]
         self._work = torch.empty(min(size, _BLOCK), dtype=torch.float64)
+        self._rounded = self._work.numpy().view(np.int64)
         self._merged: list[Tensor] = []
         """Not read yet."""
         self.begin(exponent)
@@ -95,25 +101,26 @@ class FixedSum:
                 within = f"{_LIMIT / factor:.3g}" if factor else "any bound"
                 raise PeerError(f"got {_worst(term)}, expected numbers within {within}")
             largest = max(largest, found)
-            rounded = self._rounded(part, factor)
-            if self._empty:
-                torch.sub(rounded, _MAGIC_BITS, out=total)
-            else:
-                total.add_(rounded.sub_(_MAGIC_BITS))
+            rounded = self._round(part, factor)
+            np.subtract(rounded, _MAGIC_BITS, out=total if self._empty else rounded)
+            if not self._empty:
+                np.add(total, rounded, out=total)
         self._empty = False
         self._bound += largest
         if self._bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
 
-    def _rounded(self, part: Tensor, factor: float) -> Tensor:
+    def _round(self, part: Tensor, factor: float) -> NDArray[np.int64]:
         """A block's terms as integers, each with the magic number's bits on top. It lasts until the next block."""
-        return self._work[: len(part)].copy_(part).mul_(factor).add_(_MAGIC).view(torch.int64)
+        work = self._work[: len(part)].copy_(part)
+        torch.add(_MAGIC_TENSOR, work, alpha=factor, out=work)
+        return self._rounded[: len(part)]
 
     def _take_back(self, parts: Sequence[Tensor], factor: float) -> None:
         """What was added of a term whose later numbers are bad."""
         if not self._empty:
             for part, total in zip(parts, self._blocks, strict=False):
-                total.sub_(self._rounded(part, factor).sub_(_MAGIC_BITS))
+                np.subtract(total, self._round(part, factor) - _MAGIC_BITS, out=total)
 
     def add_rows(self, terms: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times every row of [terms, size]: the same bits as one by one. PeerError as `add`, and nothing
@@ -133,7 +140,8 @@ class FixedSum:
         self._bound = bound
         width = max(1, _ROWS_BLOCK // len(rows))
         for part, total in zip(rows.split(width, dim=1), self.total.split(width), strict=True):
-            rounded = part.to(torch.float64, copy=True).mul_(factor).round_()
+            work = part.to(torch.float64, copy=True)
+            rounded = torch.add(_MAGIC_TENSOR, work, alpha=factor, out=work).sub_(_MAGIC)
             total.add_(rounded.sum(0).to(torch.int64))  # whole numbers this small add up without an error, in any order
 
     def check_term(self, term: Tensor, weight: float) -> None:
@@ -167,22 +175,22 @@ class FixedSum:
                 self._total.copy_(other)
                 self._empty = False
             else:
-                self._total.add_(other)
+                np.add(self._total.numpy(), other.numpy(), out=self._total.numpy())
         self._merged.clear()
 
     def over(self, divisor: float, dtype: torch.dtype) -> Tensor:
         """The sum divided by `divisor`, [size]. It ends the sum: nothing is in it any more."""
         factor, found = self._unit / divisor, torch.empty(len(self), dtype=dtype)
-        terms = self._merged if self._empty and self._merged else [self._own(), *self._merged]
+        terms = [t.numpy() for t in (self._merged if self._empty and self._merged else [self._own(), *self._merged])]
 
         def divide(start: int, stop: int) -> None:
-            work, whole = torch.empty(_BLOCK, dtype=torch.float64), torch.empty(_BLOCK, dtype=torch.int64)
+            work, whole = torch.empty(_BLOCK, dtype=torch.float64), np.empty(_BLOCK, dtype=np.int64)
             for at in range(start, stop, _BLOCK):
                 part = slice(at, min(at + _BLOCK, stop))
                 number = terms[0][part]
                 for other in terms[1:]:
-                    number = torch.add(number, other[part], out=whole[: len(number)])
-                found[part].copy_(work[: len(number)].copy_(number).mul_(factor))
+                    number = np.add(number, other[part], out=whole[: len(number)])
+                found[part].copy_(work[: len(number)].copy_(torch.from_numpy(number)).mul_(factor))
 
         spread(divide, len(self), _BLOCK)
         self._merged, self._empty, self._bound = [], True, 0.0
@@ -193,8 +201,10 @@ def _largest(numbers: Tensor) -> float:
     """The largest distance from 0; not a number if there is one that is none."""
     if not numbers.numel():
         return 0.0
-    least, most = numbers.aminmax()
-    low, high = least.item(), most.item()
+    if numbers.dtype == torch.bfloat16:  # which numpy does not know
+        numbers = numbers.float()
+    array = numbers.numpy()
+    low, high = float(array.min()), float(array.max())
     return max(-low, high) if low == low else math.nan
 
 

@@ -23,6 +23,10 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     batch_size: Annotated[int, Meta(ge=1)] = 20
     learning_rate: Annotated[float, Meta(gt=0)] = 0.05
 
+    def steps(self, samples: int) -> int:
+        """Batches that a client of so many samples has in all epochs."""
+        return self.epochs * -(-samples // self.batch_size)
+
 
 class Workspace:
     """Vectors to train in, kept from client to client: fresh memory of a large model costs as much as a step."""
@@ -69,6 +73,10 @@ class PlainLocal:
     def learning_rate(self) -> float:
         return self._config.learning_rate
 
+    @property
+    def steps(self) -> int:
+        return self._config.steps(self.samples)
+
     def start(self, model: Tensor) -> Tensor:
         return self._workspace.take().copy_(model)
 
@@ -82,8 +90,17 @@ class PlainLocal:
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._resident.gradient(weights, batch)
 
-    def descend(self, weights: Tensor, batch: Batch) -> None:
-        self._resident.descend(weights, batch, self._config.learning_rate)
+    def descend(self, model: Tensor) -> Tensor:
+        """The first step reads the model where it lies and the last one leaves the change: to copy a large model and to
+        subtract it takes as long as a step."""
+        change, weights, rate = self._workspace.take(), model, self._config.learning_rate
+        for number, batch in enumerate(self.batches(), 1):
+            if number < self.steps:
+                self._resident.descend(weights, batch, rate, out=change)
+                weights = change
+            else:
+                self._resident.arrive(weights, batch, rate, model, out=change)
+        return change
 
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = self._workspace.take().zero_()

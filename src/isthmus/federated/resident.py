@@ -1,6 +1,6 @@
 """One module that trains every client: its parameters are views of whatever vector is to be trained.
 
-Nothing is built or copied per client. A vector [P] holds the parameters in the module's order, without padding.
+Nothing is built per client. A vector [P] holds the parameters in the module's order, without padding.
 """
 
 from __future__ import annotations
@@ -13,6 +13,8 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 
 Batch = Mapping[str, Tensor]
+_BLOCK = 1 << 15
+"""Numbers that two operations pass over while they lie in the processor's second cache."""
 
 
 class Resident:
@@ -38,8 +40,9 @@ class Resident:
         self.size = sum(self._sizes)
         self._gradient: Tensor | None = None
         """Not before somebody asks for one: most algorithms only descend."""
-        self._weight_views: list[Tensor] = []
-        self._held: Tensor | None = None
+        self._known: dict[int, tuple[Tensor, list[Tensor]]] = {}
+        """By address, vectors that were bound last and their views: held, so that nobody else gets the address."""
+        self._bound = 0
         module.train()
 
     def vector(self, out: Tensor | None = None) -> Tensor:
@@ -72,18 +75,27 @@ class Resident:
 
     def bind(self, vector: Tensor) -> None:
         """From now on the module's parameters are the vector's memory."""
-        if self._held is not None and vector.data_ptr() == self._held.data_ptr():
+        views = self._views(vector)
+        if vector.data_ptr() == self._bound:
             return
-        self._weight_views = self.views(vector)
-        for p, view in zip(self._parameters, self._weight_views, strict=True):
+        for p, view in zip(self._parameters, views, strict=True):
             p.data = view
-        self._held = vector  # so that nobody else gets the address
+        self._bound = vector.data_ptr()
+
+    def _views(self, vector: Tensor) -> list[Tensor]:
+        """As `views`, made once for the two that a client goes back and forth between."""
+        address = vector.data_ptr()
+        if address not in self._known:
+            for other in [a for a in self._known if a != self._bound][: len(self._known) - 1]:
+                del self._known[other]
+            self._known[address] = (vector, self.views(vector))
+        return self._known[address][1]
 
     def let_go(self) -> None:
         """Hold no parameters until `bind`."""
         for p in self._parameters:
             p.data = torch.empty(0, dtype=self.dtype)
-        self._weight_views, self._held = [], None
+        self._known, self._bound = {}, 0
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of the batch's mean loss, [P]. It lasts until the next call."""
@@ -97,12 +109,29 @@ class Resident:
                 view.copy_(part.to_dense())  # of an embedding it may be sparse
         return self._gradient
 
-    def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:
-        """weights <- weights - rate x gradient, without a vector of the gradient in between."""
+    def descend(self, weights: Tensor, batch: Batch, rate: float, *, out: Tensor) -> None:
+        """out <- weights - rate x gradient, without a vector of the gradient in between. `out` may be the weights."""
         self.bind(weights)
-        for view, part in zip(self._weight_views, self._parts(batch), strict=True):
+        for view, to, part in zip(self._views(weights), self._views(out), self._parts(batch), strict=True):
             if part is not None:
-                view.sub_(part, alpha=rate)
+                torch.sub(view, part, alpha=rate, out=to)
+            elif to is not view:
+                to.copy_(view)
+
+    def arrive(self, weights: Tensor, batch: Batch, rate: float, model: Tensor, *, out: Tensor) -> None:
+        """out <- weights - model - rate x gradient: the change that a descent from the model ends with. The weights may
+        be the model, and `out` the weights."""
+        self.bind(weights)
+        each = zip(self._views(weights), self._views(model), self._views(out), self._parts(batch), strict=True)
+        for view, start, to, part in each:
+            if part is None:
+                torch.sub(view, start, out=to)
+            elif view is start:
+                torch.mul(part, -rate, out=to)
+            else:
+                blocks = (tensor.reshape(-1).split(_BLOCK) for tensor in (view, start, to, part))
+                for a, b, c, gradient in zip(*blocks, strict=True):
+                    torch.sub(a, b, out=c).sub_(gradient, alpha=rate)
 
     def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
         """Each parameter's gradient; None of one that the loss does not depend on."""

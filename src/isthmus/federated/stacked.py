@@ -145,6 +145,10 @@ class StackedLocal:
     def learning_rate(self) -> float:
         return self._config.learning_rate
 
+    @property
+    def steps(self) -> int:
+        return self._config.steps(self.samples)
+
     def start(self, model: Tensor) -> Tensor:
         return model.expand(self._clients, -1).clone()
 
@@ -162,8 +166,11 @@ class StackedLocal:
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._stacked.gradient(weights, batch)
 
-    def descend(self, weights: Tensor, batch: Batch) -> None:
-        self._stacked.descend(weights, batch, self._config.learning_rate)
+    def descend(self, model: Tensor) -> Tensor:
+        weights = self.start(model)
+        for batch in self.batches():
+            self._stacked.descend(weights, batch, self._config.learning_rate)
+        return weights.sub_(model)
 
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = torch.zeros_like(weights)

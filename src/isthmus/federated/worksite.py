@@ -86,7 +86,8 @@ class Worksite:
         few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
         buffers = self.resident.buffers()
         with users_code(f"model, given client {client}'s columns {', '.join(sorted(few))}"):
-            self.resident.descend(model, few, 0.0)  # no vector of a gradient is made that may never be needed
+            # No vector of a gradient is made: it may never be needed.
+            self.resident.descend(model, few, 0.0, out=model)
         self._draws = self.resident.draws(few)
         self.resident.set_buffers(buffers)
         if shapes and (self._draws or len(buffers)):

@@ -32,6 +32,11 @@ class Local(Protocol):
     @property
     def learning_rate(self) -> float: ...
 
+    @property
+    def steps(self) -> int:
+        """Batches of all local epochs."""
+        ...
+
     def start(self, model: Tensor) -> Tensor:
         """A copy of the vector to train in place."""
         ...
@@ -44,8 +49,9 @@ class Local(Protocol):
         """Of the mean loss of the batch. The caller may change it, and it lasts until the next call."""
         ...
 
-    def descend(self, weights: Tensor, batch: Batch) -> None:
-        """A step of SGD in place: weights <- weights - learning_rate x gradient. Quicker than by `gradient`."""
+    def descend(self, model: Tensor) -> Tensor:
+        """SGD from the model over all batches: the weights at its end less the model. The caller may change it. Quicker
+        than by `start` and `gradient`."""
         ...
 
     def full_gradient(self, weights: Tensor) -> Tensor:

@@ -15,11 +15,7 @@ class FedAvg(Algorithm, frozen=True):
         return {"delta": "weighted_mean"}
 
     def client(self, local: Local, told: Values, state: Values | None) -> Update:
-        x = told["model"]
-        y = local.start(x)
-        for batch in local.batches():
-            local.descend(y, batch)
-        return Update(values={"delta": y.sub_(x)})
+        return Update(values={"delta": local.descend(told["model"])})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         return {"model": combined["delta"].add_(server["model"])}  # in place: a large model less is held

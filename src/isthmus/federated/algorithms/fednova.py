@@ -25,17 +25,17 @@ class FedNova(Algorithm, frozen=True):
 
     def client(self, local: Local, told: Values, state: Values | None) -> Update:
         x, rho = told["model"], self.momentum
-        y = local.start(x)
-        v = torch.zeros_like(y) if rho else None
-        steps = 0
-        for batch in local.batches():
-            if v is None:
-                local.descend(y, batch)
-            else:
+        if rho:
+            y = local.start(x)
+            v = torch.zeros_like(y)
+            for batch in local.batches():
                 y.sub_(v.mul_(rho).add_(local.gradient(y, batch)), alpha=local.learning_rate)
-            steps += 1
+            delta = y.sub_(x)
+        else:
+            delta = local.descend(x)
+        steps = local.steps
         norm = (steps - rho * (1 - rho**steps) / (1 - rho)) / (1 - rho)
-        return Update(values={"direction": y.sub_(x).div_(norm), "steps": y.new_full((*y.shape[:-1], 1), norm)})
+        return Update(values={"direction": delta.div_(norm), "steps": delta.new_full((*delta.shape[:-1], 1), norm)})
 
     def server(self, server: Values, combined: Values, cohort: Cohort) -> Values:
         """Eq. 9, with the effective number of steps tau = sum p_i ||a_i||_1."""

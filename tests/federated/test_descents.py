@@ -1,0 +1,60 @@
+"""SGD from a model as algorithms ask for it: the steps, one after another, whatever is spared on the way."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.resident import Resident
+from isthmus.federated.stacked import Stacked, StackedLocal
+
+
+class Wide(nn.Module):
+    """A layer larger than a block, and a parameter that the loss does not depend on."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.unused = nn.Parameter(torch.ones(5))
+        self.wide = nn.Linear(7, 6000)
+        self.narrow = nn.Linear(6000, 3)
+
+    def forward(self, pixel_values: Tensor, labels: Tensor) -> Tensor:
+        return F.cross_entropy(self.narrow(torch.relu(self.wide(pixel_values))), labels)
+
+
+CLIENTS, SAMPLES = 2, 5
+
+
+def locals_of(config: LocalConfig) -> tuple[Resident, list[PlainLocal], StackedLocal]:
+    torch.manual_seed(0)
+    resident = Resident(Wide().double())
+    workspace = Workspace(resident.size, resident.dtype)
+    pixels, labels = torch.randn(CLIENTS * SAMPLES, 7, dtype=torch.float64), torch.arange(CLIENTS * SAMPLES) % 3
+    rows = {"pixel_values": pixels, "labels": labels}
+    each = [{name: column[c * SAMPLES :][:SAMPLES] for name, column in rows.items()} for c in range(CLIENTS)]
+    plain = [PlainLocal(resident, workspace, config, d, seed=1, round_=2, client=c) for c, d in enumerate(each)]
+    stacked = StackedLocal(Stacked(resident), config, rows, seed=1, round_=2, clients=range(CLIENTS))
+    return resident, plain, stacked
+
+
+@pytest.mark.parametrize(("epochs", "batch_size", "steps"), [(1, 9, 1), (2, 5, 2), (2, 2, 6)])
+def test_a_descent_is_its_steps(epochs: int, batch_size: int, steps: int) -> None:
+    resident, plain, stacked = locals_of(LocalConfig(epochs=epochs, batch_size=batch_size, learning_rate=0.3))
+    model = resident.vector()
+    before, changes = model.clone(), list[Tensor]()
+    for local in plain:
+        assert local.steps == stacked.steps == steps
+        weights = model.clone()
+        for batch in local.batches():
+            weights -= 0.3 * resident.gradient(weights, batch)
+        changes.append(weights - model)
+        assert changes[-1].norm() > 0.01
+        found = local.descend(model)
+        assert torch.allclose(found, changes[-1], rtol=1e-9, atol=1e-15)
+        assert not resident.named(found)["unused"].any()
+        assert torch.equal(local.descend(model), found), "the client before leaves nothing"
+        assert torch.equal(model, before)
+    assert torch.allclose(stacked.descend(model), torch.stack(changes), rtol=1e-9, atol=1e-15)
