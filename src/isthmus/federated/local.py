@@ -93,9 +93,10 @@ class PlainLocal:
     def descend(self, model: Tensor) -> Tensor:
         """The first step reads the model where it lies and the last one leaves the change: to copy a large model and to
         subtract it takes as long as a step."""
-        change, weights, rate = self._workspace.take(), model, self._config.learning_rate
+        change, weights = self._workspace.take(), model
+        rate, steps = self._config.learning_rate, self.steps
         for number, batch in enumerate(self.batches(), 1):
-            if number < self.steps:
+            if number < steps:
                 self._resident.descend(weights, batch, rate, out=change)
                 weights = change
             else:

@@ -13,8 +13,6 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 
 Batch = Mapping[str, Tensor]
-_BLOCK = 1 << 15
-"""Numbers that two operations pass over while they lie in the processor's second cache."""
 
 
 class Resident:
@@ -129,9 +127,7 @@ class Resident:
             elif view is start:
                 torch.mul(part, -rate, out=to)
             else:
-                blocks = (tensor.reshape(-1).split(_BLOCK) for tensor in (view, start, to, part))
-                for a, b, c, gradient in zip(*blocks, strict=True):
-                    torch.sub(a, b, out=c).sub_(gradient, alpha=rate)
+                torch.sub(view, start, out=to).sub_(part, alpha=rate)
 
     def _parts(self, batch: Batch) -> Sequence[Tensor | None]:
         """Each parameter's gradient; None of one that the loss does not depend on."""
