@@ -95,7 +95,7 @@ class FixedSum:
         factor, largest = weight * self._factor, 0.0
         parts = term.detach().reshape(-1).split(_BLOCK)
         for number, (part, total) in enumerate(zip(parts, self._blocks, strict=True)):
-            found = largest_of(part) * abs(factor)
+            found = _largest(part) * abs(factor)
             if not found < _LIMIT:
                 self._take_back(parts[:number], factor)
                 within = f"{_LIMIT / factor:.3g}" if factor else "any bound"
@@ -127,7 +127,7 @@ class FixedSum:
         added, if a number of any row is bad."""
         factor = weight * self._factor
         rows = terms.detach().reshape(len(terms), -1)
-        found = largest_of(rows) * abs(factor)
+        found = _largest(rows) * abs(factor)
         if not found < _LIMIT:
             raise PeerError(f"got {_worst(terms)} among {len(rows)} terms")
         bound = self._bound + found * len(rows)
@@ -146,7 +146,7 @@ class FixedSum:
 
     def check_term(self, term: Tensor, weight: float) -> None:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""
-        largest = largest_of(term.detach()) * weight * self._factor
+        largest = _largest(term.detach()) * weight * self._factor
         if not largest < _LIMIT:
             raise PeerError(f"got {_worst(term)}, expected numbers within {_LIMIT / (weight * self._factor):.3g}")
         if self._bound + largest >= _SUM_LIMIT:
@@ -155,7 +155,7 @@ class FixedSum:
     def check(self, total: Tensor, largest: float | None = None) -> float:
         """The largest number of another sum's `total`, int64 [size], looked for where it is not given. PeerError when
         the two have no room."""
-        largest = largest_of(total) if largest is None else largest
+        largest = _largest(total) if largest is None else largest
         if not 0 <= largest < math.inf:
             raise PeerError(f"got numbers within {largest:g}, expected a bound")
         if (bound := self._bound + largest) >= _SUM_LIMIT:
@@ -197,7 +197,7 @@ class FixedSum:
         return found
 
 
-def largest_of(numbers: Tensor) -> float:
+def _largest(numbers: Tensor) -> float:
     """The largest distance from 0; not a number if there is one that is none."""
     if not numbers.numel():
         return 0.0

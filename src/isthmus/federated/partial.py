@@ -15,7 +15,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import Cohort, Combine, Update, Values
-from isthmus.federated.fixed_point import FixedSum, largest_of, scale_exponent
+from isthmus.federated.fixed_point import FixedSum, scale_exponent
 
 WEIGHT_BITS = 20
 """Weights are added in units of 2^-20: numbers of samples exactly."""
@@ -260,8 +260,11 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
 
 
 def is_finite(value: Tensor) -> bool:
-    """Whether every number is: by the largest, which makes no tensor of answers."""
-    return not value.is_floating_point() or math.isfinite(largest_of(value.detach()))
+    """Whether every number is: by the least and the largest, which makes no tensor of answers."""
+    if not value.is_floating_point() or not value.numel():
+        return True
+    low, high = value.detach().aminmax()
+    return math.isfinite(low) and math.isfinite(high)
 
 
 def _check_finite(value: Tensor) -> None:
