@@ -43,8 +43,12 @@ def test_gradients_of_odd_parameters() -> None:
         assert model.shape == (5 * 3 + 3 * 3 + 1,)
         assert torch.allclose(resident.gradient(model, BATCH), expected, rtol=1e-12)
         moved = model.clone()
-        resident.descend(moved, BATCH, 0.5)
+        resident.descend(moved, BATCH, 0.5, out=moved)
         assert torch.allclose(moved, model - 0.5 * expected, rtol=1e-12)
+        for weights in (model, model.clone()):
+            change = torch.empty_like(model)
+            resident.arrive(weights, BATCH, 0.5, model, out=change)
+            assert torch.allclose(change, -0.5 * expected, rtol=1e-12, atol=1e-15)
 
 
 def test_several_models_of_odd_parameters() -> None:

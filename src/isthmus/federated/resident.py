@@ -125,7 +125,7 @@ class Resident:
             if part is None:
                 torch.sub(view, start, out=to)
             elif view is start:
-                torch.mul(part, -rate, out=to)
+                torch.mul(part.to_dense(), -rate, out=to)  # of an embedding it may be sparse
             else:
                 torch.sub(view, start, out=to).sub_(part, alpha=rate)
 
