@@ -188,7 +188,7 @@ def clocks(setting: str, samples: Path, per_round: int, rounds: int, execution: 
     middle, fitted = (float(np.median(one)) for one in over)
     return Clocks(
         setting=setting, rounds=len(told), measured_s=statistics.median(line.seconds for line in told),
-        simulated_s=statistics.median(simulated[line.record.round] for line in told), off=middle - 1,
+        simulated_s=statistics.median(float(simulated[line.record.round]) for line in told), off=middle - 1,
         fitted_off=fitted - 1, scatter=float(np.median(np.abs(over[0] / middle - 1))),
     )  # fmt: skip
 
