@@ -39,7 +39,11 @@ COMPARED = [
     Compared(candidates=deltas(15, 2, [(0.032, 0.8, 0.5)], decay=0.95)),
     Compared(candidates=deltas(15, 0, [(0.032, 0.8, 0.5)])),
     Compared(candidates=deltas(6, 8, [(0.032, 0.8, 0.5), (0.032, 1, 0)])),
-    Compared(candidates=deltas(30, 2, [(0.032, 0.8, 0.5), (0.048, 0.8, 0.5)]), workers=4),
-    Compared(candidates=deltas(15, 2, [(0.032, 0.8, 0.5), (0.048, 0.8, 0.5)]), start=0),
+    Compared(
+        candidates=deltas(30, 2, [(0.032, 0.8, 0.5), (0.048, 0.8, 0.5), (0.024, 1, 0.7), (0.016, 1, 0.7)]), workers=4
+    ),
+    Compared(
+        candidates=deltas(15, 2, [(0.032, 0.8, 0.5), (0.048, 0.8, 0.5), (0.064, 0.8, 0.5), (0.064, 0.6, 0.5)]), start=0
+    ),
 ]
 """The first is what the others are measured by."""
