@@ -5,9 +5,10 @@ Names, shapes and types are those that the algorithm itself returns when it is t
 
 from __future__ import annotations
 
+import contextlib
 import math
 import reprlib
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Generator, Iterator, Mapping, Sequence
 from typing import Annotated
 
 import msgspec
@@ -115,6 +116,16 @@ def named(values: Values, by: str) -> Values:
     if not isinstance(values, dict):  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"algorithm: {by} gives {type(values).__name__}, expected a dict of tensors")
     return values
+
+
+@contextlib.contextmanager
+def unwritten(values: Values, by: str, how: str, expected: str) -> Generator[None]:
+    """UserError where the algorithm's function `by` wrote to what it `was told` or `was given`: others read it too."""
+    before = [value._version for value in values.values()]
+    yield
+    for version, (name, value) in zip(before, values.items(), strict=True):
+        if value._version != version:
+            raise UserError(f"algorithm: {by} changed {name!r} of what it {how}, expected {expected}")
 
 
 def checked(update: Update) -> Update:

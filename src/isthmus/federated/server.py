@@ -22,7 +22,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.errors import UserError, users_code
-from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors
+from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
 from isthmus.federated.partial import Partial, Weights, is_finite
@@ -149,11 +149,8 @@ class Server:
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
         with users_code(f"algorithm: server, round {self.turn.round + 1}"):
-            before = {name: value._version for name, value in known.items()}
-            after = self._passes[self.turn.number].server(dict(known), combined, cohort)
-            for name, version in before.items():  # a round's values are saved and evaluated while the next one goes on
-                if known[name]._version != version:
-                    raise UserError(f"algorithm: server changed {name!r} of what it was given, expected a new tensor")
+            with unwritten(known, "server", "was given", "a new tensor"):  # they may still be saved, and evaluated
+                after = self._passes[self.turn.number].server(dict(known), combined, cohort)
             self.values = _checked(after, "server", Form.of(self.values["model"]))
         if buffers is not None:
             self.values[BUFFERS] = buffers

@@ -12,7 +12,7 @@ from torch import Tensor, nn
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError, users_code
-from isthmus.federated.admission import checked, first_state
+from isthmus.federated.admission import checked, first_state, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import Partial
@@ -192,11 +192,8 @@ class Worksite:
         """UserError for what is no update, for a state that got lost, and for a client that wrote to what others are
         told too: their bits would depend on who trained where."""
         assert self._turn is not None, "a turn is open"
-        before = [value._version for value in self._told.values()]
-        update = checked(train(self._passes[self._turn.number]))
-        for version, (name, value) in zip(before, self._told.items(), strict=True):
-            if value._version != version:
-                raise UserError(f"algorithm: a client changed {name!r} of what it was told, expected a copy of its own")
+        with unwritten(self._told, "a client", "was told", "a copy of its own"):
+            update = checked(train(self._passes[self._turn.number]))
         if self._states is not None and update.state is None and len(self._passes) == 1:
             raise UserError("algorithm: a client returned no state, but init_client gives one: return it always")
         return update
