@@ -3,15 +3,18 @@
 `python benchmarks/federated_memory/run.py [--quick] [--json PATH] [--only schemes|tiny|large] [--disk FOLDER]`
 
 Memory is the sum of the proportional shares of all processes of a run, interpreter and libraries included, looked at
-every 20 ms. The cost of states is SCAFFOLD's round over that of a SCAFFOLD whose clients forget theirs.
+every 20 ms. The cost of states is SCAFFOLD's round over that of a SCAFFOLD whose clients forget theirs. Both run at
+once, in slices of time: all processes of one are stopped while the other's run.
 """
 
 from __future__ import annotations
 
 import argparse
+import itertools
 import os
 import platform
 import secrets
+import signal
 import statistics
 import subprocess
 import sys
@@ -34,6 +37,8 @@ from work import Case, Found  # noqa: E402
 LATEST = HERE / "results" / "latest.json"
 LIMIT_S = 580.0
 SELECTED = 1000
+SLICE_S = 1.5
+"""Short beside the minutes in which a shared machine becomes quicker or slower."""
 FEW = {"cnn": (20, 40, 80), "resnet18": (4, 8, 16)}
 """Processes of the SD scheme that were really run; a line through them tells of 1,000."""
 
@@ -94,19 +99,68 @@ class Measured(msgspec.Struct, frozen=True, kw_only=True):
         return max(h for at, h in self.held if begin + first * (end - begin) <= at <= begin + last * (end - begin))
 
 
-def measure(case: Case, disk: Path, *, memory: bool = True) -> Measured:
-    token = secrets.token_hex(8)
+def started(case: Case, disk: Path, token: str = "") -> subprocess.Popen[bytes]:
+    """In a group of its own."""
     paths = [str(HERE), str(HERE.parent / "federated"), *filter(None, [os.environ.get("PYTHONPATH")])]
     variables = {**os.environ, TOKEN: token, "PYTHONPATH": os.pathsep.join(paths), "OMP_NUM_THREADS": "1"}
     command = [sys.executable, str(HERE / "work.py"), msgspec.json.encode(case).decode(), str(disk)]
-    held: list[tuple[float, int]] = []
-    process = subprocess.Popen(command, env=variables, stdout=subprocess.PIPE)
-    if memory:
-        watch(process, token, LIMIT_S, lambda b: held.append((time.monotonic(), b)))
+    return subprocess.Popen(command, env=variables, stdout=subprocess.PIPE, start_new_session=True)
+
+
+def found_by(process: subprocess.Popen[bytes]) -> Found:
     output = process.communicate(timeout=LIMIT_S)[0]
     if process.returncode:
         raise RuntimeError(f"a run ended with {process.returncode}: see its message above")
-    return Measured(found=msgspec.json.decode(output.splitlines()[-1], type=Found), held=held)
+    return msgspec.json.decode(output.splitlines()[-1], type=Found)
+
+
+def measure(case: Case, disk: Path) -> Measured:
+    token = secrets.token_hex(8)
+    held: list[tuple[float, int]] = []
+    process = started(case, disk, token)
+    watch(process, token, LIMIT_S, lambda b: held.append((time.monotonic(), b)))
+    return Measured(found=found_by(process), held=held)
+
+
+class Slices:
+    """When each of several runs had the machine, on the system's clock."""
+
+    def __init__(self, runs: int) -> None:
+        self._of: list[list[tuple[float, float]]] = [[] for _ in range(runs)]
+
+    def give(self, run: int, group: int) -> None:
+        begin_s = time.monotonic()
+        os.killpg(group, signal.SIGCONT)
+        time.sleep(SLICE_S)
+        os.killpg(group, signal.SIGSTOP)
+        self._of[run].append((begin_s, time.monotonic()))
+
+    def active_s(self, run: int, begin_s: float, end_s: float) -> float:
+        return sum(max(0.0, min(end_s, end) - max(begin_s, begin)) for begin, end in self._of[run])
+
+    @property
+    def over_s(self) -> float:
+        """From here on not all of them ran."""
+        return min(slices[-1][1] for slices in self._of)
+
+
+def in_slices(cases: Sequence[Case], disk: Path) -> list[tuple[Found, list[float]]]:
+    """What each run found, and its rounds in seconds in which it had the machine, as long as all ran."""
+    processes = [started(case, disk) for case in cases]
+    for process in processes:
+        os.killpg(process.pid, signal.SIGSTOP)
+    slices = Slices(len(cases))
+    while all(process.poll() is None for process in processes):
+        for run, process in enumerate(processes):
+            slices.give(run, process.pid)
+    for process in processes:
+        if process.poll() is None:
+            os.killpg(process.pid, signal.SIGCONT)
+    results: list[tuple[Found, list[float]]] = []
+    for run, found in enumerate([found_by(process) for process in processes]):
+        ends_s = [end_s for end_s in found.ended_s if end_s <= slices.over_s]
+        results.append((found, [slices.active_s(run, *both) for both in itertools.pairwise(ends_s)]))
+    return results
 
 
 def written(writers: int, mean: float, deviation: float) -> dict[str, object]:
@@ -143,16 +197,17 @@ def schemes(network: str, disk: Path, quick: bool) -> list[Scheme]:
 
 
 def states(setting: str, base: Case, disk: Path, repeats: int) -> States:
-    """Both kinds in turn; times without anybody looking at memory, then memory."""
-    rounds_s: dict[str, list[float]] = {"forgetful": [], "scaffold": []}
-    cpu_s: dict[str, list[float]] = {"forgetful": [], "scaffold": []}
+    """Times without anybody looking at memory, then memory."""
+    kinds = "forgetful", "scaffold"
+    rounds_s: dict[str, list[float]] = {kind: [] for kind in kinds}
+    cpu_s: dict[str, list[float]] = {kind: [] for kind in kinds}
     for _ in range(repeats):
-        for algorithm, into in rounds_s.items():
-            found = measure(msgspec.structs.replace(base, algorithm=algorithm), disk, memory=False).found
-            into += found.rounds_s
-            cpu_s[algorithm].append(found.cpu_s / len(found.rounds_s))
-            told = f"{statistics.median(found.rounds_s):.3f} s, {cpu_s[algorithm][-1]:.3f} s of CPU"
-            print(f"{setting}, {algorithm}: {told}", file=sys.stderr)
+        both = in_slices([msgspec.structs.replace(base, algorithm=kind) for kind in kinds], disk)
+        for kind, (found, active_s) in zip(kinds, both, strict=True):
+            rounds_s[kind] += active_s
+            cpu_s[kind].append(found.cpu_s / len(found.rounds_s))
+            told = f"{statistics.median(active_s):.3f} s, {cpu_s[kind][-1]:.3f} s of CPU, {len(active_s)} rounds"
+            print(f"{setting}, {kind}: {told}", file=sys.stderr)
     looked = measure(msgspec.structs.replace(base, algorithm="scaffold"), disk)
     return States(
         setting=setting, state_bytes=looked.found.model_bytes,
@@ -175,7 +230,7 @@ def tiny(disk: Path, quick: bool) -> list[States]:
             np.savez(path, pixel_values=pixels, labels=labels)
             case = Case(
                 network="tiny", data={"kind": "npz", "options": {"path": str(path), "heldout_path": str(path)}},
-                partition={"scheme": "iid", "clients": clients}, clients=1000, rounds=4 if quick else 14, epochs=5,
+                partition={"scheme": "iid", "clients": clients}, clients=1000, rounds=6 if quick else 30, epochs=5,
                 batch_size=4,
             )  # fmt: skip
             found.append(states(f"{clients:,} clients, 1,000 a round", case, disk, 1 if quick else 2))

@@ -132,9 +132,7 @@ class Worksite:
 
     def _train_one(self, task: Task) -> int:
         """Returns the client's new state."""
-        states = self._states_of([task])
-        state = None if states is None else {name: value[0] for name, value in states.items()}
-        return self._take_in(task, self._update_of(task, state))
+        return self._take_in(task, self._update_of(task, self._state_of(task)))
 
     def _update_of(self, task: Task, state: Values | None) -> Update:
         """What a client returns that is trained by itself."""
@@ -258,8 +256,16 @@ class Worksite:
         dtype = self.resident.dtype
         return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
 
+    def _state_of(self, task: Task) -> Values | None:
+        """What its client keeps; what `init_client` gives if it comes for the first time."""
+        if self._states is None:
+            return None
+        if task.state == NONE:
+            return first_state(self._work.algorithm, self._told["model"])
+        return {name: value[0] for name, value in self._states.read([task.client], [task.state]).items()}
+
     def _states_of(self, tasks: Sequence[Task]) -> Values | None:
-        """What their clients keep, stacked; of those that come for the first time what `init_client` gives."""
+        """The same of several, stacked."""
         if self._states is None:
             return None
         kept = [task for task in tasks if task.state != NONE]
