@@ -22,7 +22,7 @@ class Turn(msgspec.Struct, frozen=True, order=True):
     """The pass within the round, from 0 on."""
 
 
-class Task(msgspec.Struct, frozen=True, array_like=True):
+class Task(msgspec.Struct, frozen=True, array_like=True, gc=False):  # a million of them are looked at in vain
     """A client to be trained. `state` says which of its states to go on from, as whoever kept it numbered it."""
 
     client: int
@@ -41,7 +41,7 @@ class Opening(msgspec.Struct, frozen=True, kw_only=True):
     """Rounds up to this one are on disk: states that they replaced can go."""
 
 
-class Line(msgspec.Struct, frozen=True, array_like=True):
+class Line(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """An executor's time for a client: N t + b (Parrot, Eq. 2)."""
 
     seconds_per_sample: float
@@ -51,7 +51,7 @@ class Line(msgspec.Struct, frozen=True, array_like=True):
         return samples * self.seconds_per_sample + self.fixed_s
 
 
-class Timed(msgspec.Struct, frozen=True, array_like=True):
+class Timed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     """A client that was trained, how long it took there, and which is its new state."""
 
     client: int

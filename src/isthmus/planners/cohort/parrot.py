@@ -24,8 +24,11 @@ def longest_first(problem: CohortProblem) -> Integers:
     """
     executor_of = np.empty(problem.clients, dtype=np.int64)
     load_s = np.zeros(problem.executors)
+    finished_s = np.empty(problem.executors)
     for client in np.argsort(-problem.sizes, kind="stable"):
-        finished_s = load_s + (problem.sizes[client] * problem.seconds_per_sample + problem.fixed_s)
+        np.multiply(problem.seconds_per_sample, problem.sizes[client], out=finished_s)
+        finished_s += problem.fixed_s
+        finished_s += load_s
         executor = int(finished_s.argmin())
         executor_of[client] = executor
         load_s[executor] = finished_s[executor]
