@@ -132,7 +132,7 @@ def train(
 ) -> None:
     """Plan, train over one process per device, compare what was predicted with what was measured.
 
-    A job with a table [federated] trains clients of a population on executors instead.
+    A federated job (docs/federated.md) trains clients of a population on executors instead.
     """
     if is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}

@@ -35,7 +35,6 @@ _SCHEMES: Mapping[str, Scheme] = {
 }
 
 
-
 def scheme(name: str) -> Scheme:
     """Raises UserError for an unknown name."""
     if name not in _SCHEMES:
