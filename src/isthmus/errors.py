@@ -65,16 +65,17 @@ def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") ->
 @contextlib.contextmanager
 def users_code(what: str) -> Generator[None]:
     """An algorithm or model of the user's own is at work here: whatever it raises becomes a `UserError` that begins
-    with `what`. Memory that is short is this machine's, and stays what it is."""
+    with `what`; so does leaving by `sys.exit`, which would end an executor without a word. Memory that is short is this
+    machine's, and stays what it is."""
     try:
         yield
     except (IsthmusError, MemoryError):
         raise
-    except Exception as e:
+    except (Exception, SystemExit) as e:
         raise UserError(f"{what}: {type(e).__name__}: {' '.join(str(e).split())}{_place(e)}") from e
 
 
-def _place(error: Exception) -> str:
+def _place(error: BaseException) -> str:
     """Where in the user's own files: the innermost line that is neither of ours nor of an installed library."""
     for frame in reversed(traceback.extract_tb(error.__traceback__)):
         if not frame.filename.startswith(_NOT_THEIRS):

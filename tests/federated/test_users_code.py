@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
@@ -116,6 +117,11 @@ class Breaks(Mine, frozen=True):
         raise ZeroDivisionError("of nothing")
 
 
+class Leaves(Mine, frozen=True):
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        sys.exit("enough")
+
+
 class ReturnsValues(Mine, frozen=True):
     def client(self, local: Local, told: Values, state: Values | None) -> Any:
         return {"delta": told["model"]}
@@ -151,6 +157,7 @@ class Writes(Mine, frozen=True):
     [
         (Writes(), "a client changed 'model' of what it was told"),
         (Breaks(), r"client 2: ZeroDivisionError: of nothing \(.*test_users_code.py, line \d+, in client\)"),
+        (Leaves(), r"client 2: SystemExit: enough \(.*test_users_code.py, line \d+, in client\)"),
         (ReturnsValues(), "a client returned dict, expected an Update"),
         (Weighs(), "weight of an update: got str, expected a number"),
         (ReturnsSparse(), "a client gives 'delta': got torch.sparse_coo, expected plain numbers"),
@@ -183,7 +190,7 @@ def test_a_model_that_does_not_take_the_data() -> None:
     for columns in data.clients:
         del columns["labels"]
     site = Worksite(Work(algorithm=Mine(), local=LOCAL, seed=0), module(), data, None)
-    with pytest.raises(UserError, match=r"given client 0's columns pixel_values: TypeError: .*labels"):
+    with pytest.raises(UserError, match=r"it takes pixel_values, labels\), given client 0's columns pixel_values: TypeError: .*labels"):
         site.warm_up()
 
 
