@@ -5,6 +5,7 @@ Nothing is built per client. A vector [P] holds the parameters in the module's o
 
 from __future__ import annotations
 
+import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -13,6 +14,7 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 
 Batch = Mapping[str, Tensor]
+_BY_NAME = (inspect.Parameter.POSITIONAL_OR_KEYWORD, inspect.Parameter.KEYWORD_ONLY)
 
 
 class Resident:
@@ -52,6 +54,11 @@ class Resident:
         parts = vector.split(self._sizes, dim=-1)
         before = vector.shape[:-1]
         return [part.view((*before, *shape)) for part, shape in zip(parts, self._shapes, strict=True)]
+
+    def given(self, client: int, columns: Batch) -> str:
+        """In words, for what goes wrong then: whose data the module is given, and what it takes."""
+        takes = [p.name for p in inspect.signature(self.module.forward).parameters.values() if p.kind in _BY_NAME]
+        return f"model (it takes {', '.join(takes)}), given client {client}'s columns {', '.join(columns)}"
 
     @property
     def names(self) -> Sequence[str]:

@@ -85,7 +85,7 @@ class Worksite:
         columns = self._cast(self._data.load(client))
         few = {name: column[: self._work.local.batch_size] for name, column in columns.items()}
         buffers = self.resident.buffers()
-        with users_code(f"model, given client {client}'s columns {', '.join(sorted(few))}"):
+        with users_code(self.resident.given(client, few)):
             # No vector of a gradient is made: it may never be needed.
             self.resident.descend(model, few, 0.0, out=model)
         self._draws = self.resident.draws(few)

@@ -223,7 +223,7 @@ def _measured_together(job: FederatedJob, data: ClientData) -> int:
     columns = data.load(client)
     few = {name: column[: job.local.batch_size] for name, column in columns.items()}
     cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
-    with users_code(f"model, given client {client}'s columns {', '.join(sorted(few))}"):
+    with users_code(resident.given(client, few)):
         return best_together(resident, cast)
 
 
