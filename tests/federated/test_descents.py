@@ -28,12 +28,18 @@ class Wide(nn.Module):
 CLIENTS, SAMPLES = 2, 5
 
 
+def samples() -> dict[str, Tensor]:
+    """Of all clients."""
+    count, draws = CLIENTS * SAMPLES, torch.Generator().manual_seed(0)
+    pixels = torch.randn(count, 7, dtype=torch.float64, generator=draws)
+    return {"pixel_values": pixels, "labels": torch.arange(count) % 3}
+
+
 def locals_of(config: LocalConfig) -> tuple[Resident, list[PlainLocal], StackedLocal]:
     torch.manual_seed(0)
     resident = Resident(Wide().double())
     workspace = Workspace(resident.size, resident.dtype)
-    pixels, labels = torch.randn(CLIENTS * SAMPLES, 7, dtype=torch.float64), torch.arange(CLIENTS * SAMPLES) % 3
-    rows = {"pixel_values": pixels, "labels": labels}
+    rows = samples()
     each = [{name: column[c * SAMPLES :][:SAMPLES] for name, column in rows.items()} for c in range(CLIENTS)]
     plain = [PlainLocal(resident, workspace, config, d, seed=1, round_=2, client=c) for c, d in enumerate(each)]
     stacked = StackedLocal(Stacked(resident), config, rows, seed=1, round_=2, clients=range(CLIENTS))
@@ -58,3 +64,16 @@ def test_a_descent_is_its_steps(epochs: int, batch_size: int, steps: int) -> Non
         assert torch.equal(local.descend(model), found), "the client before leaves nothing"
         assert torch.equal(model, before)
     assert torch.allclose(stacked.descend(model), torch.stack(changes), rtol=1e-9, atol=1e-15)
+
+
+@pytest.mark.parametrize(("batch_size", "sizes"), [(2, [2, 2]), (5, [5]), (9, [5])])
+def test_a_last_batch_that_is_smaller_is_left_out_unless_it_is_the_only_one(batch_size: int, sizes: list[int]) -> None:
+    config = LocalConfig(batch_size=batch_size, drop_last=True)
+    resident, plain, stacked = locals_of(config)
+    assert [len(batch["labels"]) for batch in plain[0].batches()] == sizes
+    assert [batch["labels"].shape[1] for batch in stacked.batches()] == sizes
+    assert plain[0].steps == stacked.steps == len(sizes)
+    model = resident.vector()
+    expected = resident.gradient(model, {name: column[: sum(sizes)] for name, column in samples().items()}).clone()
+    assert torch.allclose(plain[0].full_gradient(model), expected, rtol=1e-9, atol=1e-15)
+    assert torch.allclose(stacked.full_gradient(stacked.start(model))[0], expected, rtol=1e-9, atol=1e-15)

@@ -22,10 +22,17 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     epochs: Annotated[int, Meta(ge=1)] = 1
     batch_size: Annotated[int, Meta(ge=1)] = 20
     learning_rate: Annotated[float, Meta(gt=0)] = 0.05
+    drop_last: bool = False
+    """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
+    with less than one batch has that one."""
+
+    def used(self, samples: int) -> int:
+        """Samples that an epoch goes through, of a client that has so many."""
+        return samples - samples % self.batch_size if self.drop_last and samples > self.batch_size else samples
 
     def steps(self, samples: int) -> int:
         """Batches that a client of so many samples has in all epochs."""
-        return self.epochs * -(-samples // self.batch_size)
+        return self.epochs * -(-self.used(samples) // self.batch_size)
 
 
 class Workspace:
@@ -67,6 +74,7 @@ class PlainLocal:
         self._data = data
         self._key = (seed, round_, client)
         self.samples = len(next(iter(data.values())))
+        self._used = config.used(self.samples)
         workspace.rewind()
 
     @property
@@ -85,7 +93,7 @@ class PlainLocal:
         seed, round_, client = self._key
         for order in torch.from_numpy(orders(seed, round_, [client], self.samples, self._config.epochs)[0]):
             shuffled = {name: column[order] for name, column in self._data.items()}
-            yield from _slices(shuffled, self.samples, self._config.batch_size)
+            yield from _slices(shuffled, self._used, self._config.batch_size)
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._resident.gradient(weights, batch)
@@ -105,12 +113,12 @@ class PlainLocal:
 
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = self._workspace.take().zero_()
-        for batch in _slices(self._data, self.samples, self._config.batch_size):
-            share = len(next(iter(batch.values()))) / self.samples
+        for batch in _slices(self._data, self._used, self._config.batch_size):
+            share = len(next(iter(batch.values()))) / self._used
             total.add_(self._resident.gradient(weights, batch), alpha=share)
         return total
 
 
 def _slices(data: Batch, samples: int, size: int) -> Iterator[Batch]:
     for start in range(0, samples, size):
-        yield {name: column[start : start + size] for name, column in data.items()}
+        yield {name: column[start : min(start + size, samples)] for name, column in data.items()}

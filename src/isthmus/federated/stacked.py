@@ -136,6 +136,7 @@ class StackedLocal:
         self._clients = len(clients)
         self._rows = data
         self.samples = len(next(iter(data.values()))) // len(clients)
+        self._used = config.used(self.samples)
         drawn = orders(seed, round_, clients, self.samples, config.epochs)
         drawn += np.arange(0, len(clients) * self.samples, self.samples)[:, None, None]
         self._orders = torch.from_numpy(np.ascontiguousarray(drawn.swapaxes(0, 1))).flatten(1)
@@ -158,10 +159,10 @@ class StackedLocal:
             yield from self._slices({name: column.index_select(0, order) for name, column in self._rows.items()})
 
     def _slices(self, rows: Batch) -> Iterator[Batch]:
-        size = self._config.batch_size
+        size, used = self._config.batch_size, self._used
         columns = {name: column.unflatten(0, (self._clients, self.samples)) for name, column in rows.items()}
-        for start in range(0, self.samples, size):
-            yield {name: column[:, start : start + size] for name, column in columns.items()}
+        for start in range(0, used, size):
+            yield {name: column[:, start : min(start + size, used)] for name, column in columns.items()}
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         return self._stacked.gradient(weights, batch)
@@ -175,7 +176,7 @@ class StackedLocal:
     def full_gradient(self, weights: Tensor) -> Tensor:
         total = torch.zeros_like(weights)
         for batch in self._slices(self._rows):
-            share = next(iter(batch.values())).shape[1] / self.samples
+            share = next(iter(batch.values())).shape[1] / self._used
             total.add_(self._stacked.gradient(weights, batch), alpha=share)
         return total
 

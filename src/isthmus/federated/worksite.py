@@ -148,7 +148,7 @@ class Worksite:
             torch.manual_seed(torch_seed(self._work.seed, self._turn.round, task.client))
         before = torch.get_rng_state() if first else None
         told = {name: value for name, value in self._told.items() if name != BUFFERS}
-        with users_code(f"client {task.client}"):
+        with users_code(self._who(task)):
             update = self._returned(lambda one: one.client(local, told, state))
         if before is not None:  # it may be the algorithm that draws
             self._tried.add(self._turn.number)
@@ -158,6 +158,11 @@ class Worksite:
         return Update(
             values={**update.values, BUFFERS: self.resident.buffers()}, state=update.state, weight=update.weight
         )
+
+    def _who(self, task: Task) -> str:
+        """For what goes wrong with it."""
+        alone = len(self.resident.buffers()) and task.samples % self._work.local.batch_size == 1
+        return f"client {task.client}" + (" (its last batch is one sample: see local.drop_last)" if alone else "")
 
     def _train_together(self, tasks: Sequence[Task]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
         """As one by one, but for the bits. Each gets an equal part of the time.
