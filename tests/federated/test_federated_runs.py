@@ -133,6 +133,7 @@ def test_every_executor_killed_ends_the_run_with_one_line(tmp_path: Path) -> Non
         os.kill(pid, signal.SIGKILL)
     out, err = process.communicate(timeout=60)
     refused(Done(process.returncode, out, err), 4, "was lost", "SIGKILL")
+    assert err.count("was lost") == 2, "once for each"
 
 
 def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:

@@ -190,7 +190,9 @@ def test_a_model_that_does_not_take_the_data() -> None:
     for columns in data.clients:
         del columns["labels"]
     site = Worksite(Work(algorithm=Mine(), local=LOCAL, seed=0), module(), data, None)
-    with pytest.raises(UserError, match=r"it takes pixel_values, labels\), given client 0's columns pixel_values: TypeError: .*labels"):
+    with pytest.raises(
+        UserError, match=r"it takes pixel_values, labels\), given client 0's columns pixel_values: TypeError: .*labels"
+    ):
         site.warm_up()
 
 

@@ -238,6 +238,8 @@ class FederatedConductor:
         for event in events:
             instructions = self._machine.handle(event)
             finish = self._carry_out(instructions)
+            if isinstance(event, Lost) and (finish is None or event.reason not in finish.reason):
+                self._note(f"executor {event.executor} was lost: {event.reason}")
             if any(isinstance(i, Open) for i in instructions):
                 self._machine.look_ahead()
             for act in self._later:
@@ -305,9 +307,7 @@ class FederatedConductor:
         deadline_s = time.monotonic() + self._office.last_words_s
         while executor not in self._ended() and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        reason = self._ended().get(executor, reason)
-        self._note(f"executor {executor} was lost: {reason}")
-        return Lost(executor=executor, reason=reason)
+        return Lost(executor=executor, reason=self._ended().get(executor, reason))
 
     def _carry_out(self, instructions: Sequence[CoordinatorInstruction]) -> Finish | None:
         finish: Finish | None = None
