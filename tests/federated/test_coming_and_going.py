@@ -19,6 +19,7 @@ from isthmus.protocol.federated_events import (
     Open,
     Record,
     Refusal,
+    Refused,
     Summed,
     Tell,
     Tick,
@@ -151,6 +152,14 @@ def test_after_a_restart_the_least_number_is_enough() -> None:
     assert sites.join("b") == []
     assert asked(sites.tick(5.0)) == {"b": (Turn(4), [1])}
     assert asked(sites.update("b", Turn(4))) == {"b": (Turn(5), [1])}
+
+
+def test_a_site_is_told_why_its_update_is_refused() -> None:
+    sites = Sites()
+    sites.join(*SITES)
+    assert sites.update("a", Turn(0)) == [Merge("a", Turn(0))]
+    told = Tell("b", Refused(turn=Turn(0), reason="bad"))
+    assert sites.update("b", Turn(0), good=False) == [Merge("b", Turn(0)), told]
 
 
 def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> None:

@@ -175,6 +175,23 @@ def test_a_second_pass_has_the_same_cohort() -> None:
     assert sorted(itertools.chain(*clients_of(out).values())) == [0, 1, 2, 3]
 
 
+def test_a_round_of_two_passes_tells_of_both() -> None:
+    machine = coordinator(passes=2)
+    dealt = start(machine)
+    bad, *good = dealt["e0"]
+    refused = (Refusal(bad, "not finite"),)
+    timed = tuple(Timed(c, 1, 2.0) for c in good)
+    machine.handle(Summed(executor="e0", turn=TURN, timed=timed, refused=refused))
+    again = clients_of(machine.handle(summed("e1", *dealt["e1"])))
+    lost = again["e1"].pop()
+    machine.handle(summed("e0", *again["e0"], turn=Turn(0, 0, 1)))
+    machine.handle(summed("e1", *again["e1"], turn=Turn(0, 0, 1)))
+    (commit,) = (i for i in machine.handle(Tick(now_s=600.0)) if isinstance(i, Commit))
+    assert commit.record.refused == refused
+    assert commit.record.missing == (lost,)
+    assert commit.record.earlier_s == {"e0": 2.0 * len(good), "e1": float(len(dealt["e1"]))}
+
+
 def test_clients_of_a_lost_executor_go_to_the_others_even_when_their_sums_are_in() -> None:
     machine = coordinator()
     dealt = start(machine)

@@ -33,12 +33,15 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def makespan_s(self) -> float:
-        """Of the executor that trained longest."""
-        return max(self.busy_s().values(), default=0.0)
+        """Of the executor that trained longest in the last pass, which is what was planned."""
+        return max((sum(t.seconds for t in timed) for timed in self.record.trained.values()), default=0.0)
 
     def busy_s(self) -> dict[str, float]:
-        """Seconds of training, by executor."""
-        return {name: sum(t.seconds for t in timed) for name, timed in self.record.trained.items()}
+        """Seconds of training in all passes, by executor."""
+        record = self.record
+        names = record.trained.keys() | record.earlier_s.keys()
+        spent = {name: sum(t.seconds for t in record.trained.get(name, ())) for name in names}
+        return {name: last_s + record.earlier_s.get(name, 0.0) for name, last_s in spent.items()}
 
     @property
     def clients(self) -> int:

@@ -41,6 +41,7 @@ from isthmus.protocol.federated_events import (
     Opening,
     Record,
     Refusal,
+    Refused,
     Returned,
     Summed,
     Task,
@@ -103,6 +104,10 @@ class FederatedCoordinator:
         self._since_s: float | None = None
         """When waiting for executors began."""
         self._cohort: Integers = np.empty(0, dtype=np.int64)
+        self._asked = self._cohort
+        """The clients of the open round's first pass; later ones are of those whose updates were in."""
+        self._passed: list[OpenTurn] = []
+        """The open round's passes that are over."""
         self._open: OpenTurn | None = None
         self._late: dict[str, tuple[Turn, Task]] = {}
         """Sites that go on for a turn that is closed, while no turn is open."""
@@ -210,6 +215,8 @@ class FederatedCoordinator:
         if not turn.number and (not turn.attempt or self.rules.gathering is not None):
             ahead = self._dealer.cohort_ahead(turn.round)
             self._cohort = self._cohort_of(turn.round) if ahead is None else ahead
+        if not turn.number:
+            self._asked, self._passed = self._cohort, []
         alive = [name for name in self._present() if name not in self._late]
         deal = self._dealer.deal(turn.round, self._cohort, alive)
         clients = sum(map(len, deal.tasks.values()))
@@ -275,7 +282,7 @@ class FederatedCoordinator:
         if (fault := _fault(event, held)) is not None:
             return [Ignore(event.executor, event.turn), *self._expel(event.executor, fault)]
         opened.report(event.executor, event.timed, event.refused)
-        out: list[CoordinatorInstruction] = [Merge(event.executor, event.turn)]
+        out: list[CoordinatorInstruction] = [Merge(event.executor, event.turn), *self._tell_refusals(event)]
         if self.rules.single and opened.spare:
             out.append(grant(event.executor, (opened.spare.pop(0),), opened, holds=False))
         return [*out, *self._look()]
@@ -290,7 +297,13 @@ class FederatedCoordinator:
             return [Ignore(event.executor, event.turn), *self._expel(event.executor, fault)]
         opened.report(event.executor, event.timed, event.refused)
         opened.stale += [(t.client, opened.turn.round - before.round) for t in event.timed]
-        return [Merge(event.executor, event.turn), *self._look()]
+        return [Merge(event.executor, event.turn), *self._tell_refusals(event), *self._look()]
+
+    def _tell_refusals(self, event: Summed) -> list[CoordinatorInstruction]:
+        """Sites do not know of them: it is the coordinator that looks at what they send."""
+        if self.rules.gathering is None:
+            return []
+        return [Tell(event.executor, Refused(turn=event.turn, reason=refusal.reason)) for refusal in event.refused]
 
     def _look(self) -> list[CoordinatorInstruction]:
         """Whether the turn is over."""
@@ -334,17 +347,22 @@ class FederatedCoordinator:
             self._dealer.keep(timed)
         trained = {t.client for timed in opened.timed.values() for t in timed}
         if not last:
+            self._passed.append(opened)
             self._cohort = np.array(sorted(trained), dtype=np.int64)
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt, turn.number + 1))]
         return [*out, Commit(self._record(opened, trained, lines, why)), *self._open_turn(Turn(turn.round + 1))]
 
     def _record(self, opened: OpenTurn, trained: set[int], lines: Mapping[str, Line], why: Why) -> Record:
-        refused = {r.client for r in opened.refused}
+        refusals = [r for one in (*self._passed, opened) for r in one.refused]
+        refused = {r.client for r in refusals}
+        earlier_s: dict[str, float] = {}
+        for name, timed in ((name, timed) for one in self._passed for name, timed in one.timed.items()):
+            earlier_s[name] = earlier_s.get(name, 0.0) + sum(t.seconds for t in timed)
         return Record(
             round=opened.turn.round, attempt=opened.turn.attempt,
             trained={name: tuple(timed) for name, timed in opened.timed.items() if timed},
-            refused=tuple(opened.refused),
-            missing=tuple(c for c in self._cohort.tolist() if c not in trained and c not in refused),
+            earlier_s=earlier_s, refused=tuple(refusals),
+            missing=tuple(c for c in self._asked.tolist() if c not in trained and c not in refused),
             predicted_s=opened.predicted_s, bound_s=opened.bound_s,
             lines=lines, stolen=opened.stolen, stale=tuple(opened.stale), closed_by=why,
         )  # fmt: skip

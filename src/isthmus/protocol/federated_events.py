@@ -108,6 +108,13 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
     kept: tuple[int, ...] = ()
 
 
+class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):
+    """Its update is not taken in, for this reason. Nothing follows from it but that its owner should know."""
+
+    turn: Turn
+    reason: str
+
+
 class Trained(msgspec.Struct, frozen=True, kw_only=True):
     """From the driver: the tasks it was given are trained and folded in, but for those that were refused."""
 
@@ -120,7 +127,9 @@ class Halted(msgspec.Struct, frozen=True, kw_only=True):
     pass
 
 
-ExecutorEvent = TurnOpened | Granted | Recalled | Closed | Dropped | Trained | Halted
+Told = Granted | Recalled | Closed | Dropped | Refused
+"""What a coordinator says to an executor within a turn."""
+ExecutorEvent = TurnOpened | Told | Trained | Halted
 
 
 # From the executor
@@ -233,7 +242,7 @@ class Tell(msgspec.Struct, frozen=True):
     """Pass this on to an executor."""
 
     executor: str
-    event: Granted | Recalled | Closed | Dropped
+    event: Told
 
 
 class Merge(msgspec.Struct, frozen=True):
@@ -270,9 +279,11 @@ class Record(msgspec.Struct, frozen=True, kw_only=True):
     attempt: int
     trained: Mapping[str, tuple[Timed, ...]]
     """By executor, of the last pass."""
+    earlier_s: Mapping[str, float] = {}
+    """By executor, seconds of training in the passes before that one; empty for algorithms of one pass."""
     refused: tuple[Refusal, ...] = ()
     missing: tuple[int, ...] = ()
-    """Clients of the cohort that neither came nor were refused."""
+    """Clients of the cohort that neither came, in all passes, nor were refused."""
     predicted_s: float | None = None
     """The makespan that was planned; None while nothing was known of the executors."""
     bound_s: float | None = None

@@ -28,6 +28,7 @@ from isthmus.protocol.federated_events import (
     Opening,
     Recalled,
     Refusal,
+    Refused,
     SendSums,
     Stop,
     Task,
@@ -93,6 +94,8 @@ class FederatedExecutor:
             case Closed():
                 self._holds = False
                 return self._next()
+            case Refused():
+                return []
             case Dropped(turn=turn, kept=kept):
                 self._turn = None
                 self._clear()

@@ -129,6 +129,8 @@ class _Simulation:
         busy_s = np.zeros(len(self._names))
         for name, timed in record.trained.items():
             busy_s[self._number[name]] = sum(t.seconds for t in timed)
+        for name, seconds in record.earlier_s.items():
+            busy_s[self._number[name]] += seconds
         return SimulatedRound(record=record, seconds=self._clock.now_s - self._opened_s, busy_s=busy_s)
 
     def _later(self, seconds: float, executor: str, event: ExecutorEvent) -> None:

@@ -31,6 +31,7 @@ from isthmus.protocol.federated_events import (
     Train,
     Trained,
 )
+from isthmus.protocol.federated_events import Told as Said
 from isthmus.protocol.federated_executor import FederatedExecutor
 from isthmus.runtime.federated.shared_values import Shared
 from isthmus.runtime.messages.federated import (
@@ -121,6 +122,7 @@ class Executor:
                         self._handle(opened)
                         self._act(opened.brief)
                     case ToldMessage(told=told):
+                        self._heed(told)
                         self._handle(told)
                         self._act(brief=False)
                     case HaltMessage():
@@ -131,6 +133,9 @@ class Executor:
             self._bell.put(PeerError("coordinator: closed the connection"))
         except Exception as e:  # the main thread decides
             self._bell.put(e)
+
+    def _heed(self, told: Said) -> None:
+        """For people: executors of one machine have none of their own."""
 
     def _handle(self, event: ExecutorEvent) -> None:
         """From both threads: one event at a time, answers at once, everything else to who acts, in order."""

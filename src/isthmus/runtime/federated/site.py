@@ -23,7 +23,7 @@ from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData, Site, SiteStates
 from isthmus.federated.worksite import Work
 from isthmus.models import build_model
-from isthmus.protocol.federated_events import SendSums
+from isthmus.protocol.federated_events import Dropped, Refused, SendSums, Told
 from isthmus.runtime.federated.executor import Executor, take_part
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.fleet import Engage
@@ -39,9 +39,21 @@ RETRIES_S = (0.5, 1.0, 2.0)
 class SiteExecutor(Executor):
     """Sends what its one client returned, not sums."""
 
-    def __init__(self, site: Site, channel: SocketChannel, post: Post, run: str, patience_s: float) -> None:
+    def __init__(
+        self, site: Site, channel: SocketChannel, post: Post, run: str, patience_s: float, say: Callable[[str], None]
+    ) -> None:
         super().__init__(site, channel, post, run, patience_s, together=1)
         self._own = site
+        self._say = say
+
+    def _heed(self, told: Told) -> None:
+        match told:
+            case Refused(turn=turn, reason=reason):
+                self._say(f"the update of round {turn.round + 1} was refused: {reason}")
+            case Dropped(turn=turn):
+                self._say(f"round {turn.round + 1} closed before this site's update was in: it counts nowhere")
+            case _:
+                pass
 
     def _send_sums(self, act: SendSums) -> None:
         update = self._own.update
@@ -136,7 +148,7 @@ class SiteWorkshop:
                 return
             site = self._site(offer)
             post.put(EnrolledMessage(run=call.run, samples=self._data.samples))
-            SiteExecutor(site, channel, post, call.run, call.patience_s).run()
+            SiteExecutor(site, channel, post, call.run, call.patience_s, self._say).run()
 
         take_part(channel, self._name, call.run, call.patience_s, act)
 

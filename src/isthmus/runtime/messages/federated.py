@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from isthmus.federated.partial import Weights
-from isthmus.protocol.federated_events import Closed, Dropped, Granted, Recalled, Refusal, Task, Timed, Turn, TurnOpened
+from isthmus.protocol.federated_events import Refusal, Task, Timed, Told, Turn, TurnOpened
 from isthmus.runtime.messages.message import Message
 from isthmus.training.layout import TensorHeader
 
@@ -19,7 +19,7 @@ class TurnMessage(Message, frozen=True, kw_only=True):
 
 
 class ToldMessage(Message, frozen=True, kw_only=True):
-    told: Granted | Recalled | Closed | Dropped
+    told: Told
 
 
 # Executor to coordinator
