@@ -31,6 +31,7 @@ from rich.table import Table
 from run import leaf_sizes
 
 from isthmus.data import DataSpec, load_dataset
+from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation, members
 from isthmus.protocol.federated_events import Line, Timed
@@ -211,7 +212,7 @@ def outside_training(rounds: Sequence[RoundLine]) -> tuple[float, float]:
 
 def _simulated(job: FederatedJob, sizes: NDArray[np.int64], costs: FederatedCosts, seed: int) -> list[float]:
     """Seconds of the job's rounds, with the run's own machine."""
-    machine = coordinator_of(job, sizes, lambda r: members(job, sizes, r), 0, None)
+    machine = coordinator_of(job, sizes, Cohorts(job, sizes), 0, None)
     return [r.seconds for r in simulate_federated(machine, costs, seed)]
 
 

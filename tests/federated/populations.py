@@ -20,9 +20,11 @@ from isthmus.federated import (
     Worksite,
     load_algorithm,
 )
+from isthmus.federated.algorithms import Values
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.resident import Resident
 from isthmus.models import MLP, MLPConfig
+from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Finish, Record
 from isthmus.protocol.federated_pace import Pace
@@ -93,6 +95,8 @@ class Run:
         pick: Callable[[Sequence[str]], int] = lambda ready: 0,
         together: int = 1,
         clients_per_size: int = 1,
+        buffer: Buffer | None = None,
+        kept: Values | None = None,
         **rules: object,
     ) -> None:
         data = population(per_size=clients_per_size)
@@ -105,15 +109,19 @@ class Run:
             for k in range(executors)
         ]
         self.sites = {f"e{k}": Worksite(work, module(), data, store) for k, store in enumerate(stores)}
-        self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients))
+        late = 0 if buffer is None else max(10, rounds)
+        self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients), past=late)
+        if kept is not None:
+            self.server.restore(kept)
         self.records: list[Record] = []
         self.machine = FederatedCoordinator(
             self.sites,
             RoundRules(rounds=rounds, passes=len(algorithm.passes), needed=PER_ROUND, **rules),
             data.sizes,
-            lambda r: members(r, data.sizes),
+            lambda r: members(r, data.sizes) if buffer is None else np.array(list(buffer.round(r))),
             Pace(executors, window_rounds=5),
             states=None if first is None else np.full(len(data.clients), -1, dtype=np.int32),
+            late=lambda r: {} if buffer is None else buffer.round(r),
         )
         self.driver = InProcess(
             self.machine, self.server, self.sites, committed=self.records.append, pick=pick, together=together

@@ -193,8 +193,12 @@ def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
             ["participation.minimum: got 3, expected at most the 2 clients of a round"],
         ),
         (
-            [("[execution]", "[participation]\nclients = 2\nquorum = 0.5\nstaleness = 1\n[execution]")],
-            ["participation.staleness: got 1 for a simulation"],
+            [("[execution]", "[participation]\nclients = 2\npoisson = true\nstaleness = 1\n[execution]")],
+            ["participation.poisson: got true beside staleness"],
+        ),
+        (
+            [("[execution]", "[participation]\nclients = 2\nstaleness = 1\n[execution]"), ('"fedavg"', '"scaffold"')],
+            ["participation.staleness: got one for an algorithm whose clients keep something"],
         ),
     ],
 )

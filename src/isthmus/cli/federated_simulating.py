@@ -13,20 +13,18 @@ from pathlib import Path
 import msgspec
 import numpy as np
 import typer
-from numpy.typing import NDArray
 from rich.console import Console
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError
 from isthmus.federated.admission import first_state
+from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.job import (
     FederatedJob,
-    availability,
     build,
     check_simulation,
     client_data,
     emulation,
-    members,
 )
 from isthmus.federated.resident import Resident
 from isthmus.federated.state_form import StateForm
@@ -46,14 +44,8 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
     data = client_data(job)
-    population = len(data.sizes)
-    available = availability(job, population)
     line = measured_line(job, data)
-
-    def cohort(round_: int) -> NDArray[np.int64]:
-        return members(job, data.sizes, round_, None if available is None else available.at_round(round_))
-
-    machine = coordinator_of(job, data.sizes, cohort, 0, None)
+    machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
     count = len(machine.executors)
     emulated = [emulation(job, k) for k in range(count)]
     costs = FederatedCosts(

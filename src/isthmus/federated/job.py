@@ -34,7 +34,7 @@ from isthmus.federated.privacy import Guarantee, Privacy, Private, guarantee
 from isthmus.federated.resident import Resident
 from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
-from isthmus.federated.server import Identity
+from isthmus.federated.server import Identity, Server
 from isthmus.models import ModelSpec, build_model
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
@@ -229,9 +229,18 @@ def check_deployment(job: FederatedJob) -> None:
 
 
 def check_simulation(job: FederatedJob) -> None:
-    """UserError for what only sites can do."""
-    if late := job.participation.staleness:
-        raise UserError(f"participation.staleness: got {late} for a simulation, where no update is late, expected 0")
+    """UserError for what sites can do only."""
+    if job.participation.staleness and job.participation.poisson:
+        raise UserError("participation.poisson: got true beside staleness, of which a round has so many, expected one")
+
+
+def check_staleness(job: FederatedJob, server: Server) -> None:
+    """UserError for an algorithm whose updates cannot be late."""
+    if job.participation.staleness and (server.keeps or server.passes > 1):
+        raise UserError(
+            "participation.staleness: got one for an algorithm whose clients keep something, or that takes several "
+            "passes a round: expected 0"
+        )
 
 
 def client_data(job: FederatedJob) -> ClientData:

@@ -26,6 +26,7 @@ from isthmus.federated.admission import AdmissionRules, Form, admit, first_state
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
 from isthmus.federated.partial import Partial, Weights, is_finite
+from isthmus.federated.past import with_past, without_past
 from isthmus.protocol.federated_events import Opening, Turn
 
 STATES = "states"
@@ -52,13 +53,17 @@ class Identity(msgspec.Struct, frozen=True, kw_only=True):
 class Server:
     """Values, sums of the open turn, and commits. The driver calls it in the order that the coordinator says."""
 
-    def __init__(self, algorithm: Algorithm, model: Tensor, buffers: Tensor, population: int) -> None:
+    def __init__(self, algorithm: Algorithm, model: Tensor, buffers: Tensor, population: int, past: int = 0) -> None:
+        """`past` is for how many rounds what was broadcast is needed again."""
         with users_code("algorithm: init_server"):
             first = _checked(algorithm.init_server(model), "init_server", Form.of(model))
         self.values: Values = {name: value.clone() for name, value in first.items()}
         self._algorithm = algorithm
         self._passes = algorithm.passes
         self._population = population
+        self._most_past = past
+        self._past: list[Values] = []
+        """What was broadcast a round before, two rounds before, and so on."""
         self.turn: Turn | None = None
         self.keeps = first_state(algorithm, self.values["model"]) is not None
         """Whether clients keep something from round to round."""
@@ -91,8 +96,25 @@ class Server:
         self.turn = opening.turn
         self._partial.begin(opening.samples, opening.clients)
 
+    @property
+    def passes(self) -> int:
+        """A round."""
+        return len(self._passes)
+
+    @property
+    def kept(self) -> Values:
+        """All that another server needs to go on from here."""
+        return with_past(self.values, self._past)
+
+    def restore(self, kept: Values) -> None:
+        """Go on from what another one kept."""
+        self.values, self._past = without_past(kept)
+
     def broadcast(self) -> Values:
         """What every executor is told, once a turn."""
+        return with_past(self._told(), self._past)
+
+    def _told(self) -> Values:
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
         with users_code("algorithm: broadcast"):
             told = _tensors(self._algorithm.broadcast(known), "broadcast")
@@ -148,6 +170,8 @@ class Server:
                 combined[name] = combined[name].view(form.shape)
         buffers = combined.pop(BUFFERS, None)
         known = {name: value for name, value in self.values.items() if name != BUFFERS}
+        if self._most_past:
+            self._past = [self._told(), *self._past][: self._most_past]
         with users_code(f"algorithm: server, round {self.turn.round + 1}"):
             with unwritten(known, "server", "was given", "a new tensor"):  # they may still be saved, and evaluated
                 after = self._passes[self.turn.number].server(dict(known), combined, cohort)

@@ -16,6 +16,7 @@ from isthmus.federated.admission import checked, first_state, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.partial import Partial
+from isthmus.federated.past import faded, without_past
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
 from isthmus.federated.states import States
@@ -62,6 +63,8 @@ class Worksite:
         self._compared: set[int] = set()
         """Passes of which a client was trained by itself too, after it was together with others."""
         self._told: Values = {}
+        self._past: list[Values] = []
+        """What was told a round before, and so on."""
         self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
         self._turn: Turn | None = None
@@ -102,7 +105,7 @@ class Worksite:
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""
         self._turn = opening.turn
-        self._told = dict(told)
+        self._told, self._past = without_past(told)
         self._scale = (opening.samples, opening.clients)
         self.clear()
         self._written = []
@@ -137,27 +140,32 @@ class Worksite:
     def _update_of(self, task: Task, state: Values | None) -> Update:
         """What a client returns that is trained by itself."""
         assert self._turn is not None, "a turn is open"
+        round_, all_told = self._turn.round - task.late, self._told_to(task)
         local = PlainLocal(
             self.resident, self._workspace, self._work.local, self._load([task]),
-            seed=self._work.seed, round_=self._turn.round, client=task.client,
+            seed=self._work.seed, round_=round_, client=task.client,
         )  # fmt: skip
-        if BUFFERS in self._told:
-            self.resident.set_buffers(self._told[BUFFERS])
+        if BUFFERS in all_told:
+            self.resident.set_buffers(all_told[BUFFERS])
         first = self._turn.number not in self._tried
         if self._draws or first:
-            torch.manual_seed(torch_seed(self._work.seed, self._turn.round, task.client))
+            torch.manual_seed(torch_seed(self._work.seed, round_, task.client))
         before = torch.get_rng_state() if first else None
-        told = {name: value for name, value in self._told.items() if name != BUFFERS}
+        told = {name: value for name, value in all_told.items() if name != BUFFERS}
         with users_code(self._who(task)):
-            update = self._returned(lambda one: one.client(local, told, state))
+            update = self._returned(told, lambda one: one.client(local, told, state))
         if before is not None:  # it may be the algorithm that draws
             self._tried.add(self._turn.number)
             self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
-        if BUFFERS not in self._told:
+        if BUFFERS not in all_told:
             return update
         return Update(
             values={**update.values, BUFFERS: self.resident.buffers()}, state=update.state, weight=update.weight
         )
+
+    def _told_to(self, task: Task) -> Values:
+        """Of the round in which it began."""
+        return self._past[task.late - 1] if task.late else self._told
 
     def _who(self, task: Task) -> str:
         """For what goes wrong with it."""
@@ -174,13 +182,14 @@ class Worksite:
         rows = [*tasks, *[tasks[0]] * (rows_for(len(tasks)) - len(tasks))]
         local = StackedLocal(
             self._stacked, self._work.local, self._load(rows),
-            seed=self._work.seed, round_=self._turn.round, clients=[task.client for task in rows],
+            seed=self._work.seed, round_=self._turn.round - tasks[0].late, clients=[task.client for task in rows],
         )  # fmt: skip
+        told = self._told_to(tasks[0])
         states = self._states_of(rows)
         compare = self._turn.number not in self._compared
         before = None if states is None or not compare else {name: v[0].clone() for name, v in states.items()}
         with users_code(f"{len(tasks)} clients together"):
-            update = self._returned(lambda one: one.client(local, self._told, states))
+            update = self._returned(told, lambda one: one.client(local, told, states))
         taken, refused = self._take_in_rows(tasks, _first(_of_rows(update, len(rows)), len(tasks)))
         each_s = self._stretch(start_s) / len(tasks)
         if compare:
@@ -191,11 +200,11 @@ class Worksite:
             check_alike(alone, update)
         return tuple(Timed(t.client, t.samples, each_s, state) for t, state in taken), refused
 
-    def _returned(self, train: Callable[[Pass], Update]) -> Update:
+    def _returned(self, told: Values, train: Callable[[Pass], Update]) -> Update:
         """UserError for what is no update, for a state that got lost, and for a client that wrote to what others are
         told too: their bits would depend on who trained where."""
         assert self._turn is not None, "a turn is open"
-        with unwritten(self._told, "a client", "was told", "a copy of its own"):
+        with unwritten(told, "a client", "was told", "a copy of its own"):
             update = checked(train(self._passes[self._turn.number]))
         if self._states is not None and update.state is None and len(self._passes) == 1:
             raise UserError("algorithm: a client returned no state, but init_client gives one: return it always")
@@ -208,7 +217,7 @@ class Worksite:
         clients that are in, with their new states."""
         if self._admit is None and not self.partial.collects:
             with contextlib.suppress(PeerError):
-                self.partial.fold_rows(update, len(tasks), tasks[0].samples)
+                self.partial.fold_rows(faded(update, tasks[0].late), len(tasks), tasks[0].samples)
                 return list(zip(tasks, self._keep(tasks, update.state), strict=True)), ()
         taken: list[tuple[Task, int]] = []
         refused: list[Refusal] = []
@@ -243,7 +252,7 @@ class Worksite:
     def _take_in(self, task: Task, update: Update) -> int:
         """Returns the client's new state."""
         admitted = update if self._admit is None else self._admit(update)
-        self.partial.fold(task.client, admitted, task.samples)
+        self.partial.fold(task.client, faded(admitted, task.late), task.samples)
         return self._keep_one(task, update.state)
 
     def _load(self, tasks: Sequence[Task]) -> dict[str, Tensor]:

@@ -88,15 +88,17 @@ class FederatedCoordinator:
         pace: Pace,
         *,
         states: NDArray[np.int32] | None = None,
+        late: Callable[[int], Mapping[int, int]] = lambda round_: {},
     ) -> None:
-        """`sizes` (population,) in samples; `cohort` gives the clients of a round; `states` (population,) is
-        None for algorithms that keep nothing."""
+        """`sizes` (population,) in samples; `cohort` gives the clients of a round, and `late` by how many rounds they
+        are late in a simulation; `states` (population,) is None for algorithms that keep nothing."""
         self.executors = tuple(executors)
         self.durable_round = rules.first_round - 1
         """Set by the driver when a round has reached the disk."""
         self.rules = rules
         self._dealer = Dealer(self.executors, rules, sizes, pace, states)
         self._cohort_of = cohort
+        self._late_of = late
         self._alive: set[str] = set()
         self._phase: Literal["joining", "running", "done"] = "joining"
         self._next = Turn(rules.first_round)
@@ -217,6 +219,7 @@ class FederatedCoordinator:
             self._cohort = self._cohort_of(turn.round) if ahead is None else ahead
         if not turn.number:
             self._asked, self._passed = self._cohort, []
+            self._dealer.late = self._late_of(turn.round)
         alive = [name for name in self._present() if name not in self._late]
         deal = self._dealer.deal(turn.round, self._cohort, alive)
         clients = sum(map(len, deal.tasks.values()))
@@ -330,7 +333,7 @@ class FederatedCoordinator:
                 tries = f", after {turn.attempt + 1} attempts" if turn.attempt else ""
                 return [*out, *self._end("lost", "; ".join([what + tries, *opened.reasons, *_told(opened.refused)]))]
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]
-        if self.rules.staleness:
+        if self.rules.staleness and self.rules.gathering is not None:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
             self._late = opened.late | {name: (turn, task) for name, task in tasks.items()}
             there = []
@@ -364,7 +367,8 @@ class FederatedCoordinator:
             earlier_s=earlier_s, refused=tuple(refusals),
             missing=tuple(c for c in self._asked.tolist() if c not in trained and c not in refused),
             predicted_s=opened.predicted_s, bound_s=opened.bound_s,
-            lines=lines, stolen=opened.stolen, stale=tuple(opened.stale), closed_by=why,
+            lines=lines, stolen=opened.stolen, closed_by=why,
+            stale=(*opened.stale, *((c, late) for c, late in self._dealer.late.items() if late and c in trained)),
         )  # fmt: skip
 
     # Losses

@@ -59,6 +59,8 @@ class Dealer:
         self.pace = pace
         self.pinned: dict[str, int] = {}
         """The client of each executor that has the data of one only."""
+        self.late: Mapping[int, int] = {}
+        """By how many rounds clients of the cohort that is dealt are late; who is not need not be there."""
         self._rules = rules
         self._number = {name: number for number, name in enumerate(executors)}
         self._ahead: _Ahead | None = None
@@ -112,6 +114,9 @@ class Dealer:
     def _tasks(self, clients: Integers) -> tuple[Task, ...]:
         """Whole columns at a time: one number out of an array takes as long as a task."""
         numbers, sizes = clients.tolist(), self.sizes[clients].tolist()
+        if self.late:
+            lates = [self.late.get(client, 0) for client in numbers]
+            return tuple(Task(*told, late=late) for *told, late in zip(numbers, sizes, lates, strict=True))
         if self.states is None:
             return tuple(map(Task, numbers, sizes))
         return tuple(map(Task, numbers, sizes, self.states[clients].tolist()))

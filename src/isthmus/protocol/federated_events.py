@@ -28,6 +28,8 @@ class Task(msgspec.Struct, frozen=True, array_like=True, gc=False):  # a million
     client: int
     samples: int
     state: int = NONE
+    late: int = 0
+    """Rounds: it is trained from the model of so many rounds before, and counts for less (FedBuff, simulated)."""
 
 
 class Opening(msgspec.Struct, frozen=True, kw_only=True):

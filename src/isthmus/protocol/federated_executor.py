@@ -140,7 +140,8 @@ class FederatedExecutor:
 
     def _take(self) -> tuple[Task, ...]:
         tasks = [self._queue.popleft()]
-        while self._queue and len(tasks) < self._together and self._queue[0].samples == tasks[0].samples:
+        alike = tasks[0].samples, tasks[0].late
+        while self._queue and len(tasks) < self._together and (self._queue[0].samples, self._queue[0].late) == alike:
             tasks.append(self._queue.popleft())
         return tuple(tasks)
 

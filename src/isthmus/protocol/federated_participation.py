@@ -41,8 +41,9 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """After this a round closes with whoever is in, or is tried again if that is fewer than `minimum`."""
     attempts: Annotated[int, Meta(ge=1)] = 3
     staleness: Annotated[int, Meta(ge=0)] = 0
-    """Of sites: when a round closes without one, its update counts in a later round, so many rounds on at most, for
-    1 / sqrt(1 + rounds late) of what it says (FedBuff: Nguyen et al. 2022; the buffer is the quorum)."""
+    """When a round closes without a client, its update counts in a later round, so many rounds on at most, for
+    1 / sqrt(1 + rounds late) of what it says (FedBuff: Nguyen et al. 2022; the buffer is the quorum). In a simulation
+    who is late is drawn: see `federated_buffer`."""
 
     @property
     def round_length_s(self) -> float:

@@ -37,7 +37,9 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     single: bool = False
     """One client at a time, its result back at once (the FA scheme)."""
     staleness: int = 0
-    """Rounds that an update of a site may be late and count still, for less (FedBuff); 0: late ones count nowhere."""
+    """Rounds that an update may be late and count still, for less (FedBuff); 0: late ones count nowhere."""
+    at_work: int = 0
+    """Of a simulation with late updates: clients at work at any time, of whom a round is the next `needed` that end."""
     gathering: Gathering | None = None
     """None: a run begins when all are here, and whoever is lost stays lost."""
 
@@ -48,9 +50,12 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     @property
     def told(self) -> str:
         """The closing rules in words."""
-        share = "all" if self.quorum == 1 else f"{self.quorum:.0%}"
+        if self.at_work:
+            share = f"the next {self.needed} of {self.at_work} at work"
+        else:
+            share = f"{'all' if self.quorum == 1 else f'{self.quorum:.0%}'} of {self.needed}"
         late = f", late ones count for {self.staleness} rounds" if self.staleness else ""
-        return f"{share} of {self.needed}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
+        return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
 
     def why_over(self, outstanding: int, done: int, needed: int, open_s: float) -> Why | None:
         """Why a turn is over with `done` clients in and others `outstanding`; None while it is not."""

@@ -53,9 +53,10 @@ class Books:
         if server.keeps:
             self.states = np.full(identity.clients, -1, dtype=np.int32)
         if resume and (found := self._commits.newest()) is not None:
-            round_, server.values, kept = found
+            round_, kept, states = found
+            server.restore(kept)
             self.first_round = round_ + 1
-            self.states = kept if server.keeps else None
+            self.states = states if server.keeps else None
 
     def begin(self, note: Callable[[str], None]) -> None:
         """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` is told what the
@@ -77,7 +78,7 @@ class Books:
         config = self._job.federated
         saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
         kept = self.states.copy() if saves and self.states is not None else None
-        return Closed(record=record, measure=measure, values=self.server.values, saves=saves, states=kept)
+        return Closed(record=record, measure=measure, values=self.server.kept, saves=saves, states=kept)
 
     def write(self, closed: Closed, rules: RoundRules) -> RoundLine:
         """Evaluate where that is due, write the round's line, make the round durable where that is due."""

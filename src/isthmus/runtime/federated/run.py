@@ -18,18 +18,18 @@ from numpy.typing import NDArray
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import bounded, first_state
+from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
-    availability,
     build,
+    check_staleness,
     client_data,
     emulation,
     evaluator,
     executors,
     identity,
-    members,
     round_rules,
 )
 from isthmus.federated.operators import get_ready
@@ -53,9 +53,8 @@ from isthmus.runtime.transport.listener import Listener
 
 
 def coordinator_of(
-    job: FederatedJob, sizes: NDArray[np.int64], cohort: Callable[[int], NDArray[np.int64]], first_round: int,
-    states: NDArray[np.int32] | None,
-) -> FederatedCoordinator:  # fmt: skip
+    job: FederatedJob, sizes: NDArray[np.int64], cohorts: Cohorts, first_round: int, states: NDArray[np.int32] | None
+) -> FederatedCoordinator:
     """The machine of a job's run, for the executors that its scheme takes."""
     scheme, count = job.scheme, executors(job, len(sizes))
     rules = msgspec.structs.replace(
@@ -63,9 +62,14 @@ def coordinator_of(
         warm_up_rounds=scheme.warm_up_rounds, single=scheme.single,
         steals=scheme.steals if job.execution.steals is None else job.execution.steals,
     )  # fmt: skip
+    if cohorts.buffer is not None:
+        needed, at_work = cohorts.buffer
+        rules = msgspec.structs.replace(
+            rules, needed=needed, at_work=at_work, quorum=1.0, staleness=job.participation.staleness
+        )
     names = [f"executor-{number}" for number in range(count)]
     pace = Pace(count, window_rounds=job.execution.window_rounds)
-    return FederatedCoordinator(names, rules, sizes, cohort, pace, states=states)
+    return FederatedCoordinator(names, rules, sizes, cohorts.members, pace, states=states, late=cohorts.late)
 
 
 class FederatedRun:
@@ -87,13 +91,15 @@ class FederatedRun:
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
         self._resident = resident = Resident(build(job))
-        self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population)
+        late = job.participation.staleness
+        self.server = Server(self._algorithm, resident.vector(), resident.buffers(), population, past=late)
+        check_staleness(job, self.server)
         resident.bind(self.server.values["model"])  # not held twice
         self.books = Books(job, folder, self.server, identity(job, self.data, resident.size), resume=resume)
-        self._available = availability(job, population)
         first = first_state(self._algorithm, self.server.values["model"])
         self._state_form = None if first is None else StateForm(first)
-        self.machine = coordinator_of(job, self.data.sizes, self.members, self.books.first_round, self.books.states)
+        cohorts = Cohorts(job, self.data.sizes)
+        self.machine = coordinator_of(job, self.data.sizes, cohorts, self.books.first_round, self.books.states)
         self.books.evaluator = evaluator(job, self.data)
 
     @property
@@ -103,10 +109,6 @@ class FederatedRun:
     @property
     def history(self) -> History:
         return self.books.history
-
-    def members(self, round_: int) -> NDArray[np.int64]:
-        here = None if self._available is None else self._available.at_round(round_)
-        return members(self.job, self.data.sizes, round_, here)
 
     def begin(self, note: Callable[[str], None] = lambda _: None) -> None:
         """The folder is this run's from now on."""
@@ -158,7 +160,8 @@ class FederatedRun:
         run, names = secrets.token_hex(16), self.machine.executors
         patience_s, together = self.job.patience_s, self.job.execution.together
 
-        board, forms = Board(self.server.broadcast()), self.server.sums
+        board = Board(self.server.broadcast(), 1 + self.job.participation.staleness)
+        forms = self.server.sums
         rooms = {name: SumsRoom(forms) for name in names}
 
         def execute(name: str, number: int) -> Callable[[str], None]:

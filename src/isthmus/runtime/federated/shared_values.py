@@ -56,9 +56,9 @@ class Shared(NamedTuple):
 class Board:
     """Room for one broadcast, which the coordinator writes and executors read."""
 
-    def __init__(self, like: Mapping[str, Tensor]) -> None:
-        """Large enough for tensors such as these."""
-        self._bytes = _shared(sum(_aligned(t.numel() * t.element_size()) for t in like.values()))
+    def __init__(self, like: Mapping[str, Tensor], times: int = 1) -> None:
+        """Large enough for so many times tensors such as these."""
+        self._bytes = _shared(times * sum(_aligned(t.numel() * t.element_size()) for t in like.values()))
 
     def put(self, tensors: Mapping[str, Tensor]) -> tuple[TensorHeader, ...] | None:
         """Write them; returns what `get` needs. None, and nothing written, where they do not fit."""

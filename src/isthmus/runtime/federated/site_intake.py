@@ -9,8 +9,9 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.federated.admission import AdmissionRules
-from isthmus.federated.algorithms import BUFFERS, Update
+from isthmus.federated.algorithms import Update
 from isthmus.federated.offer import Offer
+from isthmus.federated.past import faded
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed, Turn
 from isthmus.runtime.messages.every import AnyMessage
@@ -79,7 +80,7 @@ class UpdatesIntake:
             except PeerError as e:
                 self._note(f"site {executor}: its update of round {turn.round + 1} is refused: {e}")
                 return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
-            self._updates[executor] = admitted if not late else _faded(admitted, late)
+            self._updates[executor] = faded(admitted, late)
         timed = Timed(client, samples, message.seconds, message.state)
         return Summed(executor=executor, turn=turn, timed=(timed,))
 
@@ -102,11 +103,3 @@ class UpdatesIntake:
     def ignore(self, executor: str) -> None:
         self._updates.pop(executor, None)
         self._note(f"site {executor}: an update came when none was due: it counts nowhere")
-
-
-def _faded(update: Update, late: int) -> Update:
-    """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
-    changes, and stay."""
-    share = 1 / math.sqrt(1 + late)
-    values = {name: value if name == BUFFERS else value * share for name, value in update.values.items()}
-    return Update(values=values, state=update.state, weight=update.weight)

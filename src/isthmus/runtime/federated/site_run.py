@@ -22,6 +22,7 @@ from isthmus.federated.job import (
     Deployment,
     FederatedJob,
     build,
+    check_staleness,
     members,
     round_rules,
     site_evaluator,
@@ -62,11 +63,7 @@ class SiteRun:
         population = len(self.deployment.sites)
         self.server = Server(job.algorithm(population), resident.vector(), resident.buffers(), population)
         self.books = Books(job, folder, self.server, site_identity(job, resident.size), resume=resume)
-        if job.participation.staleness and (self.server.keeps or len(job.algorithm(population).passes) > 1):
-            raise UserError(
-                "participation.staleness: got one for an algorithm whose clients keep something, or that takes several "
-                "passes a round: expected 0"
-            )
+        check_staleness(job, self.server)
         self.books.evaluator = site_evaluator(job)
         self._sizes = np.zeros(population, dtype=np.int64)
         gathering = Gathering(start=self.deployment.start or population, wait_s=self.deployment.wait_s)

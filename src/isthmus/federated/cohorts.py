@@ -1,0 +1,42 @@
+"""Who takes part in which round of a simulation: drawn anew for each, or, where updates may be late, whoever ends."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.federated.job import FederatedJob, availability, members
+from isthmus.protocol.federated_buffer import Buffer
+
+Integers = NDArray[np.int64]
+
+
+class Cohorts:
+    """The same for the same job and sizes, on every machine."""
+
+    def __init__(self, job: FederatedJob, sizes: Integers) -> None:
+        """`sizes` (population,) in samples. UserError for a file of availability that cannot be used."""
+        self._job, self._sizes = job, sizes
+        self._available = availability(job, len(sizes))
+        rules = job.participation
+        self._buffer = Buffer(rules, sizes, job.federated.seed, self._here) if rules.staleness else None
+
+    def _here(self, round_: int) -> Integers | None:
+        return None if self._available is None else self._available.at_round(round_)
+
+    def members(self, round_: int) -> Integers:
+        """(clients,) numbers, ascending."""
+        if self._buffer is not None:
+            return np.array(list(self._buffer.round(round_)), dtype=np.int64)
+        return members(self._job, self._sizes, round_, self._here(round_))
+
+    def late(self, round_: int) -> Mapping[int, int]:
+        """By how many rounds each of them is late; empty where nobody ever is."""
+        return {} if self._buffer is None else self._buffer.round(round_)
+
+    @property
+    def buffer(self) -> tuple[int, int] | None:
+        """Updates that make a round, and clients at work at any time; None where rounds do not overlap."""
+        return None if self._buffer is None else (self._buffer.size, self._buffer.at_work)

@@ -1,0 +1,43 @@
+"""Updates that were made from a model of some rounds before (FedBuff: Nguyen et al. 2022), and those models."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+
+from torch import Tensor
+
+from isthmus.federated.algorithms import BUFFERS, Update, Values
+
+_BEFORE = "before-"
+
+
+def with_past(now: Mapping[str, Tensor], past: Sequence[Mapping[str, Tensor]]) -> Values:
+    """As one: `past` are those of one round before, of two, and so on."""
+    found = dict(now)
+    for late, values in enumerate(past, 1):
+        found |= {f"{_BEFORE}{late}/{name}": value for name, value in values.items()}
+    return found
+
+
+def without_past(values: Mapping[str, Tensor]) -> tuple[Values, list[Values]]:
+    """The two that `with_past` was given."""
+    now: Values = {}
+    past: dict[int, Values] = {}
+    for key, value in values.items():
+        late, _, name = key.removeprefix(_BEFORE).partition("/")
+        if key.startswith(_BEFORE) and late.isdecimal():
+            past.setdefault(int(late), {})[name] = value
+        else:
+            now[key] = value
+    return now, [past[late] for late in sorted(past)]
+
+
+def faded(update: Update, late: int) -> Update:
+    """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
+    changes, and stay."""
+    if not late:
+        return update
+    share = 1 / math.sqrt(1 + late)
+    values = {name: value if name == BUFFERS else value * share for name, value in update.values.items()}
+    return Update(values=values, state=update.state, weight=update.weight)
