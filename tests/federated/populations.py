@@ -112,7 +112,7 @@ class Run:
         late = 0 if buffer is None else max(10, rounds)
         self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients), past=late)
         if kept is not None:
-            self.server.restore(kept)
+            self.server.restore(kept, rules.get("first_round", 0))
         self.records: list[Record] = []
         self.machine = FederatedCoordinator(
             self.sites,

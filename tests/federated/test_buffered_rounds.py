@@ -10,6 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
+from isthmus.errors import UserError
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_participation import Participation
 from tests.federated.populations import Run, module, population
@@ -78,6 +79,9 @@ def test_a_run_goes_on_with_the_models_of_before(tmp_path: Path) -> None:
     assert any(buffer().round(5).values())
     assert rest.run().outcome == "done"
     assert torch.equal(rest.model, whole.model)
+    forgetful = {name: value for name, value in first.server.kept.items() if not name.startswith("before-3")}
+    with pytest.raises(UserError, match="got 10, expected at most 4, with which the run began"):
+        Run("fedavgm", {}, tmp_path / "more", buffer=buffer(), kept=forgetful, first_round=5)
 
 
 @pytest.mark.parametrize("weighted", [False, True])

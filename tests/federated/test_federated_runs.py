@@ -136,6 +136,15 @@ def test_every_executor_killed_ends_the_run_with_one_line(tmp_path: Path) -> Non
     assert err.count("was lost") == 2, "once for each"
 
 
+def test_the_run_goes_on_when_nobody_reads_what_it_says(reference: bytes, tmp_path: Path) -> None:
+    process = start("train", write(tmp_path), "--run", tmp_path / "run")
+    assert process.stdout is not None and process.stderr is not None
+    process.stdout.close()
+    process.stderr.close()
+    process.wait(60)
+    assert model(tmp_path / "run") == reference
+
+
 def test_interrupted_and_resumed(reference: bytes, tmp_path: Path) -> None:
     run = tmp_path / "run"
     process = start(

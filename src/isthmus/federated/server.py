@@ -106,9 +106,13 @@ class Server:
         """All that another server needs to go on from here."""
         return with_past(self.values, self._past)
 
-    def restore(self, kept: Values) -> None:
-        """Go on from what another one kept."""
-        self.values, self._past = without_past(kept)
+    def restore(self, kept: Values, rounds: int) -> None:
+        """Go on from what another one kept after so many rounds. UserError where it kept too little."""
+        self.values, past = without_past(kept)
+        if len(past) < min(self._most_past, rounds):
+            what = f"participation.staleness: got {self._most_past}"
+            raise UserError(f"{what}, expected at most {len(past)}, with which the run began")
+        self._past = past[: self._most_past]
 
     def broadcast(self) -> Values:
         """What every executor is told, once a turn."""

@@ -63,7 +63,7 @@ class Buffer:
     def _play(self, round_: int) -> Mapping[int, int]:
         among = self._here(round_)
         among = np.arange(len(self._sizes)) if among is None else among
-        sums = np.cumsum(self._sizes[among] if self._rules.weighted else np.ones(len(among)))
+        sums = np.cumsum(self._sizes[among].astype(np.float64) if self._rules.weighted else np.ones(len(among)))
         done: dict[int, int] = {}
         self._fill(round_, done, among, sums)
         while len(done) < self.size and self._working:

@@ -54,8 +54,8 @@ class Books:
             self.states = np.full(identity.clients, -1, dtype=np.int32)
         if resume and (found := self._commits.newest()) is not None:
             round_, kept, states = found
-            server.restore(kept)
             self.first_round = round_ + 1
+            server.restore(kept, self.first_round)
             self.states = states if server.keeps else None
 
     def begin(self, note: Callable[[str], None]) -> None:

@@ -141,7 +141,7 @@ class FederatedConductor:
         self._counted = (0, 0, 0, 0)
         self._later: list[Callable[[], None]] = []
         self._finish: Finish | None = None
-        self._failure: Exception | None = None
+        self._failure: BaseException | None = None
         self._over = threading.Event()
         self.reception = office.reception(
             self._run, machine.executors, heard=self._hear, guard=intake.guard, patience_s=self._patience_s
@@ -229,7 +229,7 @@ class FederatedConductor:
                 return
             try:
                 self._decide(self._translate(heard))
-            except Exception as e:  # the thread that conducts raises it
+            except BaseException as e:  # the thread that conducts raises it
                 self._failure = e
                 self._end(Finish("lost", str(e)))
 

@@ -231,12 +231,13 @@ def _measured_together(job: FederatedJob, data: ClientData) -> int:
 
 
 class _Aftermath:
-    """Does what follows a round while the next one trains, in order. What it raises is raised to who puts the next."""
+    """Does what follows a round while the next one trains, in order. What it raises is raised to who puts the next,
+    `SystemExit` too: a thread that ended without a word would be waited for."""
 
     def __init__(self, act: Callable[[Closed], None]) -> None:
         self._act = act
         self._queue: queue.Queue[Closed | None] = queue.Queue(maxsize=2)
-        self._error: Exception | None = None
+        self._error: BaseException | None = None
         self._thread = threading.Thread(target=self._run, name="aftermath", daemon=True)
 
     def put(self, done: Closed) -> None:
@@ -249,7 +250,7 @@ class _Aftermath:
             if self._error is None:
                 try:
                     self._act(done)
-                except Exception as e:
+                except BaseException as e:
                     self._error = e
 
     def start(self) -> None:
