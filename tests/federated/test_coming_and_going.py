@@ -162,6 +162,16 @@ def test_a_site_is_told_why_its_update_is_refused() -> None:
     assert sites.update("b", Turn(0), good=False) == [Merge("b", Turn(0)), told]
 
 
+def test_before_another_attempt_sites_that_are_away_are_waited_for() -> None:
+    sites = Sites(first_round=4)
+    assert sites.join("b") == []
+    assert asked(sites.tick(5.0)) == {"b": (Turn(4), [1])}
+    assert asked(sites.update("b", Turn(4), good=False)) == {}
+    assert sites.join("a") == []
+    assert asked(sites.tick(9.0)) == {}
+    assert asked(sites.tick(10.0)) == {"a": (Turn(4, 1), [0]), "b": (Turn(4, 1), [1])}
+
+
 def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> None:
     sites = Sites(attempts=2)
     sites.join(*SITES)

@@ -325,14 +325,14 @@ class FederatedCoordinator:
         out: list[CoordinatorInstruction] = []
         there = [name for name in opened.held if name in self._alive]
         if opened.done < self.rules.minimum:
-            out += [Tell(name, Dropped(turn=turn)) for name in there]
+            out += [Tell(name, Dropped(turn=turn, again=True)) for name in there]
             out += [Tell(name, Dropped(turn=before)) for name, (before, _) in opened.late.items()]
             # Of a simulation's clients that were all trained, another attempt makes the same updates.
             if turn.attempt + 1 >= self.rules.attempts or (why == "all" and self.rules.gathering is None):
                 what = f"round {turn.round + 1}: {opened.done} clients were in, expected at least {self.rules.minimum}"
                 tries = f", after {turn.attempt + 1} attempts" if turn.attempt else ""
                 return [*out, *self._end("lost", "; ".join([what + tries, *opened.reasons, *_told(opened.refused)]))]
-            return [*out, *self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))]
+            return [*out, *self._try_again(Turn(turn.round, turn.attempt + 1, turn.number))]
         if self.rules.staleness and self.rules.gathering is not None:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
             self._late = opened.late | {name: (turn, task) for name, task in tasks.items()}
@@ -354,6 +354,13 @@ class FederatedCoordinator:
             self._cohort = np.array(sorted(trained), dtype=np.int64)
             return [*out, *self._open_turn(Turn(turn.round, turn.attempt, turn.number + 1))]
         return [*out, Commit(self._record(opened, trained, lines, why)), *self._open_turn(Turn(turn.round + 1))]
+
+    def _try_again(self, turn: Turn) -> list[CoordinatorInstruction]:
+        """Those that are away are waited for first: it may be that only sites are back whose updates are refused."""
+        if self.rules.gathering is None:
+            return self._open_turn(turn)
+        self._next, self._phase = turn, "joining"
+        return self._gather()
 
     def _record(self, opened: OpenTurn, trained: set[int], lines: Mapping[str, Line], why: Why) -> Record:
         refusals = [r for one in (*self._passed, opened) for r in one.refused]

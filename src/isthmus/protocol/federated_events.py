@@ -108,6 +108,8 @@ class Dropped(msgspec.Struct, frozen=True, kw_only=True, tag=True):
 
     turn: Turn
     kept: tuple[int, ...] = ()
+    again: bool = False
+    """The round is tried again."""
 
 
 class Refused(msgspec.Struct, frozen=True, kw_only=True, tag=True):

@@ -323,7 +323,7 @@ class FederatedConductor:
                 case Tell(executor=executor, event=told):
                     if isinstance(told, Granted):
                         self._intake.settle()  # it will add up where its last sums lie
-                    if isinstance(told, Dropped) and self._office.returns:
+                    if isinstance(told, Dropped) and self._office.returns and not told.again:
                         round_ = told.turn.round + 1
                         self._note(f"site {executor}: too late for round {round_}: its update counts nowhere")
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
@@ -351,6 +351,8 @@ class FederatedConductor:
         if turn == self._turn:
             return
         self._intake.settle()  # of an attempt that was dropped
+        if turn.attempt and (self._turn is None or turn.attempt != self._turn.attempt):
+            self._note(f"round {turn.round + 1} is tried again")
         if self._turn is None or turn.round != self._turn.round:
             self._opened_s = time.monotonic()
         told = self._server.broadcast()

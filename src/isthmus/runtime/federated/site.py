@@ -50,8 +50,11 @@ class SiteExecutor(Executor):
         match told:
             case Refused(turn=turn, reason=reason):
                 self._say(f"the update of round {turn.round + 1} was refused: {reason}")
-            case Dropped(turn=turn):
-                self._say(f"round {turn.round + 1} closed before this site's update was in: it counts nowhere")
+            case Dropped(turn=turn, again=again):
+                what = (
+                    "is tried again: an update made before" if again else "closed before this site's update was in: it"
+                )
+                self._say(f"round {turn.round + 1} {what} counts nowhere")
             case _:
                 pass
 
