@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 from pathlib import Path
 
+import msgspec
 from rich.console import Console
 
 from isthmus.federated.evaluation import ClientAccuracies, Evaluation
@@ -48,6 +49,16 @@ def test_the_live_table_shows_what_was_asked_for() -> None:
     text = shown(line(0), terminal=True)
     for expected in ("round 1 of 20", "3/4", "1.2500", "50.0%", "10.0%", "33%", "75% 38%", "2.93 KiB", "all"):
         assert expected in text, text
+
+
+def test_an_executor_whose_sums_did_not_come_keeps_its_place_and_all_passes_count() -> None:
+    whole = line(0)
+    trained = {"e1": whole.record.trained["e1"]}
+    half = msgspec.structs.replace(
+        whole, record=msgspec.structs.replace(whole.record, trained=trained, earlier_s={"e1": 0.5})
+    )
+    assert half.makespan_s == 1.5
+    assert "- 50%" in shown(whole, half, terminal=True)
 
 
 def test_a_narrow_table_leaves_columns_out_before_it_cuts_numbers() -> None:

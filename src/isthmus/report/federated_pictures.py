@@ -66,7 +66,8 @@ def draw_round_timeline(line: RoundLine, path: Path) -> None:
     axes.set_ylim(len(names) - 0.5, -0.5)
     axes.set_xlim(left=0)
     of = f", {len(names)} of {len(line.record.trained)} executors" if len(names) < len(line.record.trained) else ""
-    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{of}", color=_INK)
+    last = ", last pass" if line.record.earlier_s else ""
+    axes.set_xlabel(f"seconds of training in round {line.record.round + 1}{last}{of}", color=_INK)
     _save(figure, path)
 
 

@@ -94,13 +94,14 @@ def _sentence(line: RoundLine, rounds: int) -> str:
 def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int, width: int) -> RenderableType:
     shown = [place for place, name in enumerate(COLUMNS) if width >= WIDE or name not in SPARED]
     table = new_table([COLUMNS[place] for place in shown], COLUMNS[:11] + COLUMNS[12:13])
+    executors = sorted({name for line in lines for name in line.busy_s()}, key=lambda name: (len(name), name))
     for line in lines:
-        cells = _cells(line)
+        cells = _cells(line, executors)
         table.add_row(*(cells[place] for place in shown))
     return titled(f"federated run, round {lines[-1].record.round + 1} of {rounds}", table)
 
 
-def _cells(line: RoundLine) -> tuple[RenderableType, ...]:
+def _cells(line: RoundLine, executors: Sequence[str]) -> tuple[RenderableType, ...]:
     e, record = line.evaluation, line.record
     error = line.time_error()
     lacking = len(record.refused) + len(record.missing)
@@ -116,17 +117,18 @@ def _cells(line: RoundLine) -> tuple[RenderableType, ...]:
         Text("-" if record.bound_s is None else format_duration(record.bound_s)),
         Text("-" if error is None else f"{error:.0%}"),
         Text(f"{record.stolen}"),
-        Text(_busy(line)),
+        Text(_busy(line, executors)),
         Text(format_size(line.sent_bytes + line.received_bytes)),
         Text(record.closed_by),
     )
 
 
-def _busy(line: RoundLine) -> str:
-    """Percent per executor, of the round's time."""
-    shares = [seconds / line.seconds for _, seconds in sorted(line.busy_s().items())] if line.seconds else []
-    told = " ".join(f"{min(1.0, share):.0%}" for share in shares[:MOST_EXECUTORS])
-    return told if len(shares) <= MOST_EXECUTORS else f"{told} ..."
+def _busy(line: RoundLine, executors: Sequence[str]) -> str:
+    """Percent per executor, of the round's time, as far as its sums came."""
+    busy_s = line.busy_s() if line.seconds else {}
+    shown = executors[:MOST_EXECUTORS]
+    told = " ".join(f"{min(1.0, busy_s[name] / line.seconds):.0%}" if name in busy_s else "-" for name in shown)
+    return told if len(executors) <= MOST_EXECUTORS else f"{told} ..."
 
 
 def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
