@@ -428,3 +428,19 @@ def test_a_schedule_that_was_made_by_sizes_says_nothing_of_seconds() -> None:
     dealer.plan_ahead(2, everybody, ["e0"])
     schedule = dealer.deal(2, everybody, ["e0"]).schedule
     assert schedule is not None and schedule.makespan_s == pytest.approx(1.0)
+
+
+@pytest.mark.parametrize(
+    ("rules", "told"),
+    [
+        ({}, "all of 8, at least 1, deadline 600 s"),
+        ({"quorum": 0.5, "staleness": 2}, "50% of 8, at least 1, deadline 600 s, late ones count for 2 rounds"),
+        ({"poisson": True}, "all of those drawn, at least 1, deadline 600 s"),
+        (
+            {"at_work": 16, "staleness": 3, "minimum": 2},
+            "the next 8 of 16 at work, at least 2, deadline 600 s, late ones count for 3 rounds",
+        ),
+    ],
+)
+def test_closing_rules_in_words(rules: dict[str, object], told: str) -> None:
+    assert RoundRules(**{"rounds": 2, "needed": 8} | rules).told == told

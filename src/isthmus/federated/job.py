@@ -307,7 +307,7 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
         raise UserError(f"participation.minimum: got {rules.minimum}, expected at most the {asked} clients of a round")
     return RoundRules(
         rounds=job.federated.rounds, first_round=first_round, passes=len(job.algorithm(population).passes),
-        needed=needed, quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
+        needed=needed, poisson=rules.poisson, quorum=rules.quorum, minimum=rules.minimum, deadline_s=job.deadline_s,
         attempts=rules.attempts,
     )  # fmt: skip
 

@@ -26,6 +26,8 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
     passes: int = 1
     needed: int = 1
     """Clients that a round wants; more may be asked (over-selection)."""
+    poisson: bool = False
+    """Whoever was drawn is wanted: `needed` is the population then."""
     quorum: float = 1.0
     minimum: int = 1
     deadline_s: float = 600.0
@@ -53,7 +55,8 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         if self.at_work:
             share = f"the next {self.needed} of {self.at_work} at work"
         else:
-            share = f"{'all' if self.quorum == 1 else f'{self.quorum:.0%}'} of {self.needed}"
+            of = "those drawn" if self.poisson else str(self.needed)
+            share = f"{'all' if self.quorum == 1 else f'{self.quorum:.0%}'} of {of}"
         late = f", late ones count for {self.staleness} rounds" if self.staleness else ""
         return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
 
