@@ -160,6 +160,27 @@ def test_a_federated_job_is_simulated(tmp_path: Path) -> None:
     refused(isthmus("simulate", job, "--fleet", "laptop"), 2, "--fleet", "federated job")
 
 
+IMAGES = """
+name = "images"
+[model]
+name = "cnn"
+options = { width = 4, stages = 1, classes = 62, batch_norm = true }
+[data]
+kind = "femnist"
+options = { writers = 6 }
+[federated]
+rounds = 1
+[participation]
+clients = 3
+"""
+
+
+def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
+    (tmp_path / "fed.toml").write_text(IMAGES)
+    done = isthmus("simulate", tmp_path / "fed.toml")
+    assert done.code == 0, done.err
+
+
 @pytest.mark.parametrize(
     ("changes", "words"),
     [

@@ -27,6 +27,7 @@ from isthmus.federated.job import (
     emulation,
 )
 from isthmus.federated.resident import Resident
+from isthmus.federated.server import Server
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
@@ -81,8 +82,7 @@ def _line(site: Worksite, job: FederatedJob, data: ClientData) -> Line:
     order = np.argsort(data.sizes, kind="stable")
     chosen = [int(order[len(order) // 10]), int(order[-1 - len(order) // 10])]
     site.warm_up(chosen[0])
-    model = site.resident.vector()
-    told = algorithm.broadcast(algorithm.init_server(model))
+    told = Server(algorithm, site.resident.vector(), site.resident.buffers(), len(data.sizes)).broadcast()
     found: list[tuple[int, float]] = []
     for client in chosen:
         samples = int(data.sizes[client])
