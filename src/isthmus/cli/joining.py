@@ -5,6 +5,7 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable
+from contextlib import suppress
 from pathlib import Path
 
 import msgspec
@@ -40,7 +41,8 @@ def join(joining: Joining) -> int:
     notes = Console(stderr=True)
 
     def say(text: str) -> None:
-        notes.print(text, highlight=False, markup=False, soft_wrap=True)
+        with suppress(SystemExit):  # by which rich asks to leave where nobody reads any more: the work goes on
+            notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
     folder = joining.state or state_folder("device")
     patience_s = options.patience_s(joining.patience)
