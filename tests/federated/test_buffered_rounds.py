@@ -91,6 +91,7 @@ def test_who_makes_a_round(weighted: bool, dropout: float) -> None:
     rules = Participation(clients=10, over_select=1.5, quorum=0.4, staleness=5, weighted=weighted, dropout=dropout)
     played = Buffer(rules, sizes, 7)
     assert (played.size, played.at_work) == (4, 15)
+    assert rules.expected(40) == 4, "what noise of private runs is divided by"
     rounds = [played.round(r) for r in range(60)]
     assert all(len(made) == 4 and all(0 <= n <= min(5, r) for n in made.values()) for r, made in enumerate(rounds))
     begun = [(client, r - late) for r, made in enumerate(rounds) for client, late in made.items()]

@@ -136,7 +136,7 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
         """With what the job puts around it."""
         inner = load_algorithm(AlgorithmSpec(name=self.federated.algorithm, options=self.federated.options))
         if self.privacy is not None:
-            return Private(inner=inner, privacy=self.privacy, expected=self.participation.needed(population))
+            return Private(inner=inner, privacy=self.privacy, expected=self.participation.expected(population))
         return inner if self.aggregation.rule == "declared" else Robust(inner=inner, rule=self.aggregation)
 
     @property

@@ -34,9 +34,8 @@ class Buffer:
         here: Callable[[int], Integers | None] = lambda round_: None,
     ) -> None:  # fmt: skip
         """`sizes` (population,) in samples; `here` gives the clients that can begin in a round, None for all."""
-        wanted = rules.needed(len(sizes))
-        self.at_work = min(len(sizes), round(wanted * rules.over_select))
-        self.size = min(self.at_work, max(rules.minimum, round(rules.quorum * wanted)))
+        self.at_work = min(len(sizes), round(rules.needed(len(sizes)) * rules.over_select))
+        self.size = min(self.at_work, rules.expected(len(sizes)))
         """K, of the paper."""
         self._rules, self._sizes, self._seed, self._here = rules, sizes, seed, here
         self._begin()

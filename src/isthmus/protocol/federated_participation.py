@@ -59,6 +59,11 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
             raise UserError(f"participation.clients: got {self.clients}, expected at most the {population} clients")
         return self.clients
 
+    def expected(self, population: int) -> int:
+        """Updates in a round when all goes well: where late ones count, as many as close it."""
+        wanted = self.needed(population)
+        return min(population, max(self.minimum, round(self.quorum * wanted))) if self.staleness else wanted
+
 
 def cohort(
     rules: Participation, sizes: Integers, seed: int, round_: int, candidates: Integers | None = None
