@@ -86,6 +86,8 @@ def _sentence(line: RoundLine, rounds: int) -> str:
     parts += [format_duration(line.seconds), f"makespan {format_duration(line.makespan_s)}"]
     if line.record.refused:
         parts.append(f"{len(line.record.refused)} refused")
+    if line.record.stale:
+        parts.append(f"{len(line.record.stale)} late")
     if line.record.missing:
         parts.append(f"{len(line.record.missing)} missing")
     return ", ".join([*parts, f"closed by {line.record.closed_by} ({line.rules})"])
@@ -141,6 +143,7 @@ def rounds_table(lines: Sequence[RoundLine]) -> RenderableType:
         "planned makespan": ([line.record.predicted_s for line in steady], format_duration),
         "error of client times": ([line.time_error() for line in steady], lambda share: f"{share:.0%}"),
         "clients stolen": ([float(line.record.stolen) for line in steady], lambda count: f"{count:g}"),
+        "messages with values": ([float(line.trips) for line in steady], lambda count: f"{count:g}"),
         "sent": ([float(line.sent_bytes) for line in steady], format_size),
         "received": ([float(line.received_bytes) for line in steady], format_size),
     }
