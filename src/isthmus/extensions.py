@@ -50,7 +50,7 @@ def import_object(owner: str, name: str) -> object:
         raise UserError(f"{owner} {name!r}: expected 'package.module:callable'")
     try:
         found: object = importlib.import_module(module_name)
-    except Exception as error:
+    except (Exception, SystemExit) as error:
         raise UserError(f"{owner} {name!r}: cannot import {module_name}: {type(error).__name__}: {error}") from error
     for part in attribute.split("."):
         if not hasattr(found, part):

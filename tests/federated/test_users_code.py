@@ -313,3 +313,10 @@ def test_what_is_collected_is_alike_of_all_clients() -> None:
         partial.fold(client, Update(values=values), 1)
     with pytest.raises(UserError, match=r"'sizes': got torch.float32 \[1\] and torch.float32 \[2\], expected one"):
         partial.combined(torch.float32)
+
+
+def test_a_module_that_leaves_when_it_is_imported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "a_script.py").write_text("import sys\nsys.exit('no arguments')\n")
+    monkeypatch.syspath_prepend(tmp_path)
+    with pytest.raises(UserError, match="cannot import a_script: SystemExit: no arguments"):
+        load_algorithm(AlgorithmSpec(name="a_script:Mine"))
