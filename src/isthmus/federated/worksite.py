@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 
 import msgspec
@@ -15,6 +14,7 @@ from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
+from isthmus.federated.pacing import Pacer
 from isthmus.federated.partial import Partial
 from isthmus.federated.past import faded, without_past
 from isthmus.federated.resident import Resident
@@ -46,12 +46,12 @@ class Worksite:
         admit: Callable[[Update], Update] | None = None,
     ) -> None:
         """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
-        `seconds` lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
+        `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
         self.resident = Resident(module)
         self._work = work
         self._data = data
         self._states = states
-        self._lasts = lasts
+        self._pacer = Pacer(lasts)
         self._admit = admit
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
@@ -105,6 +105,7 @@ class Worksite:
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
         """A turn begins; what is left of another one is dropped."""
         self._turn = opening.turn
+        self._pacer.open(opening.turn.round)
         self._told, self._past = without_past(told)
         self._scale = (opening.samples, opening.clients)
         self.clear()
@@ -124,13 +125,13 @@ class Worksite:
         timed: list[Timed] = []
         refused: list[Refusal] = []
         for task in tasks:
-            start_s = time.perf_counter()
+            self._pacer.begin()
             try:
                 state = self._train_one(task)
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
                 continue
-            timed.append(Timed(task.client, task.samples, self._stretch(start_s), state))
+            timed.append(Timed(task.client, task.samples, self._pacer.end(), state))
         return tuple(timed), tuple(refused)
 
     def _train_one(self, task: Task) -> int:
@@ -178,7 +179,7 @@ class Worksite:
         The first one is repeated until they are as many as `rows_for` says, and its copies thrown away.
         """
         assert self._turn is not None, "a turn is open"
-        start_s = time.perf_counter()
+        self._pacer.begin()
         rows = [*tasks, *[tasks[0]] * (rows_for(len(tasks)) - len(tasks))]
         local = StackedLocal(
             self._stacked, self._work.local, self._load(rows),
@@ -191,7 +192,7 @@ class Worksite:
         with users_code(f"{len(tasks)} clients together"):
             update = self._returned(told, lambda one: one.client(local, told, states))
         taken, refused = self._take_in_rows(tasks, _first(_of_rows(update, len(rows)), len(tasks)))
-        each_s = self._stretch(start_s) / len(tasks)
+        each_s = self._pacer.end() / len(tasks)
         if compare:
             self._compared.add(self._turn.number)
             alone = self._update_of(tasks[0], before)
@@ -229,15 +230,6 @@ class Worksite:
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
         return taken, tuple(refused)
-
-    def _stretch(self, start_s: float) -> float:
-        """Sleep as long as emulation asks; returns the seconds since `start_s`, as a clock sees them."""
-        assert self._turn is not None, "a turn is open"
-        seconds = time.perf_counter() - start_s
-        if (lasts_s := self._lasts(seconds, self._turn.round)) > seconds:
-            time.sleep(lasts_s - seconds)
-            seconds = time.perf_counter() - start_s
-        return seconds
 
     def expect(self, tasks: Sequence[Task]) -> None:
         """These clients come next, in this order: their states are brought nearer."""
