@@ -1,0 +1,90 @@
+"""What the virtual clock foretells of a run's rounds: each from a few rounds that were measured just before it.
+
+Not the second half of a run by its first, as other work on a machine comes and goes, and would be taken for the model's
+error. What is foretold is a round as most are: a process that is pushed off its core makes single rounds much longer.
+"""
+
+from __future__ import annotations
+
+import math
+import statistics
+from collections.abc import Sequence
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import FederatedJob, emulation, members
+from isthmus.protocol.federated_events import Line, Timed
+from isthmus.protocol.federated_pace import Pace
+from isthmus.runtime.federated.run import coordinator_of
+from isthmus.simulator.federated import FederatedCosts, simulate_federated
+
+WARM = 2
+"""Rounds that are simulated before the one that is foretold, so that its executors' paces are known."""
+
+
+def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[RoundLine], round_: int) -> float:
+    """Seconds of a round, by the run's own machine and what was measured in the rounds `before`."""
+    assert all(line.record.round < round_ for line in before), "a round is foretold from those before it"
+    until = msgspec.structs.replace(job, federated=msgspec.structs.replace(job.federated, rounds=round_ + 1))
+    machine = coordinator_of(until, sizes, lambda r: members(job, sizes, r), round_ - WARM, None)
+    return simulate_federated(machine, fitted_costs(job, before), seed=round_)[-1].seconds
+
+
+def fitted_costs(job: FederatedJob, rounds: Sequence[RoundLine]) -> FederatedCosts:
+    """Lines, noise, what passes between two clients and what messages take."""
+    lasting, noise = calm_lines(job, rounds)
+    between_s, around_s = outside_training(rounds)
+    return FederatedCosts(
+        lines=tuple(_of_the_median(line, k, job, rounds) for k, line in enumerate(lasting)), noise=noise,
+        between_s=between_s, broadcast_s=around_s / 2, sums_s=around_s / 2,
+        factor=lambda executor, round_: emulation(job, executor).factor(round_),
+    )  # fmt: skip
+
+
+def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[Line, ...], float]:
+    """Each executor's line without its emulated factor, and the noise's sigma about the lines."""
+    pace = Pace(job.execution.executors, window_rounds=None, keep_rounds=len(rounds) + 1)
+    for k in range(job.execution.executors):
+        emulated = emulation(job, k)
+        for line in rounds:
+            timed = line.record.trained.get(f"executor-{k}", ())
+            calm = [Timed(t.client, t.samples, t.seconds / emulated.factor(line.record.round)) for t in timed]
+            pace.record(line.record.round, k, calm)
+    found = tuple(pace.line(k) for k in range(job.execution.executors))
+    sigmas = [
+        math.log(t.seconds / emulation(job, k).factor(line.record.round) / found[k].seconds(t.samples))
+        for line in rounds
+        for k in range(job.execution.executors)
+        for t in line.record.trained.get(f"executor-{k}", ())
+    ]
+    return found, statistics.pstdev(sigmas)
+
+
+def _of_the_median(line: Line, executor: int, job: FederatedJob, rounds: Sequence[RoundLine]) -> Line:
+    """An executor's line, which is of mean times, scaled to how long it trained in the median round."""
+    over: list[float] = []
+    for one in rounds:
+        if timed := one.record.trained.get(f"executor-{executor}"):
+            expected_s = emulation(job, executor).factor(one.record.round) * sum(line.seconds(t.samples) for t in timed)
+            over.append(sum(t.seconds for t in timed) / expected_s)
+    scale = statistics.median(over)
+    return Line(line.seconds_per_sample * scale, line.fixed_s * scale)
+
+
+def outside_training(rounds: Sequence[RoundLine]) -> tuple[float, float]:
+    """Seconds from one client's end to the next one's beginning; seconds of a round besides: messages, the wait for the
+    model, the sums' way. Whoever trains more clients has less of the round for training."""
+    busy = [(line, line.busy_s()) for line in rounds]
+    clients = np.array([len(line.record.trained[name]) for line, each in busy for name in each], dtype=np.float64)
+    left = np.array([line.seconds - seconds for line, each in busy for seconds in each.values()])
+    slope_s = float(np.polyfit(clients, left, 1)[0]) if np.ptp(clients) else 0.0
+    # Executors that train as many clients each say little of what one takes: it is within what is left of any round.
+    between_s = min(max(0.0, slope_s), float((left / clients).min()))
+    last = [
+        min(line.seconds - seconds - between_s * len(line.record.trained[name]) for name, seconds in each.items())
+        for line, each in busy
+    ]
+    return between_s, statistics.median(last)
