@@ -16,13 +16,26 @@ from numpy.typing import NDArray
 
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation, members
-from isthmus.protocol.federated_events import Line, Timed
+from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_events import CoordinatorInstruction, Line, Timed, Turn
 from isthmus.protocol.federated_pace import Pace
 from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 WARM = 2
 """Rounds that are simulated before the one that is foretold, so that its executors' paces are known."""
+
+
+class Alternating(FederatedCoordinator):
+    """Executors steal in every other round."""
+
+    @staticmethod
+    def steals_in(round_: int) -> bool:
+        return bool(round_ % 2)
+
+    def _open_turn(self, turn: Turn) -> list[CoordinatorInstruction]:
+        self.rules = msgspec.structs.replace(self.rules, steals=self.steals_in(turn.round))
+        return super()._open_turn(turn)
 
 
 def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[RoundLine], round_: int) -> float:

@@ -1,9 +1,10 @@
 """The same schedules in real processes on this machine, and the virtual clock against the real one.
 
-`python benchmarks/federated_scheduling/real.py [--quick] [--json PATH] [--only schedules|clocks]`
+`python benchmarks/federated_scheduling/real.py [--quick] [--json PATH] [--only schedules|clocks|crossed]`
 
 Schedules: 1,000 clients a round on four processes that sleep until they are as slow as asked, with 30 % noise in every
 client's time. Clocks: executors as they are, and emulated ones; every round is foretold from the rounds just before it.
+Crossed: stealing in every other round; what rounds with it take is foretold from those without it, and the reverse.
 """
 
 from __future__ import annotations
@@ -21,7 +22,7 @@ from pathlib import Path
 import msgspec
 import numpy as np
 from bounds import bound_s
-from clocks import calm_lines, foretell
+from clocks import Alternating, calm_lines, foretell
 from numpy.typing import NDArray
 from rich.console import Console
 from rich.table import Table
@@ -30,6 +31,7 @@ from run import leaf_sizes
 from isthmus.data import DataSpec, load_dataset
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation, members
+from isthmus.protocol.federated_pace import Pace
 from isthmus.runtime.federated.run import FederatedRun
 
 LATEST = Path(__file__).parent / "results" / "real.json"
@@ -80,6 +82,7 @@ class Report(msgspec.Struct, frozen=True, kw_only=True):
     host: str
     outcomes: tuple[Outcome, ...] = ()
     clocks: tuple[Clocks, ...] = ()
+    crossed: tuple[Clocks, ...] = ()
 
 
 def write_samples(path: Path, sizes: NDArray[np.int64]) -> None:
@@ -106,10 +109,14 @@ def job_of(samples: Path, per_round: int, rounds: int, execution: Mapping[str, o
     return msgspec.convert(document, FederatedJob)
 
 
-def run(job: FederatedJob) -> tuple[list[RoundLine], NDArray[np.int64]]:
+def run(job: FederatedJob, *, alternating: bool = False) -> tuple[list[RoundLine], NDArray[np.int64]]:
     lines: list[RoundLine] = []
     with tempfile.TemporaryDirectory() as folder:
         made = FederatedRun(job, Path(folder), resume=False, watch=lines.append)
+        if alternating:
+            names, rules = made.machine.executors, made.machine.rules
+            pace = Pace(len(names), window_rounds=job.execution.window_rounds)
+            made.machine = Alternating(names, rules, made.data.sizes, made.members, pace)
         made.run()
     return lines, made.data.sizes
 
@@ -142,12 +149,30 @@ def clocks(setting: str, samples: Path, per_round: int, rounds: int, execution: 
     lines, sizes = run(job)
     known = KNOWN_CLIENTS // per_round
     told = range(SKIPPED + known, rounds)
-    simulated = np.array([foretell(job, sizes, lines[n - known : n], n) for n in told])
-    measured = np.array([lines[n].seconds for n in told])
+    return compared(setting, [foretell(job, sizes, lines[n - known : n], n) for n in told], [lines[n] for n in told])
+
+
+def crossed(setting: str, samples: Path, rounds: int, execution: Mapping[str, object]) -> list[Clocks]:
+    """Two: of the rounds with stealing, and of those without it."""
+    job = job_of(samples, PER_ROUND, rounds, execution)
+    lines, sizes = run(job, alternating=True)
+    known = 2 * KNOWN_CLIENTS // PER_ROUND
+    found: list[Clocks] = []
+    for steals in (True, False):
+        one = msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, steals=steals))
+        told = [n for n in range(SKIPPED + known, rounds) if Alternating.steals_in(n) == steals]
+        simulated = [foretell(one, sizes, lines[n - known + 1 : n : 2], n) for n in told]
+        what = "stealing, from rounds without" if steals else "no stealing, from rounds with"
+        found.append(compared(f"{setting}: {what}", simulated, [lines[n] for n in told]))
+    return found
+
+
+def compared(setting: str, simulated_s: list[float], lines: list[RoundLine]) -> Clocks:
+    simulated, measured = np.array(simulated_s), np.array([line.seconds for line in lines])
     over = simulated / measured
     middle = float(np.median(over))
     return Clocks(
-        setting=setting, rounds=len(told), measured_s=float(np.median(measured)),
+        setting=setting, rounds=len(lines), measured_s=float(np.median(measured)),
         simulated_s=float(np.median(simulated)), off=middle - 1,
         total_off=float(simulated.sum() / measured.sum()) - 1, scatter=float(np.median(np.abs(over / middle - 1))),
     )  # fmt: skip
@@ -157,33 +182,39 @@ def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
     parser.add_argument("--quick", action="store_true", help="fewer rounds, without the uniform schedule")
     parser.add_argument("--json", type=Path, default=LATEST, metavar="PATH", help="where the figures go")
-    parser.add_argument("--only", choices=("schedules", "clocks"))
+    parser.add_argument("--only", choices=("schedules", "clocks", "crossed"))
     options = parser.parse_args()
     rounds = 5 if options.quick else ROUNDS
     before = msgspec.json.decode(options.json.read_bytes(), type=Report) if options.json.is_file() else None
     outcomes: list[Outcome] = [] if before is None else list(before.outcomes)
     found: list[Clocks] = [] if before is None else list(before.clocks)
+    cross: list[Clocks] = [] if before is None else list(before.crossed)
     with tempfile.TemporaryDirectory() as folder:
         samples = Path(folder) / "samples.npz"
         write_samples(samples, np.maximum(leaf_sizes(CLIENTS) // 4, 1))
-        if options.only != "clocks":
+        emulated = {"executors": 4, "slow_down": list(EXECUTORS), "noise": NOISE}
+        unstable = {"executors": 4, "slow_down": [1.0] * 4, "unstable": True, "noise": NOISE}
+        if options.only in (None, "schedules"):
             chosen = [s for s in STRATEGIES if s != "uniform" or not options.quick]
             outcomes = [
                 schedule(setting, s, samples, rounds) for setting in ("heterogeneous", "unstable") for s in chosen
             ]
-        if options.only != "schedules":
-            emulated = {"executors": 4, "slow_down": list(EXECUTORS), "noise": NOISE}
-            unstable = {"executors": 4, "slow_down": [1.0] * 4, "unstable": True, "noise": NOISE}
+        if options.only in (None, "clocks"):
             found = [
                 clocks("2 executors as they are", samples, PER_ROUND, 6 * rounds, {"executors": 2}),
                 clocks("2 executors, 20 clients", samples, 20, 60 * rounds, {"executors": 2}),
                 clocks("1:2:4:8, 30 % noise", samples, PER_ROUND, 5 * rounds, emulated),
                 clocks("unstable, 30 % noise", samples, PER_ROUND, 6 * rounds, unstable),
             ]
+        if options.only in (None, "crossed"):
+            cross = [
+                *crossed("1:2:4:8", samples, 5 * rounds, emulated),
+                *crossed("unstable", samples, 6 * rounds, unstable),
+            ]
     report = Report(
         when=datetime.now(UTC).date().isoformat(),
         host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", outcomes=tuple(outcomes),
-        clocks=tuple(found),
+        clocks=tuple(found), crossed=tuple(cross),
     )  # fmt: skip
     options.json.write_bytes(msgspec.json.format(msgspec.json.encode(report), indent=1) + b"\n")
     show(report)
@@ -202,7 +233,7 @@ def show(report: Report) -> None:
     clocked = Table("setting", title="The virtual clock against the real one")
     for column in ("rounds", "measured", "simulated", "off", "off in all", "scatter of a round"):
         clocked.add_column(column, justify="right")
-    for c in report.clocks:
+    for c in (*report.clocks, *report.crossed):
         clocked.add_row(
             c.setting, str(c.rounds), f"{c.measured_s:.4f} s", f"{c.simulated_s:.4f} s", f"{c.off:+.1%}",
             f"{c.total_off:+.1%}", f"{c.scatter:.1%}",
