@@ -22,9 +22,6 @@ from isthmus.protocol.federated_pace import Pace
 from isthmus.runtime.federated.run import coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
-WARM = 2
-"""Rounds that are simulated before the one that is foretold, so that its executors' paces are known."""
-
 
 class Alternating(FederatedCoordinator):
     """Executors steal in every other round."""
@@ -39,10 +36,15 @@ class Alternating(FederatedCoordinator):
 
 
 def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[RoundLine], round_: int) -> float:
-    """Seconds of a round, by the run's own machine and what was measured in the rounds `before`."""
+    """Seconds of a round, by the run's own machine and what was measured in the rounds `before`.
+
+    Other rounds are simulated first, as many as fill the window of the machine's times, and one, for schedules are made
+    a round ahead: where speeds change, what it believes is as old as in the run.
+    """
     assert all(line.record.round < round_ for line in before), "a round is foretold from those before it"
     until = msgspec.structs.replace(job, federated=msgspec.structs.replace(job.federated, rounds=round_ + 1))
-    machine = coordinator_of(until, sizes, lambda r: members(job, sizes, r), round_ - WARM, None)
+    first_round = max(0, round_ - (job.execution.window_rounds or round_) - 1)
+    machine = coordinator_of(until, sizes, lambda r: members(job, sizes, r), first_round, None)
     return simulate_federated(machine, fitted_costs(job, before), seed=round_)[-1].seconds
 
 
