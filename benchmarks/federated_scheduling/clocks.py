@@ -14,8 +14,9 @@ import msgspec
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
-from isthmus.federated.job import FederatedJob, emulation, members
+from isthmus.federated.job import FederatedJob, emulation
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import CoordinatorInstruction, Line, Timed, Turn
 from isthmus.protocol.federated_pace import Pace
@@ -44,7 +45,7 @@ def foretell(job: FederatedJob, sizes: NDArray[np.int64], before: Sequence[Round
     assert all(line.record.round < round_ for line in before), "a round is foretold from those before it"
     until = msgspec.structs.replace(job, federated=msgspec.structs.replace(job.federated, rounds=round_ + 1))
     first_round = max(0, round_ - (job.execution.window_rounds or round_) - 1)
-    machine = coordinator_of(until, sizes, lambda r: members(job, sizes, r), first_round, None)
+    machine = coordinator_of(until, sizes, Cohorts(job, sizes), first_round, None)
     return simulate_federated(machine, fitted_costs(job, before), seed=round_)[-1].seconds
 
 

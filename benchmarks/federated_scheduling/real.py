@@ -29,6 +29,7 @@ from rich.table import Table
 from run import leaf_sizes
 
 from isthmus.data import DataSpec, load_dataset
+from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, emulation, members
 from isthmus.protocol.federated_pace import Pace
@@ -116,7 +117,7 @@ def run(job: FederatedJob, *, alternating: bool = False) -> tuple[list[RoundLine
         if alternating:
             names, rules = made.machine.executors, made.machine.rules
             pace = Pace(len(names), window_rounds=job.execution.window_rounds)
-            made.machine = Alternating(names, rules, made.data.sizes, made.members, pace)
+            made.machine = Alternating(names, rules, made.data.sizes, Cohorts(job, made.data.sizes).members, pace)
         made.run()
     return lines, made.data.sizes
 
