@@ -1,7 +1,8 @@
 """A federated run in one process: the coordinator and any number of executors, stepped in turn.
 
-The SP scheme, and what tests compare everything else with. `pick` decides which executor acts next, so that any
-interleaving of a distributed run can be played. No time passes here, so no deadline does.
+How one executor runs, with nobody to share the work with: messages between two processes take as long as a few small
+clients train. Also the SP scheme, and what tests compare everything else with. `pick` decides which executor acts next,
+so that any interleaving of a distributed run can be played. Deadlines are looked at between two pieces of work.
 """
 
 from __future__ import annotations
@@ -25,6 +26,7 @@ from isthmus.protocol.federated_events import (
     Forget,
     Halt,
     Ignore,
+    Interrupted,
     Joined,
     Merge,
     Open,
@@ -36,10 +38,14 @@ from isthmus.protocol.federated_events import (
     Tell,
     TellDrained,
     TellReturned,
+    Tick,
     Train,
     Trained,
 )
 from isthmus.protocol.federated_executor import FederatedExecutor
+
+
+TICK_S = 0.25
 
 
 class _Seat:
@@ -65,24 +71,43 @@ class InProcess:
         committed: Callable[[Record], None] = lambda _: None,
         pick: Callable[[Sequence[str]], int] = lambda ready: 0,
         together: int = 1,
+        clock: Callable[[], float] = lambda: 0.0,
     ) -> None:
+        """Without a `clock`, in seconds, no time passes."""
         self.machine = machine
         self.server = server
         self._seats = {name: _Seat(name, site, together) for name, site in sites.items()}
         self._committed = committed
         self._pick = pick
+        self._clock = clock
+        self._looked_s = clock()
+        self._interrupted = False
+
+    def interrupt(self) -> None:
+        """The open round is dropped and the run ends, once the work that is under way is done."""
+        self._interrupted = True
 
     def run(self) -> Finish:
-        """The events' cause is always an executor's act, so the run ends when none has anything left to do."""
-        finish = None
+        """An event's cause is an executor's act, or the clock: the run ends when no executor has anything left to do."""
+        finish = self._decide(Tick(now_s=self._looked_s))  # deadlines count from a turn's opening
         for name in self._seats:
             finish = self._decide(Joined(executor=name)) or finish
         while finish is None:
             ready = [name for name, seat in self._seats.items() if seat.inbox or seat.work]
             if not ready:
                 raise InternalError("federated: nobody has anything to do, and the run is not over")
-            finish = self._act(self._seats[ready[self._pick(ready)]])
+            finish = self._act(self._seats[ready[self._pick(ready)]]) or self._look()
         return finish
+
+    def _look(self) -> Finish | None:
+        """At the clock, and whether somebody wants it to end."""
+        if self._interrupted:
+            return self._decide(Interrupted())
+        now_s = self._clock()
+        if now_s - self._looked_s < TICK_S:
+            return None
+        self._looked_s = now_s
+        return self._decide(Tick(now_s=now_s))
 
     def _act(self, seat: _Seat) -> Finish | None:
         """One thing: an event that waits, else one piece of work."""
@@ -112,6 +137,7 @@ class InProcess:
                     seat.site.hand_over()
                     told = Summed(executor=seat.name, turn=turn, timed=timed, refused=refused)
                     finish = self._decide(told) or finish
+                    self.server.settle()  # the executor's memory is its own again
                     seat.site.clear()
                 case Stop():
                     pass
@@ -127,8 +153,7 @@ class InProcess:
                     self._seats[executor].inbox.append(told)
                 case Merge(executor=executor):
                     partial = self._seats[executor].site.partial
-                    self.server.merge(partial.tensors(), partial.weights())
-                    self.server.settle()  # the executor's memory is its own again
+                    self.server.merge(partial.tensors(), partial.weights(), partial.bounds())
                 case Absorb():
                     self.server.absorb()
                 case Commit(record=record):

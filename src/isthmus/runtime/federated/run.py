@@ -48,6 +48,7 @@ from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.intake import SumsIntake
 from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
 from isthmus.runtime.processes.forked import Forked, asked
+from isthmus.runtime.processes.interrupting import interruptible
 from isthmus.runtime.processes.kept_pages import ANY_SIZE, give_pages_back, keep_pages
 from isthmus.runtime.transport.listener import Listener
 
@@ -117,8 +118,9 @@ class FederatedRun:
     def run(self, note: Callable[[str], None] = lambda _: None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left."""
         self.begin(note)
+        apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
-            finish = self._in_processes(after, note) if self.job.scheme.processes else self._in_process(after)
+            finish = self._in_processes(after, note) if apart else self._in_process(after)
         if finish.outcome == "lost":
             raise PeerError(finish.reason)
         return finish
@@ -153,8 +155,12 @@ class FederatedRun:
 
         sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
         after.start()
-        together = self.job.execution.together
-        return InProcess(self.machine, self.server, sites, committed=committed, together=together).run()
+        run = InProcess(
+            self.machine, self.server, sites, committed=committed, together=self.job.execution.together,
+            clock=time.monotonic,
+        )  # fmt: skip
+        with interruptible(run.interrupt):
+            return run.run()
 
     def _in_processes(self, after: _Aftermath, note: Callable[[str], None]) -> Finish:
         run, names = secrets.token_hex(16), self.machine.executors
