@@ -86,7 +86,7 @@ def test_operators_written_down_give_the_bits_of_the_module() -> None:
     stacked.trace(weights, batch)
     assert torch.equal(stacked.gradient(weights, batch), expected)
     went = weights.clone()
-    stacked.descend(went, batch, 0.5)
+    stacked.descend(went, [batch], 0.5)
     assert torch.equal(went, weights - 0.5 * expected)
     for row in range(3):
         alone = resident.gradient(weights[row], {name: column[row] for name, column in batch.items()})

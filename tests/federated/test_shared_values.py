@@ -135,7 +135,7 @@ def test_few_rows_are_for_nothing(count: int) -> None:
 
 def test_shapes_that_will_come_are_known() -> None:
     even = np.full(500, 45)
-    assert likely_shapes(even, 10, 128, 20) == [(12, 5), (12, 20)]
+    assert likely_shapes(even, 10, 128, 20) == [(10, 5), (10, 20)]
     assert likely_shapes(even, 10, 4, 20) == [(4, 5), (4, 20)]
     mixed = np.array([2] * 800 + [1] * 200)
     assert likely_shapes(mixed, 100, 128, 20) == [(80, 2), (96, 2), (16, 1), (20, 1), (24, 1)]

@@ -47,7 +47,13 @@ def turned(x: Tensor, y: Tensor) -> Sequence[Tensor]:
     return [product.transpose(1, 0), product.transpose(0, 1) + product.transpose(0, 1).transpose(0, 1).reshape(2, 3)]
 
 
-@pytest.mark.parametrize("act", [idle, in_place, given_back, several, constant, of_its_shape, turned])
+def named(x: Tensor, y: Tensor) -> Sequence[Tensor]:
+    """Operators whose functions take other arguments, or have none."""
+    made = torch.full_like(x, 2.0) + x.new_ones(2, 3) + torch.arange(3.0)
+    return [made * x.to(torch.float64).to(torch.float32), torch.ops.aten.threshold_backward(y, x, 0.5)]
+
+
+@pytest.mark.parametrize("act", [idle, in_place, given_back, several, constant, of_its_shape, turned, named])
 def test_as_the_function_itself(act: Operation) -> None:
     for seed in (0, 1):
         torch.manual_seed(seed)

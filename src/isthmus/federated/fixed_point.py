@@ -29,8 +29,6 @@ _MAGIC = 1.5 * 2.0**52
 """Added to a double below 2^51 it leaves the rounded integer in the low bits: 5 times faster than a conversion."""
 _MAGIC_TENSOR = torch.tensor(_MAGIC, dtype=torch.float64)
 _MAGIC_BITS = int(_MAGIC_TENSOR.view(torch.int64))
-_EXACT = 2.0**53
-"""Up to here a double holds every whole number."""
 _ROWS_BLOCK = 1 << 19
 """Numbers of short rows that are added at once."""
 _BLOCK = 1 << 17
@@ -133,16 +131,18 @@ class FixedSum:
         bound = self._bound + found * len(rows)
         if bound >= _SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
-        if found * len(rows) >= _EXACT:
-            for row in rows:
-                self.add(row, weight)
-            return
         self._bound = bound
         width = max(1, _ROWS_BLOCK // len(rows))
-        for part, total in zip(rows.split(width, dim=1), self.total.split(width), strict=True):
-            work = part.to(torch.float64, copy=True)
-            rounded = torch.add(_MAGIC_TENSOR, work, alpha=factor, out=work).sub_(_MAGIC)
-            total.add_(rounded.sum(0).to(torch.int64))  # whole numbers this small add up without an error, in any order
+        # The sum of the magic numbers' bits wraps around, and back when they are taken off.
+        lift = np.array(len(rows) * _MAGIC_BITS % 2**64, dtype=np.uint64).view(np.int64)
+        own = self._total.numpy() if self._empty else self.total.numpy()
+        for start, part in zip(range(0, len(own), width), rows.split(width, dim=1), strict=True):
+            work, total = part.to(torch.float64, copy=True), own[start : start + width]
+            rounded = torch.add(_MAGIC_TENSOR, work, alpha=factor, out=work).numpy().view(np.int64).sum(axis=0)
+            np.subtract(rounded, lift, out=total if self._empty else rounded)
+            if not self._empty:
+                np.add(total, rounded, out=total)
+        self._empty = False
 
     def check_term(self, term: Tensor, weight: float) -> None:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""

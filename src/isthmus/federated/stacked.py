@@ -10,7 +10,7 @@ from __future__ import annotations
 import math
 import time
 from collections import Counter
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 
 import numpy as np
 import torch
@@ -57,11 +57,13 @@ class Stacked:
         parts = self._gradients(weights, batch)(*self._resident.views(weights), *batch.values())
         return torch.cat([part.reshape(len(part), -1) for part in parts], dim=1)
 
-    def descend(self, weights: Tensor, batch: Batch, rate: float) -> None:
-        """weights <- weights - rate x gradient, without a tensor of the whole gradient in between."""
+    def descend(self, weights: Tensor, batches: Iterable[Batch], rate: float) -> None:
+        """weights <- weights - rate x gradient, of each batch in turn, without a tensor of the whole gradient in
+        between."""
         views = self._resident.views(weights)
-        for view, part in zip(views, self._gradients(weights, batch)(*views, *batch.values()), strict=True):
-            view.sub_(part, alpha=rate)
+        for batch in batches:
+            for view, part in zip(views, self._gradients(weights, batch)(*views, *batch.values()), strict=True):
+                view.sub_(part, alpha=rate)
 
     def _gradients(self, weights: Tensor, batch: Batch) -> Operation:
         shapes = (weights.shape, *(column.shape for column in batch.values()))
@@ -95,10 +97,10 @@ class Stacked:
 
 def rows_for(count: int) -> int:
     """How many rows so many clients are given: few different numbers, so that each soon comes often enough to be
-    traced, and at most three rows for nothing up to 32, a quarter above. Powers of two up to 8, then multiples of 4,
-    and of an eighth of the next power from 32 on."""
+    traced, and at most three rows for nothing up to 32, a quarter above. Powers of two up to 8, then multiples of an
+    eighth of the next power."""
     power = 1 << (count - 1).bit_length()
-    step = max(4, power // 8)
+    step = power // 8
     return power if power <= 8 else -(-count // step) * step
 
 
@@ -160,7 +162,10 @@ class StackedLocal:
 
     def _slices(self, rows: Batch) -> Iterator[Batch]:
         size, used = self._config.batch_size, self._used
-        columns = {name: column.unflatten(0, (self._clients, self.samples)) for name, column in rows.items()}
+        columns = {name: c.view(self._clients, self.samples, *c.shape[1:]) for name, c in rows.items()}
+        if used == self.samples <= size:
+            yield columns
+            return
         for start in range(0, used, size):
             yield {name: column[:, start : min(start + size, used)] for name, column in columns.items()}
 
@@ -169,8 +174,7 @@ class StackedLocal:
 
     def descend(self, model: Tensor) -> Tensor:
         weights = self.start(model)
-        for batch in self.batches():
-            self._stacked.descend(weights, batch, self._config.learning_rate)
+        self._stacked.descend(weights, self.batches(), self._config.learning_rate)
         return weights.sub_(model)
 
     def full_gradient(self, weights: Tensor) -> Tensor:

@@ -106,6 +106,8 @@ class Pace:
         """
         chosen = np.array(list(among), dtype=np.int64)
         lines = self.lines()
+        if len(chosen) == 1:
+            return _everything(planner, sizes, self.line(int(chosen[0])))
         problem = CohortProblem(
             sizes=sizes, seconds_per_sample=lines.seconds_per_sample[chosen], fixed_s=lines.fixed_s[chosen]
         )
@@ -124,3 +126,10 @@ class Pace:
         if steps < FEWEST_STEPS:
             return replace(greedy, lower_bound_s=bound_s)
         return certified(problem, steps=min(steps, MOST_STEPS))
+
+
+def _everything(planner: str, sizes: Floats, line: Line) -> Schedule:
+    """There is one executor: it trains them all, by every planner."""
+    load_s = line.seconds_per_sample * float(sizes.sum()) + line.fixed_s * len(sizes)
+    nobody_else = np.zeros(len(sizes), dtype=np.int64)
+    return Schedule(algorithm=planner, executor_of=nobody_else, load_s=np.array([load_s]), lower_bound_s=load_s)
