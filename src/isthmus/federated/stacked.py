@@ -26,9 +26,11 @@ from isthmus.federated.resident import Batch, Resident, loss_of
 from isthmus.streams import orders
 
 TRIED = (8, 32, 128)
-"""Numbers of clients that a measurement tries, in this order, until more is no faster."""
+"""Numbers of clients that a measurement tries, in this order, until more is slower."""
 PAYS = 1.2
 """So many times faster it must be to give up one by one."""
+SLOWER = 1.1
+"""So many times: what is done once for all of them, orders and sums, is not measured, and speaks for more."""
 LIKELY = 5
 """Shapes that are traced before the first round."""
 HOT = 20
@@ -197,17 +199,18 @@ def check_alike(alone: Update, several: Update) -> None:
             raise UserError(f"{what}: expected operations elementwise or over the last dim (or execution.together = 1)")
 
 
-def best_together(resident: Resident, columns: Batch, *, repeats: int = 3) -> int:
-    """How many clients are trained together fastest, by measurement on one batch; 1 where the model does not allow it.
+def best_together(resident: Resident, columns: Batch, most: int = TRIED[-1], *, repeats: int = 5) -> int:
+    """How many clients are trained together fastest, by measurement on one batch, of `most` that an executor has in a
+    round; 1 where the model does not allow it.
 
     Models that draw random numbers or keep running means are trained one by one: each client must have its own.
     """
-    if len(resident.buffers()) or resident.draws(columns):
+    if most == 1 or len(resident.buffers()) or resident.draws(columns):
         return 1
     model, stacked = resident.vector(), Stacked(resident)
     plain_s = _quickest_s(lambda: resident.gradient(model, columns), repeats)
     found, found_s = 1, plain_s / PAYS
-    for count in TRIED:
+    for count in sorted({min(count, rows_for(most)) for count in TRIED}):
         weights = model.expand(count, -1).clone()
         batch = {name: column.expand(count, *column.shape).clone() for name, column in columns.items()}
         try:
@@ -215,9 +218,9 @@ def best_together(resident: Resident, columns: Batch, *, repeats: int = 3) -> in
         except RuntimeError:  # an operation without a batching rule, or control flow on values
             return 1
         each_s = _quickest_s(lambda w=weights, b=batch: stacked.gradient(w, b), repeats) / count
-        if each_s >= found_s:
+        if each_s >= (found_s if found == 1 else found_s * SLOWER):
             break
-        found, found_s = count, each_s
+        found, found_s = count, min(each_s, found_s)
     return found
 
 

@@ -132,8 +132,7 @@ class FederatedRun:
             self._states(number), lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
         )  # fmt: skip
-        sizes, together = self.data.sizes, job.execution.together
-        each = math.ceil(job.participation.needed(len(sizes)) / len(self.machine.executors))
+        sizes, together, each = self.data.sizes, job.execution.together, _clients_each(job, len(self.data.sizes))
         site.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
         return site
 
@@ -204,6 +203,11 @@ class FederatedRun:
         self._watch(line)
 
 
+def _clients_each(job: FederatedJob, population: int) -> int:
+    """How many clients an executor has in a round, where all have as many."""
+    return math.ceil(job.participation.needed(population) / executors(job, population))
+
+
 def _with_together(job: FederatedJob, data: ClientData, before: Path | None) -> FederatedJob:
     """The job with the number of clients that are trained together: measured once, as other bits would follow from
     another number; a resumed run takes the one that it began with."""
@@ -233,7 +237,7 @@ def _measured_together(job: FederatedJob, data: ClientData) -> int:
     few = {name: column[: job.local.batch_size] for name, column in columns.items()}
     cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
     with users_code(resident.given(client, few)):
-        return best_together(resident, cast)
+        return best_together(resident, cast, _clients_each(job, len(data.sizes)))
 
 
 class _Aftermath:
