@@ -5,6 +5,7 @@ from __future__ import annotations
 import math
 import queue
 import secrets
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -51,6 +52,7 @@ from isthmus.runtime.processes.forked import Forked, asked
 from isthmus.runtime.processes.interrupting import interruptible
 from isthmus.runtime.processes.kept_pages import ANY_SIZE, give_pages_back, keep_pages
 from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.post import SWITCH_S
 
 
 def coordinator_of(
@@ -158,8 +160,13 @@ class FederatedRun:
             self.machine, self.server, sites, committed=committed, together=self.job.execution.together,
             clock=time.monotonic,
         )  # fmt: skip
-        with interruptible(run.interrupt):
-            return run.run()
+        before_s = sys.getswitchinterval()
+        sys.setswitchinterval(SWITCH_S)  # what follows a round is done beside the next one
+        try:
+            with interruptible(run.interrupt):
+                return run.run()
+        finally:
+            sys.setswitchinterval(before_s)
 
     def _in_processes(self, after: _Aftermath, note: Callable[[str], None]) -> Finish:
         run, names = secrets.token_hex(16), self.machine.executors
