@@ -44,7 +44,6 @@ from isthmus.protocol.federated_events import (
 )
 from isthmus.protocol.federated_executor import FederatedExecutor
 
-
 TICK_S = 0.25
 
 
@@ -88,7 +87,7 @@ class InProcess:
         self._interrupted = True
 
     def run(self) -> Finish:
-        """An event's cause is an executor's act, or the clock: the run ends when no executor has anything left to do."""
+        """Events come of executors and of the clock: the run ends when no executor has anything left to do."""
         finish = self._decide(Tick(now_s=self._looked_s))  # deadlines count from a turn's opening
         for name in self._seats:
             finish = self._decide(Joined(executor=name)) or finish
