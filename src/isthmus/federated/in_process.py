@@ -81,6 +81,8 @@ class InProcess:
         self._clock = clock
         self._looked_s = clock()
         self._interrupted = False
+        self.trips = self.told_bytes = self.value_bytes = 0
+        """What passed between coordinator and executors so far: sums (messages and bytes), and broadcasts."""
 
     def interrupt(self) -> None:
         """The open round is dropped and the run ends, once the work that is under way is done."""
@@ -122,7 +124,9 @@ class InProcess:
             match instruction:
                 case Begin(opening=opening):
                     seat.work.clear()
-                    seat.site.open(opening, self.server.broadcast())
+                    told = self.server.broadcast()
+                    self.told_bytes += sum(value.nbytes for value in told.values())
+                    seat.site.open(opening, told)
                 case Train():
                     seat.work.append(instruction)
                 case Forget(kept=kept):
@@ -152,7 +156,10 @@ class InProcess:
                     self._seats[executor].inbox.append(told)
                 case Merge(executor=executor):
                     partial = self._seats[executor].site.partial
-                    self.server.merge(partial.tensors(), partial.weights(), partial.bounds())
+                    sums = partial.tensors()
+                    self.trips += bool(sums)
+                    self.value_bytes += sum(value.nbytes for value in sums.values())
+                    self.server.merge(sums, partial.weights(), partial.bounds())
                 case Absorb():
                     self.server.absorb()
                 case Commit(record=record):

@@ -146,13 +146,17 @@ class FederatedRun:
         return StateStore(self.folder / "states", self._state_form, self.books.states, (number, parts))
 
     def _in_process(self, after: _Aftermath) -> Finish:
-        opened_s = time.monotonic()
+        opened_s, before = time.monotonic(), (0, 0, 0)
 
         def committed(record: Record) -> None:
-            nonlocal opened_s
-            now_s = time.monotonic()
-            seconds, opened_s = now_s - opened_s, now_s
-            self._commit(record, RoundMeasure(seconds=seconds, sent_bytes=0, received_bytes=0), after)()
+            nonlocal opened_s, before
+            now_s, now = time.monotonic(), (run.trips, run.told_bytes, run.value_bytes)
+            trips, told, values = (b - a if self.job.scheme.processes else 0 for a, b in zip(before, now, strict=True))
+            measure = RoundMeasure(
+                seconds=now_s - opened_s, sent_bytes=told, received_bytes=values, trips=trips, value_bytes=values
+            )
+            opened_s, before = now_s, now
+            self._commit(record, measure, after)()
 
         sites = {name: self._site(number) for number, name in enumerate(self.machine.executors)}
         after.start()
