@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.errors import UserError
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_participation import Participation
-from tests.federated.populations import Run, module, population
+from tests.federated.populations import CLIENTS, Run, module, population
 from tests.federated.twins import ETA, SEED, FedAvgTwin, batches
 
 STALENESS = 3
@@ -63,6 +63,17 @@ def test_late_updates_equal_their_twin_and_give_the_same_bits_anywhere(tmp_path:
             assert dict(record.stale) == {c: n for c, n in played.round(record.round).items() if n}
     assert all(torch.equal(model, found[0]) for model in found)
     assert (found[0] - expected).norm() < 1e-6 * expected.norm()
+
+
+def test_what_says_how_far_to_go_stays_where_the_change_fades(tmp_path: Path) -> None:
+    """Of clients of the same size FedNova is FedAvg, late or not: its steps times its direction."""
+    models = [
+        Run(name, {}, tmp_path / f"{name}-{n}", buffer=buffer(), clients_per_size=CLIENTS, together=n)
+        for name, n in (("fedavg", 1), ("fednova", 1), ("fednova", 4))
+    ]
+    assert all(run.run().outcome == "done" for run in models)
+    assert any(run.records[-1].stale or run.records[-2].stale for run in models)
+    assert all(torch.allclose(models[0].model, run.model, rtol=1e-5, atol=1e-7) for run in models)
 
 
 def test_late_clients_trained_together_agree_with_one_by_one(tmp_path: Path) -> None:

@@ -33,11 +33,15 @@ def without_past(values: Mapping[str, Tensor]) -> tuple[Values, list[Values]]:
     return now, [past[late] for late in sorted(past)]
 
 
-def faded(update: Update, late: int) -> Update:
+def faded(update: Update, late: int, *, rows: bool = False) -> Update:
     """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
-    changes, and stay."""
+    changes, and stay; so do single numbers (FedNova's steps, a loss), which say how large a change is to be taken: it
+    would be scaled twice. With `rows` the first dim of values is of clients."""
     if not late:
         return update
     share = 1 / math.sqrt(1 + late)
-    values = {name: value if name == BUFFERS else value * share for name, value in update.values.items()}
+    values: Values = {}
+    for name, value in update.values.items():
+        stays = name == BUFFERS or math.prod(value.shape[int(rows) :]) == 1
+        values[name] = value if stays else value * share
     return Update(values=values, state=update.state, weight=update.weight)

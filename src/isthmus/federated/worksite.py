@@ -218,7 +218,7 @@ class Worksite:
         clients that are in, with their new states."""
         if self._admit is None and not self.partial.collects:
             with contextlib.suppress(PeerError):
-                self.partial.fold_rows(faded(update, tasks[0].late), len(tasks), tasks[0].samples)
+                self.partial.fold_rows(faded(update, tasks[0].late, rows=True), len(tasks), tasks[0].samples)
                 return list(zip(tasks, self._keep(tasks, update.state), strict=True)), ()
         taken: list[tuple[Task, int]] = []
         refused: list[Refusal] = []
