@@ -30,7 +30,7 @@ def test_a_round_that_takes_too_long_is_tried_again_and_given_up(tmp_path: Path)
     passing = count(0.0, 8.0)
     finish = InProcess(run.machine, run.server, run.sites, clock=lambda: next(passing)).run()
     assert finish.outcome == "lost"
-    assert "round 1: 0 clients were in, expected at least 1, after 3 attempts" in finish.reason
+    assert "round 1: 0 clients were in, expected at least 1, after 3 attempts of 10 s" in finish.reason
     assert not run.records
 
 

@@ -330,8 +330,10 @@ class FederatedCoordinator:
             # Of a simulation's clients that were all trained, another attempt makes the same updates.
             if turn.attempt + 1 >= self.rules.attempts or (why == "all" and self.rules.gathering is None):
                 what = f"round {turn.round + 1}: {opened.done} clients were in, expected at least {self.rules.minimum}"
-                tries = f", after {turn.attempt + 1} attempts" if turn.attempt else ""
-                return [*out, *self._end("lost", "; ".join([what + tries, *opened.reasons, *_told(opened.refused)]))]
+                each = f"{self.rules.deadline_s:g} s" if why == "deadline" else ""
+                tries = f"{turn.attempt + 1} attempts" if turn.attempt else ""
+                after = f", after {' of '.join(filter(None, (tries, each)))}" if tries or each else ""
+                return [*out, *self._end("lost", "; ".join([what + after, *opened.reasons, *_told(opened.refused)]))]
             return [*out, *self._try_again(Turn(turn.round, turn.attempt + 1, turn.number))]
         if self.rules.staleness and self.rules.gathering is not None:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
