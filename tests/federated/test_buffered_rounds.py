@@ -11,6 +11,8 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
+from isthmus.federated.algorithms import Update
+from isthmus.federated.past import faded
 from isthmus.protocol.federated_buffer import Buffer
 from isthmus.protocol.federated_participation import Participation
 from tests.federated.populations import CLIENTS, Run, module, population
@@ -128,3 +130,13 @@ def test_only_clients_that_are_here_begin() -> None:
 def test_where_everybody_is_at_work_and_waited_for_nobody_is_late() -> None:
     played = Buffer(Participation(clients=3, staleness=1), np.array([5, 5, 5]), 0)
     assert [played.round(r) for r in range(5)] == [{0: 0, 1: 0, 2: 0}] * 5
+
+
+def test_a_late_change_of_one_number_counts_for_less() -> None:
+    late = faded(Update(values={"delta": torch.tensor([3.0]), "loss": torch.tensor(2.0)}), 8)
+    assert late.values["delta"].tolist() == [1.0]  # nothing beside it is larger: it is the change
+    late = faded(Update(values={"delta": torch.tensor([3.0, 6.0]), "steps": torch.tensor(2.0)}), 8)
+    assert late.values["delta"].tolist() == [1.0, 2.0]
+    assert float(late.values["steps"]) == 2.0
+    late = faded(Update(values={"delta": torch.tensor([[3.0], [6.0]])}), 8, rows=True)
+    assert late.values["delta"].tolist() == [[1.0], [2.0]]

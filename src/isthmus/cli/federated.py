@@ -74,7 +74,9 @@ def train(job: FederatedJob, choices: FederatedChoices, out: Console, notes: Con
 
     def begin(folder: Path, progress: FederatedProgress) -> tuple[Run, Act]:
         run = FederatedRun(job, folder, resume=choices.resume, watch=progress.round)
-        what = f"{len(run.data.sizes)} clients, {len(run.machine.executors)} executors, scheme {job.execution.scheme}"
+        count = len(run.machine.executors)
+        several = f"{count} executor{'s' if count > 1 else ''}"
+        what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
         progress.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.told}")
         return run, lambda: run.run(progress.note)
 

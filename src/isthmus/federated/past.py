@@ -35,13 +35,15 @@ def without_past(values: Mapping[str, Tensor]) -> tuple[Values, list[Values]]:
 
 def faded(update: Update, late: int, *, rows: bool = False) -> Update:
     """FedBuff's s(tau) = 1 / sqrt(1 + tau), on the values: they count among the others, for less. Running means are no
-    changes, and stay; so do single numbers (FedNova's steps, a loss), which say how large a change is to be taken: it
-    would be scaled twice. With `rows` the first dim of values is of clients."""
+    changes, and stay; so do single numbers beside a change (FedNova's steps, a loss), which say how large it is to be
+    taken: it would be scaled twice. With `rows` the first dim of values is of clients."""
     if not late:
         return update
     share = 1 / math.sqrt(1 + late)
-    values: Values = {}
-    for name, value in update.values.items():
-        stays = name == BUFFERS or math.prod(value.shape[int(rows) :]) == 1
-        values[name] = value if stays else value * share
+    numbers = {name: math.prod(value.shape[int(rows) :]) for name, value in update.values.items() if name != BUFFERS}
+    change = max(numbers.values(), default=0)
+    values = {
+        name: value if name == BUFFERS or numbers[name] == 1 < change else value * share
+        for name, value in update.values.items()
+    }
     return Update(values=values, state=update.state, weight=update.weight)
