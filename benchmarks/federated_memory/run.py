@@ -150,12 +150,14 @@ def in_slices(cases: Sequence[Case], disk: Path) -> list[tuple[Found, list[float
     for process in processes:
         os.killpg(process.pid, signal.SIGSTOP)
     slices = Slices(len(cases))
-    while all(process.poll() is None for process in processes):
-        for run, process in enumerate(processes):
-            slices.give(run, process.pid)
-    for process in processes:
-        if process.poll() is None:
-            os.killpg(process.pid, signal.SIGCONT)
+    try:
+        while all(process.poll() is None for process in processes):
+            for run, process in enumerate(processes):
+                slices.give(run, process.pid)
+    finally:  # after Ctrl-C, too: they are in groups of their own, and would stay stopped
+        for process in processes:
+            if process.poll() is None:
+                os.killpg(process.pid, signal.SIGCONT)
     results: list[tuple[Found, list[float]]] = []
     for run, found in enumerate([found_by(process) for process in processes]):
         ends_s = [end_s for end_s in found.ended_s if end_s <= slices.over_s]
