@@ -19,12 +19,15 @@ from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
 from isthmus.federated.local import LocalConfig
 from isthmus.models import ModelSpec
 
+RUN_NAME = "^[0-9a-f]{32}$"
+"""What a run is called at its sites."""
+
 
 class Offer(msgspec.Struct, frozen=True, kw_only=True):
     """The work, and which client the site is."""
 
     job: str
-    run: Annotated[str, Meta(pattern="^[0-9a-f]{32}$")]
+    run: Annotated[str, Meta(pattern=RUN_NAME)]
     """The same after a restart: the site keeps its client's states under it."""
     algorithm: AlgorithmSpec
     model: ModelSpec

@@ -2,16 +2,18 @@
 
     rounds/
       round-000012.safetensors    the server's values after round 12, which is each client's state, and what a resumed
-                                  run must agree with in the file's metadata
+                                  run must agree with in the file's metadata, with a digest of it all
 
-A file is written beside and renamed, so it is there whole or not at all. Two are kept.
+A file is written beside and renamed, so it is there whole or not at all. Two are kept: where a disk damaged the last
+one, a run goes on from the one before, unless clients keep states, whose places may be written over by then.
 """
 
 from __future__ import annotations
 
 import math
-from collections.abc import Collection, Mapping
+from collections.abc import Callable, Collection, Mapping
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
@@ -21,6 +23,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor
 
+from isthmus.data.dataset import fingerprint_of
 from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
@@ -31,6 +34,7 @@ from isthmus.protocol.federated_events import Opening, Turn
 
 STATES = "states"
 _SERVER = "server/"
+_RUN, _SHA256 = "run", "sha256"
 KEPT = 2
 
 
@@ -204,6 +208,19 @@ def _checked(values: Values, by: str, model: Form) -> Values:
     return values
 
 
+class Committed(NamedTuple):
+    """A round on disk."""
+
+    round: int
+    values: Values
+    states: NDArray[np.int32] | None
+    """(population,) which is each client's state, of algorithms whose clients keep something."""
+
+
+class _DamagedError(UserError):
+    """A file that is not as it was saved."""
+
+
 class Commits:
     """The committed rounds of a run on disk."""
 
@@ -216,11 +233,13 @@ class Commits:
         tensors = {_SERVER + name: value for name, value in _apart(values).items()}
         if states is not None:
             tensors[STATES] = torch.from_numpy(states)
+        run = msgspec.json.encode(self._identity).decode()
+        metadata = {_RUN: run, _SHA256: _digest(run, round_, tensors)}
         path = self._folder / f"round-{round_:06d}.safetensors"
         unfinished = self._folder / f".{path.name}"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            save_file(tensors, unfinished, metadata={"run": msgspec.json.encode(self._identity).decode()})
+            save_file(tensors, unfinished, metadata=metadata)
             unfinished.replace(path)
             for old in self._files()[:-KEPT]:
                 old.unlink()
@@ -231,24 +250,43 @@ class Commits:
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))
 
-    def newest(self) -> tuple[int, Values, NDArray[np.int32] | None] | None:
-        """The last committed round, its values and the clients' states' numbers; None before the first.
+    def newest(self, passed_over: Callable[[str], None] = lambda _: None) -> Committed | None:
+        """The last committed round that is as it was saved; None before the first. `passed_over` is told why of each
+        newer one.
 
-        UserError for a file that is not whole or of another run.
+        UserError for a file of another run; and where none is whole, or where one that is whole needs states that may
+        have been written over: to begin anew is for the user to say.
         """
-        files = self._files()
-        if not files:
-            return None
-        path = files[-1]
+        damaged: UserError | None = None
+        for path in reversed(self._files()):
+            try:
+                found = self._read(path)
+            except _DamagedError as e:
+                damaged = damaged or e
+                passed_over(str(e))
+                continue
+            if damaged is not None and found.states is not None:
+                what = f"round {found.round + 1} cannot be gone back to, as its clients' states may be written over"
+                raise UserError(f"{damaged}; {what}")
+            return found
+        if damaged is not None:
+            raise damaged
+        return None
+
+    def _read(self, path: Path) -> Committed:
         try:
             with safe_open(path, framework="pt") as file:
-                self._check(path, (file.metadata() or {}).get("run", ""))
+                metadata: dict[str, str] = file.metadata() or {}
                 tensors = {name: file.get_tensor(name) for name in file.keys()}  # noqa: SIM118  not a dict
         except (OSError, SafetensorError) as e:
-            raise UserError(f"round file {path}: cannot be read: {e}") from None
+            raise _DamagedError(f"round file {path}: cannot be read: {e}") from None
+        run, number = metadata.get(_RUN, ""), path.stem.removeprefix("round-")
+        if not number.isdecimal() or metadata.get(_SHA256) != _digest(run, int(number), tensors):
+            raise _DamagedError(f"round file {path}: is not as it was saved: altered since")
+        self._check(path, run)
         states = tensors.pop(STATES, None)
         values = {name.removeprefix(_SERVER): value for name, value in tensors.items()}
-        return int(path.stem.removeprefix("round-")), values, None if states is None else states.numpy().copy()
+        return Committed(int(number), values, None if states is None else states.numpy().copy())
 
     def _check(self, path: Path, run: str) -> None:
         try:
@@ -259,6 +297,14 @@ class Commits:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:
                 raise UserError(f"{path.parent.parent}: is of another job: {field} was {got!r}, is now {expected!r}")
+
+
+def _digest(run: str, round_: int, tensors: Mapping[str, Tensor]) -> str:
+    """Of everything that a round's file says."""
+    named = sorted(tensors.items())
+    shapes = [(name, str(value.dtype), list(value.shape)) for name, value in named]
+    memory = (value.reshape(-1).view(torch.uint8).numpy() for _, value in named)
+    return fingerprint_of({"run": run, "round": round_, "tensors": shapes}, memory)
 
 
 def _apart(values: Mapping[str, Tensor]) -> Values:

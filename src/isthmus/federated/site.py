@@ -8,8 +8,6 @@ from pathlib import Path
 import numpy as np
 import torch
 from numpy.typing import NDArray
-from safetensors import SafetensorError
-from safetensors.torch import load_file
 from torch import Tensor, nn
 
 from isthmus.data.clients import ClientData
@@ -17,7 +15,7 @@ from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import Update
 from isthmus.federated.state_form import StateForm
-from isthmus.federated.states import Rows
+from isthmus.federated.states import Rows, StateLost
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_events import Opening, Refusal, Task, Timed
 
@@ -58,8 +56,9 @@ class SiteStates:
     connection that broke.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, form: StateForm) -> None:
         self._folder = folder
+        self._form = form
 
     def _path(self, round_: int) -> Path:
         return self._folder / f"round-{round_:06d}.safetensors"
@@ -73,23 +72,33 @@ class SiteStates:
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         """As `States.read`, of the one client."""
         (round_,) = places
+        path, memory = self._path(round_), self._memory()
         try:
-            return {name: value.unsqueeze(0) for name, value in load_file(self._path(round_)).items()}
+            found = np.fromfile(path, dtype=np.uint8, count=self._form.size_bytes + 1)
         except FileNotFoundError:
-            raise UserError(f"state {self._path(round_)}: missing: the folder is of another run") from None
-        except (OSError, SafetensorError) as e:
-            raise UserError(f"state {self._path(round_)}: cannot be read: {e}") from None
+            raise StateLost(clients, f"state {path}: missing: the folder is of another run") from None
+        except OSError as e:
+            raise StateLost(clients, f"state {path}: cannot be read: {e.strerror or e}") from None
+        if len(found) != self._form.size_bytes or not self._form.is_of(clients[0], found, round_):
+            raise StateLost(clients, f"state {path}: is not client {clients[0]}'s of round {round_ + 1}, or damaged")
+        if not self._form.is_whole(found):
+            raise StateLost(clients, f"state {path}: is not as it was written: damaged since")
+        memory[0, : len(found)] = found
+        return self._form.views(torch.from_numpy(memory))
+
+    def _memory(self) -> NDArray[np.uint8]:
+        """Of one state; it begins where numbers may."""
+        return np.empty((1, -(-self._form.size_bytes // 8) * 8), dtype=np.uint8)
 
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
         """As `States.write`, of the one client."""
-        form = StateForm({name: value[0] for name, value in states.items()})
-        memory = np.empty((1, -(-form.size_bytes // 8) * 8), dtype=np.uint8)  # rows begin where numbers may
-        form.fill(form.views(torch.from_numpy(memory)), slice(None), clients, states)
-        form.sign(memory, clients, round_)
+        memory = self._memory()
+        self._form.fill(self._form.views(torch.from_numpy(memory)), slice(None), clients, states)
+        self._form.sign(memory, clients, round_)
         unfinished = self._folder / ".unfinished"
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
-            unfinished.write_bytes(memory[0, : form.size_bytes].data)
+            unfinished.write_bytes(memory[0, : self._form.size_bytes].data)
             unfinished.replace(self._path(round_))
         except OSError as e:
             raise UserError(f"state {self._path(round_)}: cannot be written: {e.strerror or e}") from None
@@ -115,9 +124,10 @@ class Site(Worksite):
     def __init__(
         self, work: Work, module: nn.Module, data: ClientData, states: SiteStates | None,
         *, lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:  # fmt: skip
         """As a worksite's."""
-        super().__init__(work, module, data, states, lasts=lasts)
+        super().__init__(work, module, data, states, lasts=lasts, say=say)
         self._own_states = states
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:

@@ -6,6 +6,7 @@ one.
 
 from __future__ import annotations
 
+import hashlib
 import math
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
@@ -22,8 +23,8 @@ _DTYPES = {
     torch.float32: "F32", torch.float64: "F64", torch.float16: "F16", torch.bfloat16: "BF16", torch.int64: "I64",
     torch.int32: "I32", torch.int16: "I16", torch.int8: "I8", torch.uint8: "U8", torch.bool: "BOOL",
 }  # fmt: skip
-_CLIENT, _ROUND = b"0" * 12, b"0" * 9
-"""Room for these numbers in a header: with it, headers of a form are of one length."""
+_CLIENT, _ROUND, _SHA256 = b"0" * 12, b"0" * 9, b"0" * 64
+"""Room for these in a header: with it, headers of a form are of one length."""
 
 
 class _Part(NamedTuple):
@@ -45,7 +46,7 @@ class _Part(NamedTuple):
 class StateForm:
     """Of a state such as `like`; `len` is that of its header. UserError for tensors that no file holds.
 
-    A state is laid out as a safetensors file, with the client and the round in its metadata.
+    A state is laid out as a safetensors file, with the client, the round and a digest in its metadata.
     """
 
     def __init__(self, like: Mapping[str, Tensor]) -> None:
@@ -57,14 +58,17 @@ class StateForm:
             offsets = [at, at + part.size_bytes]
             entries[name] = {"dtype": _DTYPES[part.dtype], "shape": list(part.shape), "data_offsets": offsets}
             at += part.size_bytes
-        text = msgspec.json.encode({"__metadata__": {"client": _CLIENT.decode(), "round": _ROUND.decode()}, **entries})
+        metadata = {"client": _CLIENT.decode(), "round": _ROUND.decode(), "sha256": _SHA256.decode()}
+        text = msgspec.json.encode({"__metadata__": metadata, **entries})
         text += b" " * (-len(text) % 8)
         header = len(text).to_bytes(8, "little") + text
         client = header.index(_CLIENT)
         round_ = header.index(_ROUND, client + len(_CLIENT))
+        self._digest_at = header.index(_SHA256, round_ + len(_ROUND))
         self._lead = header[:client]
         self._between = header[client + len(_CLIENT) : round_]
-        self._tail = header[round_ + len(_ROUND) :]
+        self._before_digest = header[round_ + len(_ROUND) : self._digest_at]
+        self._tail = header[self._digest_at + len(_SHA256) :]
         self._length = len(header)
         self.size_bytes = self._length + at
         """Of a whole state on disk."""
@@ -76,13 +80,30 @@ class StateForm:
     def names(self) -> Sequence[str]:
         return list(self._parts)
 
-    def header(self, client: int, round_: int) -> bytes:
-        return b"%b%012d%b%09d%b" % (self._lead, client, self._between, round_, self._tail)
+    def _opening(self, client: int, round_: int) -> bytes:
+        """A header up to its digest."""
+        return b"%b%012d%b%09d%b" % (self._lead, client, self._between, round_, self._before_digest)
 
-    def is_of(self, client: int, header: bytes) -> bool:
-        """Whether a state with this header is of this form and client, of whatever round."""
-        until_round = b"%b%012d%b" % (self._lead, client, self._between)
-        return header.startswith(until_round) and header[len(until_round) + len(_ROUND) :] == self._tail
+    def _digest(self, opening: bytes, state: NDArray[np.uint8]) -> bytes:
+        """Over who it is of, and the tensors."""
+        digest = hashlib.sha256(opening)
+        digest.update(state[self._length : self.size_bytes].data)
+        return digest.hexdigest().encode()
+
+    def is_of(self, client: int, state: NDArray[np.uint8], round_: int | None = None) -> bool:
+        """Whether a state, uint8 [bytes], is of this form and client, and of a round where one is given."""
+        header = state[: self._length].tobytes()
+        begin = len(self._lead) + len(_CLIENT) + len(self._between)
+        digits = header[begin : begin + len(_ROUND)]
+        if not digits.isdigit() or (round_ is not None and int(digits) != round_):
+            return False
+        opening = self._opening(client, int(digits))
+        return header.startswith(opening) and header.endswith(self._tail)
+
+    def is_whole(self, state: NDArray[np.uint8]) -> bool:
+        """Whether every byte of a state, uint8 [bytes], is as it was signed."""
+        opening, digest = state[: self._digest_at].tobytes(), self._digest_at + len(_SHA256)
+        return state[self._digest_at : digest].tobytes() == self._digest(opening, state)
 
     def views(self, memory: Tensor) -> dict[str, Tensor]:
         """The tensors [states, ...] in the memory of states, uint8 [states, bytes]."""
@@ -112,8 +133,10 @@ class StateForm:
     def sign(self, memory: NDArray[np.uint8], clients: Sequence[int], round_: int) -> None:
         """Make whole states on disk of the tensors in memory, uint8 [states, bytes]."""
         memory[:, self.size_bytes :] = 0
-        headers = b"".join([self.header(client, round_) for client in clients])
-        memory[:, : self._length] = np.frombuffer(headers, dtype=np.uint8).reshape(len(clients), -1)
+        for client, state in zip(clients, memory, strict=True):
+            opening = self._opening(client, round_)
+            header = opening + self._digest(opening, state) + self._tail
+            state[: self._length] = np.frombuffer(header, dtype=np.uint8)
 
     def _other(self, client: int, states: Mapping[str, Tensor]) -> UserError:
         for name, value in states.items():

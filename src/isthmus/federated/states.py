@@ -5,7 +5,7 @@
 Where a client's state lies is the coordinator's to know: a number per client, part of what a commit saves. So nothing
 is looked for, an aborted round leaves nothing that anybody would read, and what the round before left stays as it is
 until the round that replaced it is on disk. Then its place is written over: the disk holds little more than a state per
-client. Every state says whose it is and of which round.
+client. Every state says whose it is and of which round, with a digest over that and its bytes.
 
 Files are shared, places are not: each executor fills files of its own, and places that were freed to it. (Rejected: a
 file per state, which takes four times as long to write as a small state; a log that is compacted.)
@@ -16,7 +16,8 @@ and the last one's written.
 
 from __future__ import annotations
 
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+import contextlib
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from concurrent.futures import Executor, Future, ThreadPoolExecutor
 from itertools import islice
 from pathlib import Path
@@ -45,6 +46,15 @@ _Given = ParamSpec("_Given")
 _Found = TypeVar("_Found")
 
 
+class StateLost(UserError):
+    """A state that was kept is not there, or not as it was written."""
+
+    def __init__(self, clients: Collection[int], reason: str) -> None:
+        super().__init__(reason)
+        self.clients = frozenset(clients)
+        """Whose states are lost."""
+
+
 class States(Protocol):
     """Where a worksite keeps its clients' states."""
 
@@ -53,7 +63,7 @@ class States(Protocol):
         ...
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
-        """The clients' states, stacked. UserError for one that is not there or not whole."""
+        """The clients' states, stacked. StateLost for one that is not there or not whole."""
         ...
 
     def write(self, clients: Sequence[int], round_: int, states: Rows) -> list[int]:
@@ -77,6 +87,8 @@ class _Batch(NamedTuple):
     """[states, bytes], as on disk."""
     views: Rows
     """The tensors in it."""
+    whole: Sequence[bool] = ()
+    """By state that was read: whether its digest is right."""
 
 
 class StateStore:
@@ -141,21 +153,30 @@ class StateStore:
 
     def read(self, clients: Sequence[int], places: Sequence[int]) -> dict[str, Tensor]:
         self._several = len(places) > 1
-        fetched, begin = None, 0
-        if not self._several:
-            fetched, begin = self._ahead.pop(places[0], (None, 0))
         try:
-            memory, views = (fetched or self._fetch(places)).result()
+            (memory, views, whole), begin = self._fetched(places)
         except FileNotFoundError as e:
-            raise UserError(f"state {e.filename}: missing: the folder is of another run") from None
+            gone = [client for client, place in zip(clients, places, strict=True) if self.path(place) == e.filename]
+            raise StateLost(gone or clients, f"state {e.filename}: missing: the folder is of another run") from None
         except OSError as e:
-            raise UserError(f"states of clients {_few(clients)}: cannot be read: {e.strerror or e}") from None
+            what = f"states of clients {_few(clients)}: cannot be read: {e.strerror or e}"
+            raise StateLost(clients, what) from None
         for row, (client, place) in enumerate(zip(clients, places, strict=True), begin):
+            what = f"state {self.path(place)}: place {place}"
             # Of a crashed run others may be left.
-            if not self._form.is_of(client, memory[row, : len(self._form)].tobytes()):
-                what = f"state {self.path(place)}: place {place} does not hold client {client}'s"
-                raise UserError(f"{what}: the folder is of another run, or damaged")
+            if not self._form.is_of(client, memory[row]):
+                reason = f"{what} does not hold client {client}'s: the folder is of another run, or damaged"
+                raise StateLost([client], reason)
+            if not whole[row]:
+                raise StateLost([client], f"{what}, client {client}'s, is not as it was written: damaged since")
         return {name: view[begin : begin + len(places)] for name, view in views.items()}
+
+    def _fetched(self, places: Sequence[int]) -> tuple[_Batch, int]:
+        """These states, from which row on."""
+        if len(places) == 1 and (ahead := self._ahead.pop(places[0], None)) is not None:
+            with contextlib.suppress(OSError):  # it may be of another state that was read with it
+                return ahead[0].result(), ahead[1]
+        return self._fetch(places).result(), 0
 
     def _fetch(self, places: Sequence[int]) -> Future[_Batch]:
         """They are not written over until they are read: that is done in order."""
@@ -165,7 +186,7 @@ class StateStore:
 
         def fetched() -> _Batch:
             self._files.read(places, batch.memory)
-            return batch
+            return batch._replace(whole=[self._form.is_whole(state) for state in batch.memory])
 
         return self._disk.submit(fetched)
 
@@ -192,8 +213,13 @@ class StateStore:
             return
         self._settle()
         memory = self._batch.memory[: len(self._waiting)]
-        self._form.sign(memory, self._owners, self._round)
-        self._writing = self._disk.submit(self._files.write, self._waiting, memory)
+        places, owners, round_ = self._waiting, self._owners, self._round
+
+        def written() -> None:
+            self._form.sign(memory, owners, round_)
+            self._files.write(places, memory)
+
+        self._writing = self._disk.submit(written)
         self._batch, self._waiting, self._owners = None, [], []
 
     def _settle(self) -> None:

@@ -19,7 +19,7 @@ from isthmus.federated.partial import Partial
 from isthmus.federated.past import faded, without_past
 from isthmus.federated.resident import Resident
 from isthmus.federated.stacked import Stacked, StackedLocal, check_alike, rows_for
-from isthmus.federated.states import States
+from isthmus.federated.states import StateLost, States
 from isthmus.protocol.federated_events import NONE, Opening, Refusal, Task, Timed, Turn
 from isthmus.streams import torch_seed
 
@@ -44,15 +44,18 @@ class Worksite:
         *,
         lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
         admit: Callable[[Update], Update] | None = None,
+        say: Callable[[str], None] = lambda _: None,
     ) -> None:
         """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
-        `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it."""
+        `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `say` is
+        told of states that are lost."""
         self.resident = Resident(module)
         self._work = work
         self._data = data
         self._states = states
         self._pacer = Pacer(lasts)
         self._admit = admit
+        self._say = say
         self._passes: Sequence[Pass] = work.algorithm.passes
         self._workspace = Workspace(self.resident.size, self.resident.dtype)
         self._draws = False
@@ -68,6 +71,8 @@ class Worksite:
         self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
         self._scale = (1, 1)
         self._turn: Turn | None = None
+        self._renewed: set[int] = set()
+        """Clients of this turn whose state of before is lost."""
         self._written: list[tuple[int, int]] = []
         """(client, state) of this turn."""
         self._replaced: list[tuple[int, int, int]] = []
@@ -110,6 +115,7 @@ class Worksite:
         self._scale = (opening.samples, opening.clients)
         self.clear()
         self._written = []
+        self._renewed.clear()
         if self._states is not None:
             self._states.free(old for old, _, round_ in self._replaced if round_ <= opening.durable_round)
             self._replaced = [entry for entry in self._replaced if entry[2] > opening.durable_round]
@@ -131,7 +137,7 @@ class Worksite:
             except PeerError as e:
                 refused.append(Refusal(task.client, str(e)))
                 continue
-            timed.append(Timed(task.client, task.samples, self._pacer.end(), state))
+            timed.append(self._timed(task, self._pacer.end(), state))
         return tuple(timed), tuple(refused)
 
     def _train_one(self, task: Task) -> int:
@@ -199,7 +205,10 @@ class Worksite:
             if self._draws:
                 raise UserError("execution.together: got more than 1 for an algorithm that draws random numbers")
             check_alike(alone, update)
-        return tuple(Timed(t.client, t.samples, each_s, state) for t, state in taken), refused
+        return tuple(self._timed(task, each_s, state) for task, state in taken), refused
+
+    def _timed(self, task: Task, seconds: float, state: int) -> Timed:
+        return Timed(task.client, task.samples, seconds, state, task.client in self._renewed)
 
     def _returned(self, told: Values, train: Callable[[Pass], Update]) -> Update:
         """UserError for what is no update, for a state that got lost, and for a client that wrote to what others are
@@ -266,25 +275,40 @@ class Worksite:
         """What its client keeps; what `init_client` gives if it comes for the first time."""
         if self._states is None:
             return None
-        if task.state == NONE:
+        (kept,), found = self._kept([task])
+        if not kept:
             return first_state(self._work.algorithm, self._told["model"])
-        return {name: value[0] for name, value in self._states.read([task.client], [task.state]).items()}
+        return {name: value[0] for name, value in found.items()}
 
     def _states_of(self, tasks: Sequence[Task]) -> Values | None:
         """The same of several, stacked."""
         if self._states is None:
             return None
-        kept = [task for task in tasks if task.state != NONE]
-        found = self._states.read([t.client for t in kept], [t.state for t in kept]) if kept else {}
-        if len(kept) == len(tasks):
+        kept, found = self._kept(tasks)
+        if all(kept):
             return found
         first = first_state(self._work.algorithm, self._told["model"])
         assert first is not None, "clients keep something"
         states = {name: value.expand(len(tasks), *value.shape) for name, value in first.items()}
-        if not kept:
+        if not any(kept):
             return states
-        places = torch.tensor([row for row, task in enumerate(tasks) if task.state != NONE])
-        return {name: value.index_copy(0, places, found[name]) for name, value in states.items()}
+        rows = torch.tensor(kept).nonzero().flatten()
+        return {name: value.index_copy(0, rows, found[name]) for name, value in states.items()}
+
+    def _kept(self, tasks: Sequence[Task]) -> tuple[list[bool], Values]:
+        """Which of the tasks' clients have a state, and those states, stacked. UserError for one that is lost and that
+        the algorithm cannot do without."""
+        assert self._states is not None, "clients keep something"
+        while True:
+            kept = [task.state != NONE and task.client not in self._renewed for task in tasks]
+            read = [task for task, has in zip(tasks, kept, strict=True) if has]
+            try:
+                return kept, self._states.read([t.client for t in read], [t.state for t in read]) if read else {}
+            except StateLost as lost:
+                if not self._work.algorithm.state_can_be_lost:
+                    raise UserError(f"{lost}; the algorithm cannot go on without it") from None
+                self._renewed |= lost.clients
+                self._say(f"{lost}; {_clients(lost.clients)} on with a new one")
 
     def _keep_one(self, task: Task, state: Values | None) -> int:
         return self._keep([task], None if state is None else {name: _row(value) for name, value in state.items()})[0]
@@ -321,6 +345,13 @@ class Worksite:
             self._replaced = [entry for entry in self._replaced if entry[1] not in gone]
         self._written = []
         self._turn = None
+
+
+def _clients(numbers: Collection[int]) -> str:
+    few = ", ".join(map(str, sorted(numbers)[:4]))
+    if len(numbers) == 1:
+        return f"client {few} goes"
+    return f"clients {few}{', ...' if len(numbers) > 4 else ''} go"
 
 
 def _row(value: Tensor) -> Tensor:

@@ -60,6 +60,8 @@ class Timed(msgspec.Struct, frozen=True, array_like=True, gc=False):
     samples: int
     seconds: float
     state: int = NONE
+    renewed: bool = False
+    """Its state of before was lost: it went on with that of a new client."""
 
 
 class Refusal(msgspec.Struct, frozen=True, array_like=True):

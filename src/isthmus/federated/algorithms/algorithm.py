@@ -106,6 +106,12 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         """What a client keeps from one time that it trains to the next: this at first. None: nothing."""
         return None
 
+    @property
+    def state_can_be_lost(self) -> bool:
+        """Whether a client whose state was lost or damaged may go on with that of `init_client`. Not where the server's
+        values add up what clients keep, as in SCAFFOLD and FedDyn: they would agree no more."""
+        return False
+
     def broadcast(self, server: Values) -> Values:
         """What clients are told; sent once per executor and pass."""
         return {"model": server["model"]}

@@ -28,6 +28,10 @@ class Wrapping(Algorithm, frozen=True):
     def init_client(self, model: Tensor) -> Values | None:
         return self.inner.init_client(model)
 
+    @property
+    def state_can_be_lost(self) -> bool:
+        return self.inner.state_can_be_lost
+
     def broadcast(self, server: Values) -> Values:
         return self.inner.broadcast(server)
 

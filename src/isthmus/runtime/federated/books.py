@@ -52,15 +52,20 @@ class Books:
         """(population,), of algorithms whose clients keep something."""
         if server.keeps:
             self.states = np.full(identity.clients, -1, dtype=np.int32)
-        if resume and (found := self._commits.newest()) is not None:
-            round_, kept, states = found
-            self.first_round = round_ + 1
-            server.restore(kept, self.first_round)
-            self.states = states if server.keeps else None
+        self._passed_over: list[str] = []
+        """Why of committed rounds that are damaged."""
+        self._note: Callable[[str], None] = lambda _: None
+        if resume and (found := self._commits.newest(self._passed_over.append)) is not None:
+            self.first_round = found.round + 1
+            server.restore(found.values, self.first_round)
+            self.states = found.states if server.keeps else None
 
     def begin(self, note: Callable[[str], None]) -> None:
         """The folder is the run's now; lines of rounds that will be made again are forgotten. `note` is told what the
         whole run promises its clients."""
+        self._note = note
+        for why in self._passed_over:
+            note(f"{why}; going on from round {self.first_round}")
         promised = self._job.guarantee(self._clients, self._job.federated.rounds)
         try:
             self.folder.mkdir(parents=True, exist_ok=True)
@@ -89,9 +94,16 @@ class Books:
             rules=rules.told, evaluation=self._evaluation(closed),
         )  # fmt: skip
         self.history.add(line)
+        self._tell_renewed(closed.record)
         if closed.saves:
             self._commits.save(closed.record.round, closed.values, closed.states)
         return line
+
+    def _tell_renewed(self, record: Record) -> None:
+        for name, timed in record.trained.items():
+            if clients := [t.client for t in timed if t.renewed]:
+                what = f"state of client {clients[0]}" if len(clients) == 1 else f"states of {len(clients)} clients"
+                self._note(f"round {record.round + 1}: {name}: the {what} was lost: begun anew")
 
     def _evaluation(self, closed: Closed) -> Evaluation | None:
         config, number = self._job.federated, closed.record.round + 1

@@ -133,6 +133,7 @@ class FederatedRun:
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._resident.module, self.data,
             self._states(number), lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
+            say=_say,
         )  # fmt: skip
         sizes, together, each = self.data.sizes, job.execution.together, _clients_each(job, len(self.data.sizes))
         site.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
@@ -214,6 +215,11 @@ class FederatedRun:
         self._watch(line)
 
 
+def _say(what: str) -> None:
+    """An executor's process has its own log here."""
+    print(what, file=sys.stderr, flush=True)
+
+
 def _clients_each(job: FederatedJob, population: int) -> int:
     """How many clients an executor has in a round, where all have as many."""
     return math.ceil(job.participation.needed(population) / executors(job, population))
@@ -237,7 +243,7 @@ def _begun(path: Path) -> FederatedJob:
     """The job that the run began with. UserError for a file that is none: a run of another kind, say."""
     try:
         return msgspec.json.decode(path.read_bytes(), type=FederatedJob)
-    except msgspec.MsgspecError as e:
+    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
         raise UserError(f"{path}: holds no federated job: {e}") from None
 
 

@@ -21,6 +21,7 @@ from isthmus.federated.offer import Offer, SiteConfig
 from isthmus.federated.pacing import Emulation
 from isthmus.federated.resident import Resident
 from isthmus.federated.site import OwnData, Site, SiteStates
+from isthmus.federated.state_form import StateForm
 from isthmus.federated.worksite import Work
 from isthmus.models import build_model
 from isthmus.protocol.federated_events import Dropped, Refused, SendSums, Told
@@ -65,7 +66,7 @@ class SiteExecutor(Executor):
         self._post.put(
             UpdateMessage(
                 run=self._run, turn=act.turn, seconds=act.timed[0].seconds, weight=update.weight,
-                state=act.timed[0].state, tensors=headers_of(update.values),
+                state=act.timed[0].state, renewed=act.timed[0].renewed, tensors=headers_of(update.values),
             ),
             list(update.values.values()),
         )  # fmt: skip
@@ -163,11 +164,11 @@ class SiteWorkshop:
         algorithm = load_algorithm(self._config.algorithm)
         torch.manual_seed(offer.seed)
         module = build_model(self._config.model)
-        keeps = first_state(algorithm, Resident(module).vector()) is not None
-        states = SiteStates(self._folder / "states" / offer.run) if keeps else None
+        first = first_state(algorithm, Resident(module).vector())
+        states = None if first is None else SiteStates(self._folder / "states" / offer.run, StateForm(first))
         site = Site(
             Work(algorithm=algorithm, local=offer.local, seed=offer.seed), module, self._data, states,
-            lasts=Emulation(eta=self._config.slow_down).clock(),
+            lasts=Emulation(eta=self._config.slow_down).clock(), say=self._say,
         )  # fmt: skip
         site.warm_up(offer.client)
         self._warm = (offer, site)

@@ -81,7 +81,7 @@ class UpdatesIntake:
                 self._note(f"site {executor}: its update of round {turn.round + 1} is refused: {e}")
                 return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
             self._updates[executor] = faded(admitted, late)
-        timed = Timed(client, samples, message.seconds, message.state)
+        timed = Timed(client, samples, message.seconds, message.state, message.renewed)
         return Summed(executor=executor, turn=turn, timed=(timed,))
 
     def _late(self, turn: Turn) -> int | None:

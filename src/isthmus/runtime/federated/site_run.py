@@ -6,6 +6,7 @@ A round is on disk before the next one opens: a coordinator that is killed loses
 
 from __future__ import annotations
 
+import re
 import secrets
 from collections.abc import Callable
 from pathlib import Path
@@ -28,7 +29,7 @@ from isthmus.federated.job import (
     site_evaluator,
     site_identity,
 )
-from isthmus.federated.offer import Offer
+from isthmus.federated.offer import RUN_NAME, Offer
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
@@ -114,9 +115,17 @@ class SiteRun:
     def _kept_run(self) -> str:
         """The name under which sites keep their clients' states: the run folder's own."""
         path = self.folder / _RUN
-        if not path.is_file():
-            path.write_text(secrets.token_hex(16), encoding="ascii")
-        return path.read_text(encoding="ascii").strip()
+        try:
+            if not path.is_file():
+                unfinished = self.folder / f".{_RUN}"
+                unfinished.write_text(secrets.token_hex(16), encoding="ascii")
+                unfinished.replace(path)
+            name = path.read_bytes().strip()
+        except OSError as e:
+            raise UserError(f"{path}: cannot be read or written: {e.strerror or e}") from None
+        if not re.fullmatch(RUN_NAME.encode(), name):
+            raise UserError(f"{path}: damaged: expected the run's name of 32 hexadecimal digits")
+        return name.decode()
 
     def _offer_by(self, kept: str) -> Callable[[int], Offer]:
         job = self.job

@@ -31,6 +31,8 @@ class UpdateMessage(Message, frozen=True, kw_only=True):
     weight: float | None = None
     state: int = NONE
     """The client's new state, as the site numbers it."""
+    renewed: bool = False
+    """Its state of before was lost: it went on with that of a new client."""
 
 
 SiteMessage = OfferMessage | EnrolledMessage | UpdateMessage

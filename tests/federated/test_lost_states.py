@@ -1,0 +1,221 @@
+"""What a disk did to clients' states and committed rounds is noticed before it is used."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from pathlib import Path
+
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.federated import (
+    Algorithm,
+    Combine,
+    Commits,
+    Identity,
+    Local,
+    StateForm,
+    StateStore,
+    Update,
+    Values,
+    Work,
+    Worksite,
+)
+from isthmus.federated.site import Site, SiteStates
+from isthmus.federated.states import LARGE_BYTES, StateLost
+from isthmus.protocol.federated_events import NONE, Opening, Task, Timed, Turn
+from tests.federated.populations import LOCAL, module, population
+from tests.federated.twins import SEED
+
+SAMPLES = {client: len(population().clients[client]["labels"]) for client in range(4)}
+IDENTITY = Identity(algorithm="fedavg", options={}, model="m", local="l", numbers=3, data="abc", seed=0, clients=5)
+
+
+class Counting(Algorithm, frozen=True):
+    """Every client keeps how often it trained, and returns that; a client may forget."""
+
+    may_forget: bool = True
+
+    def init_client(self, model: Tensor) -> Values | None:
+        return {"times": torch.zeros(3)}
+
+    @property
+    def state_can_be_lost(self) -> bool:
+        return self.may_forget
+
+    @property
+    def returns(self) -> Mapping[str, Combine]:
+        return {"times": "mean"}
+
+    def client(self, local: Local, told: Values, state: Values | None) -> Update:
+        assert state is not None
+        now = {"times": state["times"] + 1}
+        return Update(values=dict(now), state=now)
+
+
+def flip(path: Path, at: int) -> None:
+    """One bit of a value."""
+    content = bytearray(path.read_bytes())
+    content[at] ^= 1
+    path.write_bytes(content)
+
+
+def work(algorithm: Algorithm) -> Work:
+    return Work(algorithm=algorithm, local=LOCAL, seed=SEED)
+
+
+def told() -> Values:
+    return {"model": torch.zeros(3)}
+
+
+def opening(round_: int) -> Opening:
+    return Opening(turn=Turn(round_), clients=4, samples=sum(SAMPLES.values()))
+
+
+def trained(site: Worksite, round_: int, states: Mapping[int, int]) -> dict[int, Timed]:
+    """Clients that go on from these states, one by one."""
+    site.open(opening(round_), told())
+    found: dict[int, Timed] = {}
+    for client, state in states.items():
+        (timed,), refused = site.train([Task(client, SAMPLES[client], state)])
+        assert not refused
+        found[client] = timed
+    site.hand_over()
+    return found
+
+
+@pytest.mark.parametrize("numbers", [3, LARGE_BYTES // 4 + 5])
+@pytest.mark.parametrize("part", ["value", "padding", "header"])
+def test_a_state_that_was_altered_is_not_read(numbers: int, part: str, tmp_path: Path) -> None:
+    form = StateForm({"control": torch.zeros(numbers)})
+    kept = StateStore(tmp_path, form)
+    places = kept.write([1, 2], 0, {"control": torch.ones(2, numbers)})
+    kept.flush()
+    flip(Path(kept.path(places[0])), {"value": form.size_bytes - 6, "padding": form.size_bytes, "header": 40}[part])
+    other = kept.read([2], places[1:])["control"]
+    assert torch.equal(other, torch.ones(1, numbers))
+    kept.expect(places)
+    if part == "padding":  # nothing of the state
+        assert torch.equal(kept.read([1], places[:1])["control"], torch.ones(1, numbers))
+        return
+    with pytest.raises(StateLost, match=r"client 1's.*damaged") as found:
+        kept.read([1, 2], places)
+    assert found.value.clients == {1}
+
+
+def test_what_was_read_ahead_is_no_reason_to_lose_another_state(tmp_path: Path) -> None:
+    kept = StateStore(tmp_path, StateForm({"control": torch.zeros(3)}))
+    places = kept.write([1], 0, {"control": torch.ones(1, 3)})
+    kept.flush()
+    gone = kept._files.per_file  # of a file that is not there
+    kept.expect([*places, gone])
+    assert torch.equal(kept.read([1], places)["control"], torch.ones(1, 3))
+    with pytest.raises(StateLost, match="missing") as found:
+        kept.read([1, 2], [*places, gone])
+    assert found.value.clients == {2}
+
+
+def simulated(folder: Path, algorithm: Algorithm, say: Callable[[str], None]) -> tuple[Worksite, Callable[[int], Path]]:
+    store = StateStore(folder, StateForm({"times": torch.zeros(3)}))
+    return Worksite(work(algorithm), module(), population(), store, say=say), lambda place: Path(store.path(place))
+
+
+def test_a_client_begins_anew_where_the_algorithm_allows(tmp_path: Path) -> None:
+    said: list[str] = []
+    site, path = simulated(tmp_path, Counting(), said.append)
+    first = trained(site, 0, dict.fromkeys(range(4), NONE))
+    form = StateForm({"times": torch.zeros(3)})
+    places = {client: timed.state for client, timed in first.items()}
+    flip(path(places[2]), places[2] * 4096 + form.size_bytes - 2)
+    second = trained(site, 1, places)
+    assert [client for client, timed in second.items() if timed.renewed] == [2]
+    assert len(said) == 1 and "client 2" in said[0] and "goes on with a new one" in said[0]
+    third = trained(site, 2, {client: timed.state for client, timed in second.items()})
+    assert not any(timed.renewed for timed in third.values())
+    kept = StateStore(tmp_path, form).read(list(third), [timed.state for timed in third.values()])
+    assert kept["times"][:, 0].tolist() == [3, 3, 2, 3]
+
+
+def test_of_clients_trained_together_only_the_lost_one_begins_anew(tmp_path: Path) -> None:
+    data, form = population(per_size=4), StateForm({"times": torch.zeros(3)})
+    store = StateStore(tmp_path, form)
+    places = store.write(range(4), 0, {"times": torch.full((4, 3), 7.0)})
+    store.flush()
+    for client in (1, 3):
+        flip(Path(store.path(places[client])), places[client] * 4096 + form.size_bytes - 2)
+    site = Worksite(work(Counting()), module(), data, store)
+    samples = int(data.sizes[0])
+    site.open(Opening(turn=Turn(1), clients=4, samples=4 * samples), told())
+    timed, refused = site.train([Task(client, samples, places[client]) for client in range(4)])
+    site.hand_over()
+    assert not refused and [t.client for t in timed if t.renewed] == [1, 3]
+    assert store.read(range(4), [t.state for t in timed])["times"][:, 0].tolist() == [8, 1, 8, 1]
+
+
+def test_where_it_does_not_allow_it_the_run_says_so(tmp_path: Path) -> None:
+    site, path = simulated(tmp_path, Counting(may_forget=False), lambda _: None)
+    place = trained(site, 0, {0: NONE})[0].state
+    flip(path(place), len(StateForm({"times": torch.zeros(3)})))
+    with pytest.raises(UserError, match="damaged since; the algorithm cannot go on without it"):
+        trained(site, 1, {0: place})
+
+
+@pytest.mark.parametrize("damage", ["flip", "cut", "gone", "round", "empty"])
+@pytest.mark.parametrize("may_forget", [True, False])
+def test_a_sites_damaged_state_is_not_used(damage: str, may_forget: bool, tmp_path: Path) -> None:
+    said: list[str] = []
+    form = StateForm({"times": torch.zeros(3)})
+    site = Site(
+        work(Counting(may_forget=may_forget)), module(), population(), SiteStates(tmp_path, form), say=said.append
+    )
+    assert trained(site, 0, {0: NONE})[0].state == 0
+    assert not trained(site, 1, {0: 0})[0].renewed
+    path = tmp_path / "round-000001.safetensors"
+    whole = path.read_bytes()
+    match damage:
+        case "flip":
+            flip(path, len(whole) - 2)
+        case "cut" | "empty":
+            path.write_bytes(whole[:-1] if damage == "cut" else b"")
+        case "gone":
+            path.unlink()
+        case _:
+            path.write_bytes((tmp_path / "round-000000.safetensors").read_bytes())
+    if not may_forget:
+        with pytest.raises(UserError, match=rf"state {path}: .*; the algorithm cannot go on without it"):
+            trained(site, 2, {0: 1})
+        return
+    assert trained(site, 2, {0: 1})[0].renewed
+    assert site.update is not None and site.update.values["times"].tolist() == [1, 1, 1]
+    assert len(said) == 1 and str(path) in said[0]
+
+
+@pytest.mark.parametrize("keeps", [False, True])
+def test_a_damaged_commit_is_passed_over_where_no_states_are_kept(keeps: bool, tmp_path: Path) -> None:
+    commits, said = Commits(tmp_path, IDENTITY), list[str]()
+    values = {"model": torch.ones(3, dtype=torch.bfloat16), "scale": torch.tensor(2.0), "none": torch.zeros(0)}
+    states = np.arange(5, dtype=np.int32) if keeps else None
+    paths = [commits.save(number, values, states) for number in range(2)]
+    assert (found := commits.newest()) is not None and found.round == 1
+    assert all(torch.equal(found.values[name], value) for name, value in values.items())
+    flip(paths[1], len(paths[1].read_bytes()) - 1)
+    if keeps:
+        with pytest.raises(UserError, match=r"round-000001.*altered since; round 1 cannot be gone back to"):
+            commits.newest()
+        return
+    assert (found := commits.newest(said.append)) is not None and found.round == 0
+    assert len(said) == 1 and "round-000001" in said[0]
+    flip(paths[0], 12)
+    with pytest.raises(UserError, match=r"round-000001.*altered since"):
+        commits.newest()
+
+
+def test_a_commit_under_another_rounds_name_does_not_count(tmp_path: Path) -> None:
+    commits = Commits(tmp_path, IDENTITY)
+    path = commits.save(0, {"model": torch.ones(3)}, None)
+    path.rename(tmp_path / "round-000007.safetensors")
+    with pytest.raises(UserError, match="not as it was saved"):
+        commits.newest()
