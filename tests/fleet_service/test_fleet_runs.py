@@ -23,6 +23,7 @@ from isthmus.runtime.service.bulletin import LinkNews
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
 
+from .crowds import crowd
 from .parties import Fleet, Inviting, outcomes, soon
 
 
@@ -83,6 +84,16 @@ def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path
         assert torch.equal(saved[name], value), name
     soon(lambda: sum("the run is over" in line for line in devices.said) == 2)
     devices.stop()
+
+
+def test_strangers_at_the_door_keep_no_device_out(fleet: Fleet, tmp_path: Path) -> None:
+    """They hold more connections than there is room for, from the devices' own address, and come back when cut."""
+    with crowd(fleet.service.port, idle=80, dripping=40, halfway=40) as strangers:
+        devices = Devices(fleet, tmp_path, ("d0", "d1"))
+        outcome, losses = _train(fleet, tmp_path / "run")
+        assert outcome.outcome == "done", outcome.reason
+        assert losses and strangers.reopened
+        devices.stop()
 
 
 def test_a_run_waits_for_its_devices_and_ends_when_one_is_revoked(fleet: Fleet, tmp_path: Path) -> None:

@@ -24,11 +24,10 @@ from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.following import FollowMessage, LendMessage, LentMessage, LentPart
 from isthmus.runtime.messages.recovery import FetchMessage, HoldMessage, RetireMessage
 from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, Join, OpenMessage, Weights
+from isthmus.runtime.transport.attempts import WAITS_S, Unreached, until_reached
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.lanes import SendLane
 
-REDIAL_S = (0.2, 0.5, 1.0, 2.0)
-"""Waits between attempts to reach the coordinator again; the last one again and again."""
 TELL_S = 3.0
 """After so long without word from it a device says so, then each time after twice as long."""
 AWAY_PATIENCES = 10
@@ -50,7 +49,7 @@ class Control:
         self, coordinator: tuple[str, int], identity: Identity | None, join: Join, inbox: queue.SimpleQueue[object],
         holdings: Callable[[], tuple[Holding, ...]], patience_s: float,
     ) -> None:  # fmt: skip
-        """Dials: PeerError when nobody answers. `holdings` may be called by another thread."""
+        """Dials: PeerError when nobody answers for the patience. `holdings` may be called by another thread."""
         self._coordinator = coordinator
         self._identity = identity
         self._join = join
@@ -59,7 +58,7 @@ class Control:
         self._patience_s = patience_s
         self._over = threading.Event()
         self._newest_epoch = -1
-        self._channel, self._lane = self._connected()
+        self._channel, self._lane = until_reached(self._connected, patience_s, Unreached)
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
@@ -123,7 +122,7 @@ class Control:
             if gone_s > away_s:
                 self._inbox.put(CoordinatorGone(f"{why}; it did not come back for {away_s:g} s"))
                 return
-            self._over.wait(REDIAL_S[min(failed, len(REDIAL_S) - 1)])
+            self._over.wait(WAITS_S[min(failed, len(WAITS_S) - 1)])
             failed += 1
             try:
                 lane = self._lane

@@ -11,6 +11,7 @@ A frame here is its length (u32) and one msgpack struct, at most `MOST_FRAME_BYT
 
 from __future__ import annotations
 
+import contextlib
 import hashlib
 import socket
 import ssl
@@ -26,11 +27,14 @@ from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest
 from isthmus.runtime.messages.versions import mismatch, versions_here
+from isthmus.runtime.transport.attempts import HungUp, Unreached, until_reached
 from isthmus.runtime.transport.channel import connected
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_unknown
 
 MOST_FRAME_BYTES = 8192
 MOST_NAME_CHARACTERS = 64
+AGAIN_S = 10.0
+"""For so long a newcomer tries again where it is hung up on."""
 _LENGTH = struct.Struct(">I")
 Frame = TypeVar("Frame", bound=msgspec.Struct)
 _DECODERS: dict[type[msgspec.Struct], msgspec.msgpack.Decoder[msgspec.Struct]] = {
@@ -90,38 +94,43 @@ def join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> tu
 
     PeerError when no address answers, or who answers is not of the ticket's fleet; Dismissal when it refuses.
     """
-    failures: list[str] = []
+    return until_reached(lambda: _join(ticket, identity, name, patience_s), min(patience_s, AGAIN_S))
+
+
+def _join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> tuple[str, int]:
+    """At the first address that answers. HungUp where it may be worth another attempt."""
+    failures: list[Unreached] = []
     for host, port in ticket.addresses:
         try:
             return _join_at(host, port, ticket, identity, name, patience_s)
-        except _Unreachable as e:
-            failures.append(str(e))
-    raise PeerError("; ".join(failures))
-
-
-class _Unreachable(PeerError):
-    """Another address may do better."""
+        except Unreached as e:
+            failures.append(e)
+    passing = any(isinstance(e, HungUp) for e in failures)
+    raise (HungUp if passing else Unreached)("; ".join(map(str, failures)))
 
 
 def _join_at(
     host: str, port: int, ticket: Ticket, identity: Identity, name: str, patience_s: float
 ) -> tuple[str, int]:  # fmt: skip
+    """Unreached where another address may do better."""
     where = f"coordinator at {host}:{port}"
-    try:
-        authority = fetch_authority(_dialled(host, port, patience_s), ticket, patience_s)
-        connection = secure_unknown(_dialled(host, port, patience_s), ssl.DER_cert_to_PEM_cert(authority))
-    except (OSError, PeerError) as e:
-        raise _Unreachable(f"{where}: {e}") from None
-    try:
-        connection.settimeout(patience_s)
-        receive_frame(connection)  # the authority's certificate once more
-        asked = JoinRequest(secret=ticket.secret, name=name, request=identity.request(), versions=versions_here())
-        send_frame(connection, msgspec.msgpack.encode(asked))
-        answer = _decoded(receive_frame(connection), JoinAnswer)
-    except OSError as e:
-        raise _Unreachable(f"{where}: {e.strerror or e}") from None
-    finally:
-        connection.close()
+    with contextlib.ExitStack() as stack:
+        try:
+            authority = fetch_authority(_dialled(host, port, patience_s), ticket, patience_s)
+            connection = secure_unknown(_dialled(host, port, patience_s), ssl.DER_cert_to_PEM_cert(authority))
+            stack.callback(connection.close)
+            connection.settimeout(patience_s)
+            receive_frame(connection)  # the authority's certificate once more
+        except (HungUp, ConnectionError) as e:  # a ticket's secret has not been told: it can be tried again
+            raise HungUp(f"{where}: {e}") from None
+        except (OSError, PeerError) as e:
+            raise Unreached(f"{where}: {e}") from None
+        try:
+            asked = JoinRequest(secret=ticket.secret, name=name, request=identity.request(), versions=versions_here())
+            send_frame(connection, msgspec.msgpack.encode(asked))
+            answer = _decoded(receive_frame(connection), JoinAnswer)
+        except OSError as e:
+            raise Unreached(f"{where}: {e.strerror or e}") from None
     if answer.refused or not answer.certificate:
         raise Dismissal(f"{where} refused: {''.join(c for c in answer.refused if c.isprintable())[:500]}")
     identity.keep(answer.certificate, authority)

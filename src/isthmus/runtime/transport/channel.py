@@ -29,6 +29,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.run import ParcelMessage
+from isthmus.runtime.transport.attempts import Unreached
 from isthmus.runtime.transport.pacing import is_paced, round_trip_s
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
 from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
@@ -298,19 +299,19 @@ def _check(message: AnyMessage, payload_bytes: int, guard: Guard | None) -> None
 
 
 def connected(host: str, port: int, other: str, patience_s: float) -> socket.socket:
-    """A socket to whoever listens there. PeerError when nobody answers within `patience_s`."""
+    """A socket to whoever listens there. Unreached when nobody answers within `patience_s`."""
     try:
         return socket.create_connection((host, port), timeout=patience_s)
     except (OSError, UnicodeError, OverflowError) as e:  # the last two: what it calls its address is none
         reason = e.strerror if isinstance(e, OSError) and e.strerror else e
-        raise PeerError(f"{other}: cannot connect to {host}:{port}: {reason}") from None
+        raise Unreached(f"{other}: cannot connect to {host}:{port}: {reason}") from None
 
 
 def dial(
     host: str, port: int, other: str, patience_s: float, *, identity: Identity | None = None,
     expected: Party | None = None, most_header_bytes: int = MAX_HEADER_BYTES,
 ) -> SocketChannel:  # fmt: skip
-    """Connect to whoever listens there; `other` is its name. PeerError when nobody answers within `patience_s`.
+    """Connect to whoever listens there; `other` is its name. Unreached when nobody answers within `patience_s`.
 
     With an identity the connection is TLS, and who answers must be the `expected` party; without, plain TCP.
     """
@@ -321,5 +322,5 @@ def dial(
     try:
         secured = secure_dialled(connection, identity, expected)
     except PeerError as e:
-        raise PeerError(f"{other} at {host}:{port}: {e}") from None
+        raise type(e)(f"{other} at {host}:{port}: {e}") from None
     return SocketChannel(secured, other, patience_s, party=expected, most_header_bytes=most_header_bytes)

@@ -7,19 +7,18 @@ import ipaddress
 import socket
 import threading
 from collections import Counter
-from collections.abc import Callable, Generator
+from collections.abc import Callable
+from functools import partial
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.secure import Connection, secure_accepted
+from isthmus.runtime.transport.secure import Connection, await_hello, secure_accepted
+from isthmus.runtime.transport.unknown import UNKNOWN_S, Unknown, WaitingRooms
 
-MOST_UNKNOWN = 64
-"""Connections at once that have not said who they are: the next ones are closed. Strangers cost no more than that."""
-MOST_UNKNOWN_FROM_ONE = 16
-"""Of them, from one address: a single stranger does not take all."""
-UNKNOWN_S = 20.0
-"""How long it may take somebody to say who he is, all in all: a byte now and then does not hold a place for ever."""
+CROWDED_S = 0.01
+"""After a connection was cut for another the next is accepted so much later: whoever comes has time to say who it is,
+and a flood of connections does not take a core."""
 MOST_OF_ONE = 128
 """Connections at once of one who has said who it is, at 100 KB each. A device that works needs a handful, and up to 64
 that are relayed."""
@@ -45,10 +44,11 @@ class Listener:
         self._identity = identity
         self._patience_s = patience_s
         self._stranger = stranger
-        self._unknown: Counter[str] = Counter()
-        """Connections that have not said who they are, by address."""
+        self._strangers = WaitingRooms()
+        self._adopted = WaitingRooms()
+        """Strangers take no room of those who come by way of the coordinator."""
         self._known: Counter[str] = Counter()
-        """The others, by id."""
+        """Connections of those who have said who they are, by id."""
         self._closed = threading.Event()
         self._counting = threading.Lock()
         try:
@@ -63,10 +63,7 @@ class Listener:
 
     def adopt(self, connection: socket.socket, other: str, greet: Greet) -> None:
         """As if it had been accepted here: for what was dialled from here on somebody else's behalf."""
-        with self._counting:
-            self._unknown[other] += 1
-        arguments = (connection, other, other, greet)
-        threading.Thread(target=self._welcome, args=arguments, name=f"receive {other}", daemon=True).start()
+        self._receive(connection, other, other, self._adopted, greet)
 
     def close(self) -> None:
         """Accept nobody more; connections that were handed on stay."""
@@ -83,27 +80,43 @@ class Listener:
                 if self._closed.wait(ACCEPT_AGAIN_S):
                     return
                 continue
-            host, other = str(address[0]), f"{address[0]}:{address[1]}"
-            with self._counting:
-                full = self._unknown.total() >= MOST_UNKNOWN or self._unknown[host] >= MOST_UNKNOWN_FROM_ONE
-                self._unknown[host] += not full
-            if full:
-                connection.close()
-                continue
-            arguments = (connection, host, other, greet)
-            threading.Thread(target=self._welcome, args=arguments, name=f"receive {other}", daemon=True).start()
+            self._receive(connection, str(address[0]), f"{address[0]}:{address[1]}", self._strangers, greet)
+            if self._strangers.crowded():
+                self._closed.wait(CROWDED_S)
 
-    def _welcome(self, connection: socket.socket, host: str, other: str, greet: Greet) -> None:
+    def _receive(
+        self, connection: socket.socket, address: str, other: str, rooms: WaitingRooms, greet: Greet
+    ) -> None:  # fmt: skip
+        if self._identity is None:
+            act = partial(self._attend_plain, connection, other, greet)
+        else:
+            try:
+                unknown = Unknown(connection, address)
+            except OSError:  # this process has too many files open
+                connection.close()
+                return
+            rooms.enter(unknown)
+            act = partial(self._welcome, connection, self._identity, other, rooms, unknown, greet)
+        threading.Thread(target=act, name=f"receive {other}", daemon=True).start()
+
+    def _welcome(
+        self, connection: socket.socket, identity: Identity, other: str, rooms: WaitingRooms, unknown: Unknown,
+        greet: Greet,
+    ) -> None:  # fmt: skip
+        connection.settimeout(UNKNOWN_S)
         try:
-            channel = self._authenticated(connection, other)
-        except PeerError:
+            with rooms.bounded(unknown):
+                await_hello(connection)
+                rooms.speaks(unknown)
+                channel = self._authenticated(connection, identity, other)
+        except (OSError, PeerError):
+            connection.close()
             return  # who cannot say who they are are not answered, nor written about: a scan must not fill a disk
-        finally:
-            with self._counting:
-                self._unknown[host] -= 1
-                self._unknown += Counter()  # forgets those with none
         if channel is not None:
             self._attend(channel, greet)
+
+    def _attend_plain(self, connection: socket.socket, other: str, greet: Greet) -> None:
+        self._attend(SocketChannel(connection, other, self._patience_s), greet)
 
     def _attend(self, channel: SocketChannel, greet: Greet) -> None:
         id = channel.party.id if channel.party is not None else ""
@@ -120,41 +133,18 @@ class Listener:
                 self._known[id] -= 1
                 self._known += Counter()
 
-    def _authenticated(self, connection: socket.socket, other: str) -> SocketChannel | None:
+    def _authenticated(self, connection: socket.socket, identity: Identity, other: str) -> SocketChannel | None:
         """None for a stranger, who has been dealt with."""
-        if self._identity is None:
-            return SocketChannel(connection, other, self._patience_s)
-        connection.settimeout(UNKNOWN_S)
-        with _cut_after(connection, UNKNOWN_S):
-            secured, party = secure_accepted(connection, self._identity, strangers=self._stranger is not None)
-            if party is not None:
-                return SocketChannel(secured, other, self._patience_s, party=party)
-            assert self._stranger is not None, "others have a certificate"
-            secured.settimeout(UNKNOWN_S)
-            try:
-                self._stranger(secured)
-            finally:
-                secured.close()
+        secured, party = secure_accepted(connection, identity, strangers=self._stranger is not None)
+        if party is not None:
+            return SocketChannel(secured, other, self._patience_s, party=party)
+        assert self._stranger is not None, "others have a certificate"
+        secured.settimeout(UNKNOWN_S)
+        try:
+            self._stranger(secured)
+        finally:
+            secured.close()
         return None
-
-
-@contextlib.contextmanager
-def _cut_after(connection: socket.socket, limit_s: float) -> Generator[None]:
-    """Whatever is done with the socket inside ends by then: timeouts bound each wait, not their sum."""
-    twin = connection.dup()  # TLS takes over the other
-
-    def cut() -> None:
-        with contextlib.suppress(OSError):
-            twin.shutdown(socket.SHUT_RDWR)
-
-    timer = threading.Timer(limit_s, cut)
-    timer.daemon = True
-    timer.start()
-    try:
-        yield
-    finally:
-        timer.cancel()
-        twin.close()
 
 
 def refuse_exposure(host: str) -> None:

@@ -14,6 +14,7 @@ from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.relay import Park, Reach, Strand, Through
 from isthmus.runtime.messages.run import Heartbeat
+from isthmus.runtime.transport.attempts import until_reached
 from isthmus.runtime.transport.braid import braided
 from isthmus.runtime.transport.channel import SocketChannel, connected, dial
 from isthmus.runtime.transport.secure import secure_dialled
@@ -49,16 +50,17 @@ class Reacher(msgspec.Struct, frozen=True, kw_only=True):
     patience_s: float
 
     def reach(self, route: Route) -> tuple[SocketChannel, bool]:
-        """A connection to the very device, and whether it is relayed. PeerError when there is no way."""
+        """A connection to the very device, and whether it is relayed. PeerError when there is no way. Whoever is
+        hung up on before it was known who calls tries again."""
         if self.identity is None:
             return dial(route.host, route.port, route.other, self.patience_s), False
         if route.strands == 1:
-            return self._one(route)
+            return self._reached(route)
         found: list[SocketChannel] = []
         relayed, name = False, secrets.token_hex(8)
         try:
             for number in range(route.strands):
-                strand, relayed = self._one(route)
+                strand, relayed = self._reached(route)
                 found.append(strand)
                 strand.send(Strand(run=route.run, braid=name, number=number, of=route.strands))
         except PeerError:
@@ -67,6 +69,9 @@ class Reacher(msgspec.Struct, frozen=True, kw_only=True):
             raise
         return braided(found, self.patience_s), relayed
 
+    def _reached(self, route: Route) -> tuple[SocketChannel, bool]:
+        return until_reached(lambda: self._one(route), self.patience_s)
+
     def _one(self, route: Route) -> tuple[SocketChannel, bool]:
         try:
             near = self._direct(route)
@@ -74,7 +79,7 @@ class Reacher(msgspec.Struct, frozen=True, kw_only=True):
             try:
                 return self._secured(self._relayed(route), route), True
             except PeerError as f:
-                raise PeerError(f"{e}; by way of the coordinator: {f}") from None
+                raise type(f)(f"{e}; by way of the coordinator: {f}") from None
         return self._secured(near, route), False
 
     def _direct(self, route: Route) -> socket.socket:
@@ -90,7 +95,7 @@ class Reacher(msgspec.Struct, frozen=True, kw_only=True):
         try:
             secured = secure_dialled(near, self.identity, expected)
         except PeerError as e:
-            raise PeerError(f"{route.other}: {e}") from None
+            raise type(e)(f"{route.other}: {e}") from None
         return SocketChannel(secured, route.other, self.patience_s, party=expected)
 
     def _relayed(self, route: Route) -> socket.socket:

@@ -13,10 +13,13 @@ from typing import Protocol
 
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, party_of
+from isthmus.runtime.transport.attempts import HungUp
 from isthmus.runtime.transport.pacing import pace
 
 RECORD_BYTES = 1 << 14
 """The most that one TLS record holds."""
+RECORD_HEADER_BYTES = 5
+"""Kind, version, length (u16)."""
 
 
 class Connection(Protocol):
@@ -169,6 +172,22 @@ def records(pieces: Sequence[memoryview]) -> Iterator[memoryview]:
         yield memoryview(held)
 
 
+def await_hello(connection: socket.socket) -> None:
+    """Until the other side's first TLS record is here in whole; nothing of it is read. What is no TLS at all is left
+    to TLS to refuse. OSError: the other side left, or took longer than the socket's timeout."""
+    header = _peeked(connection, RECORD_HEADER_BYTES)
+    if len(header) == RECORD_HEADER_BYTES:
+        length = min(int.from_bytes(header[-2:]), RECORD_BYTES)
+        _peeked(connection, RECORD_HEADER_BYTES + length)
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
+
+
+def _peeked(connection: socket.socket, size_bytes: int) -> bytes:
+    """So many bytes as soon as they are here; less at the end of the stream. Single bytes do not wake it."""
+    connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, size_bytes)
+    return connection.recv(size_bytes, socket.MSG_PEEK)
+
+
 def secure_accepted(
     connection: socket.socket, identity: Identity, *, strangers: bool
 ) -> tuple[TlsConnection, Party | None]:
@@ -239,7 +258,8 @@ def _shake_hands(
         raise PeerError(f"its certificate is refused: {e.verify_message}") from None
     except OSError as e:
         connection.close()
-        raise PeerError(f"no TLS connection: {e.strerror or e}") from None
+        gone = isinstance(e, ConnectionError | ssl.SSLEOFError | ssl.SSLZeroReturnError)
+        raise (HungUp if gone else PeerError)(f"no TLS connection: {e.strerror or e}") from None
     try:
         der = session.getpeercert(binary_form=True)
         party = party_of(der) if der is not None and context.verify_mode != ssl.CERT_NONE else None
