@@ -25,6 +25,7 @@ from isthmus.data.dataset import (
     refuse_empty_holdout,
 )
 from isthmus.data.order import SampleOrder
+from isthmus.data.within import open_file
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
@@ -116,11 +117,13 @@ def load_npz(options: NpzOptions, split: Split) -> ArrayDataset:
     path = Path(source).expanduser()
     if not path.is_file():
         raise UserError(f"npz option 'path': no file {source}")
-    if not zipfile.is_zipfile(path):
-        raise UserError(f"npz option 'path': {source} is no .npz archive")
     try:
-        with np.load(path, allow_pickle=False) as archive:
-            arrays: dict[str, Array] = {name: archive[name] for name in archive.files}
+        with open_file(path) as file:
+            if not zipfile.is_zipfile(file):
+                raise UserError(f"npz option 'path': {source} is no .npz archive")
+            file.seek(0)
+            with np.load(file, allow_pickle=False) as archive:
+                arrays: dict[str, Array] = {name: archive[name] for name in archive.files}
     except (ValueError, OSError, EOFError, zipfile.BadZipFile) as error:
         raise UserError(f"npz option 'path': cannot read {source}: {error}") from error
     whole = ArrayDataset(arrays, source)

@@ -24,6 +24,7 @@ from isthmus.data.dataset import (
     refuse_empty_holdout,
 )
 from isthmus.data.order import SampleOrder
+from isthmus.data.within import check_within
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 
@@ -111,6 +112,7 @@ def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
     path = Path(options.path).expanduser()
     if not path.is_dir():
         raise UserError(f"disk option 'path': no directory {options.path}")
+    check_within(path)
     try:
         table = library.load_from_disk(str(path))
     except Exception as e:  # the library and pyarrow raise many families for a malformed directory

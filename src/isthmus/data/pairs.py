@@ -24,6 +24,7 @@ from isthmus.data.dataset import (
     refuse_empty_holdout,
 )
 from isthmus.data.tokenizer import BYTES, load_tokenizer
+from isthmus.data.within import check_within, open_file
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 
@@ -130,7 +131,9 @@ def load_pairs(options: PairsOptions, split: Split) -> PairsDataset:
 def _read_lines(path: Path, fields: tuple[str, str, str]) -> list[list[object]]:
     columns: list[list[object]] = [[], [], []]
     decoder = msgspec.json.Decoder(dict[str, object])
-    for number, line in enumerate(path.read_bytes().splitlines(), start=1):
+    with open_file(path) as file:
+        lines = file.read().splitlines()
+    for number, line in enumerate(lines, start=1):
         if not line.strip():
             continue
         try:
@@ -149,6 +152,7 @@ def _read_directory(
 ) -> tuple[list[list[object]], bool]:
     """The three columns, and whether they are the whole split already."""
     library = import_extra("datasets", "hf")
+    check_within(path)
     try:
         table = library.load_from_disk(str(path))
     except Exception as error:  # the library and pyarrow raise many families for a malformed directory

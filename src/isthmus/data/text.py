@@ -29,6 +29,7 @@ from isthmus.data.dataset import (
     refuse_empty_holdout,
 )
 from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from isthmus.data.within import open_file
 from isthmus.errors import UserError
 
 if TYPE_CHECKING:
@@ -99,7 +100,8 @@ class TextDataset:
         texts: list[bytes] = []
         for path in self._files.values():
             try:
-                text = path.read_bytes()
+                with path.open("rb") if self._options.files == STDLIB else open_file(path) as file:
+                    text = file.read()
             except OSError as error:
                 raise UserError(f"text option 'files': cannot read {path}: {error.strerror}") from error
             if self._divides_text and self._options.holdout:

@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from isthmus.data.within import check_within
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 
@@ -87,6 +88,7 @@ class HuggingFaceTokenizer:
         path = Path(directory).expanduser()
         if not path.is_dir():
             raise UserError(f"tokenizer: no directory {directory}: expected 'bytes' or a tokenizer directory")
+        check_within(path)
         fast = path / "tokenizer.json"
         try:
             if fast.is_file():

@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping, Sequence
-from pathlib import PurePath
+import contextlib
+from collections.abc import Generator, Iterator, Mapping, Sequence
+from pathlib import Path, PurePath
 from typing import cast
 
 from isthmus.data import Dataset, DataSpec, Split, load_dataset
+from isthmus.data.within import check_pattern_within, confined_to
 from isthmus.errors import UserError
 from isthmus.runtime.messages.assignment import Assignment
 
@@ -19,14 +21,25 @@ def stage_data(
 
     UserError for data that are not here, that it may not ask for, or that differ from the coordinator's.
     """
-    if foreign:
-        refuse_paths(assignment.data)
     found: dict[str, Dataset] = {}
-    if assignment.train.columns:
-        found["train"] = known.get("train") or _same(assignment, "train")
-    if assignment.evaluates and assignment.evaluation.columns:
-        found["heldout"] = known.get("heldout") or _same(assignment, "heldout")
+    with _own_folder(assignment.data) if foreign else contextlib.nullcontext():
+        if assignment.train.columns:
+            found["train"] = known.get("train") or _same(assignment, "train")
+        if assignment.evaluates and assignment.evaluation.columns:
+            found["heldout"] = known.get("heldout") or _same(assignment, "heldout")
+        for dataset in found.values():
+            len(dataset)  # what is read on first use is read here
     return found
+
+
+@contextlib.contextmanager
+def _own_folder(data: DataSpec) -> Generator[None]:
+    """UserError where the options lead out of the folder where this process runs, by themselves or by a link in it."""
+    refuse_paths(data)
+    with confined_to(Path.cwd()):
+        for _, text in _texts("data", data.options):
+            check_pattern_within(text)
+        yield
 
 
 def _same(assignment: Assignment, split: Split) -> Dataset:
@@ -43,7 +56,7 @@ def _same(assignment: Assignment, split: Split) -> Dataset:
 def refuse_paths(data: DataSpec) -> None:
     """UserError for options that name something outside of the folder where this process runs."""
     for name, text in _texts("data", data.options):
-        if text.startswith("~") or PurePath(text).is_absolute() or ".." in PurePath(text).parts:
+        if "\0" in text or text.startswith("~") or PurePath(text).is_absolute() or ".." in PurePath(text).parts:
             raise UserError(
                 f"{name}: got {text!r}, expected a relative path: devices of a fleet read from the folder that their "
                 "owner named (`isthmus join --data`)"
@@ -55,6 +68,7 @@ def _texts(name: str, value: object) -> Iterator[tuple[str, str]]:
         yield name, value
     elif isinstance(value, Mapping):
         for key, inner in cast("Mapping[object, object]", value).items():
+            yield from _texts(name, key)
             yield from _texts(f"{name}.{key}", inner)
     elif isinstance(value, Sequence):
         for inner in cast("Sequence[object]", value):

@@ -1,0 +1,77 @@
+"""Files that are read for somebody else lie in one folder: real paths are compared, as a link may lead anywhere."""
+
+from __future__ import annotations
+
+import glob
+import os
+from collections.abc import Generator, Iterator
+from contextlib import contextmanager
+from contextvars import ContextVar
+from pathlib import Path
+from typing import BinaryIO
+
+from isthmus.errors import UserError
+
+_FOLDER: ContextVar[str | None] = ContextVar("folder", default=None)
+_OF_DESCRIPTOR = "/proc/self/fd"
+
+
+@contextmanager
+def confined_to(folder: Path) -> Generator[None]:
+    """Until it ends, this thread's `open_file` and `check_within` refuse what does not lie in `folder`, which may be a
+    link itself."""
+    before = _FOLDER.set(os.path.realpath(folder))
+    try:
+        yield
+    finally:
+        _FOLDER.reset(before)
+
+
+def open_file(path: str | Path) -> BinaryIO:
+    """To read it. UserError for one out of the folder: it is the open file's place that counts, whatever was put under
+    its name since. OSError where it cannot be opened."""
+    file = Path(path).open("rb")  # noqa: SIM115  the caller's to close
+    try:
+        if (folder := _FOLDER.get()) is not None:
+            descriptor = f"{_OF_DESCRIPTOR}/{file.fileno()}"
+            _refuse_outside(os.path.realpath(descriptor if os.path.isdir(_OF_DESCRIPTOR) else path), folder, path)
+    except BaseException:
+        file.close()
+        raise
+    return file
+
+
+def check_within(path: str | Path) -> None:
+    """UserError for a file out of the folder, and for a directory with anything below it that is: libraries that read
+    directories follow links."""
+    if (folder := _FOLDER.get()) is not None:
+        for below in _below(str(path), set()):
+            _refuse_outside(os.path.realpath(below), folder, below)
+
+
+def check_pattern_within(pattern: str) -> None:
+    """As `check_within`, of all that a path or a glob names."""
+    if _FOLDER.get() is not None:
+        for match in {pattern, *glob.iglob(pattern, recursive=True)}:
+            check_within(match)
+
+
+def _below(path: str, seen: set[str]) -> Iterator[str]:
+    """A path, and every link below it."""
+    yield path
+    real = os.path.realpath(path)
+    if real in seen or not os.path.isdir(real):
+        return
+    seen.add(real)
+    for folder, folders, names in os.walk(path):
+        for name in (*folders, *names):
+            if os.path.islink(link := os.path.join(folder, name)):
+                yield from _below(link, seen)
+
+
+def _refuse_outside(real: str, folder: str, named: str | Path) -> None:
+    if not Path(real).is_relative_to(folder):
+        raise UserError(
+            f"data: {str(named)!r} leads out of this device's data folder, expected files in it: devices of a fleet "
+            "read from the folder that their owner named (`isthmus join --data`)"
+        )
