@@ -3,14 +3,25 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
+# Twice quiet: only errors. pip warns of every index that it is configured with, twice a package.
+PIP := $(BIN)/pip --disable-pip-version-check install --quiet --quiet
 
-.PHONY: train test test-faults check benchmarks clean
+# How often `make fuzz` searches, each time with a fresh seed.
+ROUNDS ?= 1
+
+.PHONY: train test fuzz test-faults check benchmarks clean
 
 train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
 
 test: $(READY)
 	$(BIN)/pytest --numprocesses 2 --dist loadfile --no-loadscope-reorder
+
+# Property tests with fresh seeds; what fails is kept in tests/kept_examples, and `make test` tries it first.
+fuzz: $(READY)
+	for round in $$(seq $(ROUNDS)); do \
+		$(BIN)/pytest --numprocesses 2 -m hypothesis --hypothesis-profile=fuzz || exit 1; \
+	done
 
 # What takes too long for every time, and each fault at twenty moments, over real processes.
 test-faults: $(READY)
@@ -26,9 +37,12 @@ benchmarks: $(READY)
 	for run in benchmarks/*/run.py; do $(BIN)/python $$run || exit 1; done
 
 $(READY): pyproject.toml constraints.txt
-	$(PYTHON) -m venv $(VENV)
-	$(BIN)/pip install --quiet -r constraints.txt
-	$(BIN)/pip install --quiet -c constraints.txt -e ".[train,hf,privacy,dev]"
+	@echo "making $(VENV) ..."
+	@$(PYTHON) -m venv $(VENV)
+	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
+	@$(PIP) -r constraints.txt
+	@echo "installing Isthmus and what its tests need ..."
+	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,dev]"
 	touch $(READY)
 
 clean:

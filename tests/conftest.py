@@ -1,35 +1,45 @@
 """One torch thread everywhere, as in device processes: the number of threads changes the order of sums.
 
-With CI set in the environment, hypothesis draws the same examples every time: what it finds by luck is for people who
-can look at it, not for a run that decides whether a change lands.
+Quick tests run first. What hypothesis draws is said in `examples.py`.
 """
 
 import logging
-import os
 import signal
+from collections import Counter
 from collections.abc import Iterator
 
 import pytest
 import torch
-from hypothesis import settings
 
 from isthmus.runtime.processes import launcher
 
+from . import examples
 from .nurseries import end_all, kept_nursery
 
 torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.
 signal.signal(signal.SIGINT, signal.default_int_handler)
 logging.getLogger("torch").setLevel(logging.WARNING)
-settings.register_profile("ours", derandomize=bool(os.environ.get("CI")), deadline=None)  # no test asserts a time
-settings.load_profile("ours")
 
-LONG = ("sync", "runtime", "fleet_service", "faults", "federated", "graph", "training", "planners")
-"""Folders whose files take minutes: they come first, so that what is left for the last worker is short."""
+LONG = ("planners", "graph", "training", "federated", "faults", "fleet_service", "runtime", "sync")
+"""Folders whose files take minutes: they come last."""
+
+
+@pytest.hookimpl(tryfirst=True)  # before hypothesis' plugin loads the profile that it is told
+def pytest_configure(config: pytest.Config) -> None:
+    examples.register(config)
 
 
 def pytest_collection_modifyitems(items: list[pytest.Item]) -> None:
-    items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else len(LONG))
+    items.sort(key=lambda item: LONG.index(item.path.parent.name) if item.path.parent.name in LONG else -1)
+
+
+def pytest_terminal_summary(terminalreporter: pytest.TerminalReporter) -> None:
+    """One line for each reason to skip: pytest's own has one for each place."""
+    skipped = terminalreporter.getreports("skipped")
+    reasons = Counter(str(report.longrepr[2]).removeprefix("Skipped: ") for report in skipped)
+    for reason, count in sorted(reasons.items()):
+        terminalreporter.write_line(f"{count} skipped: {reason}")
 
 
 @pytest.fixture(autouse=True, scope="session")

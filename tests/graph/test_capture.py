@@ -218,7 +218,7 @@ def test_builders_may_read_small_tensors_and_choose_a_type():
             return F.cross_entropy((self.head(self.wide(x.to(self.again.dtype))) + self.again).float(), y)
 
     graph = capture(Reads, VECTOR).train
-    assert [op.args[1] for op in graph.ops if "dropout" in op.target] == [0.0, 0.25, 0.5]
+    assert [op.args[1] for op in graph.ops if "dropout" in op.target] == [0.25, 0.5], "0 draws nothing"
     assert graph.trainable == ("again", "wide.weight", "wide.bias", "head.weight")
     half = capture(lambda: Reads().to(torch.bfloat16), VECTOR).train
     assert {op.outputs[0].dtype for op in half.ops if op.kind == "parameter"} == {"bfloat16"}

@@ -87,7 +87,7 @@ def test_places_that_are_left_out_are_illegal(name: str):
             partition(flow, assign(flow, [position]))
 
 
-@settings(max_examples=40, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=40, suppress_health_check=list(HealthCheck))
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 10_000))
 def test_stages_of_any_cut_fit_together(name: str, seed: int):
     graph = captured(name).train
@@ -172,7 +172,7 @@ def test_data_never_flows_back():
         partition(flow, stage_of)
 
 
-@settings(max_examples=30, deadline=None, derandomize=True, suppress_health_check=list(HealthCheck))
+@settings(max_examples=30, suppress_health_check=list(HealthCheck))
 @given(name=st.sampled_from(sorted(MODELS)), seed=st.integers(0, 10_000))
 def test_a_train_cut_fits_the_eval_graph(name: str, seed: int):
     train, evaluation = Flow(captured(name).train), Flow(captured(name).eval)

@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 from typing import NamedTuple
 
+import pytest
 import torch
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
@@ -17,6 +18,7 @@ from torch import Tensor, nn
 from torch.nn import functional as F
 
 from isthmus.data import ColumnSpec
+from isthmus.graph import Flow, cuts
 from isthmus.training.engine import EngineConfig
 from isthmus.training.plain import plain_loss, plain_step
 
@@ -24,7 +26,7 @@ COLUMNS = {"x": ColumnSpec(dtype="float32", shape=(4, 8)), "y": ColumnSpec(dtype
 CONFIG = EngineConfig(micro_batches=2, micro_batch_size=3)
 KINDS = (
     "layer", "norm", "add", "mul", "gate", "activate", "activate_", "add_", "write_row", "write_columns", "transpose",
-    "split", "attend", "detach", "no_grad", "constant", "buffer", "dropout",
+    "split", "attend", "detach", "no_grad", "constant", "buffer", "dropout", "as_type", "dropout_add_",
 )  # fmt: skip
 
 
@@ -106,11 +108,46 @@ class Random(nn.Module):
                     with torch.no_grad():
                         self.seen.mul_(0.9).add_(a.mean((0, 1)), alpha=0.1)
                 return a + b * 0.1
+            case "as_type":
+                return a.to(torch.float32) * b.type_as(a)
+            case "dropout_add_":
+                out = a * 1
+                F.dropout(out, 0.0, self.training).add_(b)
+                return out
             case _:
                 return F.dropout(a, 0.0, self.training) - b
 
 
-@settings(max_examples=25, deadline=None, suppress_health_check=list(HealthCheck))
+HANDED_BACK = (
+    [Step("layer", 3, 2, 0), Step("dropout", 3, 1, 2), Step("mul", 5, 0, 0), Step("layer", 3, 2, 1),
+     Step("activate", 0, 0, 1), Step("activate", 3, 3, 2), Step("layer", 1, 0, 2), Step("dropout", 5, 0, 0)],
+    [Step("dropout", 0, 2, 0), Step("split", 7, 1, 1), Step("gate", 3, 3, 0), Step("layer", 5, 3, 1),
+     Step("mul", 7, 3, 0), Step("dropout", 0, 1, 0), Step("mul", 1, 0, 0)],
+    [Step("as_type", 0, 0, 0), Step("mul", 1, 0, 0), Step("split", 1, 0, 0), Step("add", 0, 1, 0),
+     Step("add", 0, 3, 0)],
+    [Step("dropout_add_", 0, 0, 0), Step("mul", 1, 0, 0), Step("add", 0, 2, 0)],
+)  # fmt: skip
+"""Modules in which an operator returns its input itself: one tensor, whose gradient is one sum."""
+
+
+@pytest.mark.parametrize("steps", HANDED_BACK)
+def test_a_tensor_that_is_handed_back_crosses_once(steps: list[Step]) -> None:
+    def build() -> nn.Module:
+        return Random(steps)
+
+    found = capture_of(build, COLUMNS)
+    data = batches(COLUMNS, CONFIG.micro_batches, CONFIG.micro_batch_size, 200)
+    expected_loss, expected = plain_step(module_of(build), copies(data), CONFIG)
+    for cut in cuts(Flow(found.train)):
+        pipeline = Pipeline(found, [cut.position], weights_of(build, found), CONFIG)
+        loss, gradients = pipeline.step(0, copies(data))
+        assert loss == expected_loss
+        if pipeline.sums_in_order:
+            unequal = [name for name, value in expected.items() if not torch.equal(gradients[name], value)]
+            assert not unequal, cut.position
+
+
+@settings(max_examples=25, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, seed=st.integers(0, 1000))
 def test_a_random_module_equals_itself_however_it_is_cut(steps: list[Step], seed: int):
     def build() -> nn.Module:

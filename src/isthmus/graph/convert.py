@@ -30,6 +30,7 @@ from isthmus.graph.schema import (
     is_random,
     label_argument,
     out_of_place,
+    returns_its_input,
     storage_of,
     written,
 )  # fmt: skip
@@ -189,6 +190,9 @@ class _Converter:
     def _operator(self, node: fx.Node, label: str) -> None:
         overload = _allowed(node, label)
         names = tuple(self._arg(a) for a in node.args)
+        if returns_its_input(node, overload):
+            self.values[node] = names[0]
+            return
         args = tuple(self._latest(a) for a in names)
         kwargs = {k: self._latest(self._arg(v)) for k, v in node.kwargs.items() if not is_default(overload, k, v)}
         values: Tensor | Sequence[Tensor] = node.meta["val"]

@@ -2,11 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Mapping, Sequence
 
 import torch
-from torch import Tensor
+from torch import Tensor, fx
 from torch._ops import OpOverload
+from torch._subclasses.fake_tensor import FakeTensor
+from torch.utils._pytree import tree_map_only
 
 from isthmus.graph.opgraph import Arg, Ref
 
@@ -50,6 +53,29 @@ def aliased_position(overload: OpOverload) -> int | None:
         if argument.alias_info is not None and not argument.alias_info.is_write:
             return position
     return None
+
+
+def returns_its_input(node: fx.Node, overload: OpOverload) -> bool:
+    """Whether a call hands back its first argument itself, as dropout of 0 does.
+
+    Such a call is no operator of the graph: eager autograd has one tensor there, with one sum of gradients. Two values
+    would cross a cut, and their gradients be summed apart.
+    """
+    if base_name(str(overload)) == "contiguous" or aliased_position(overload) != 0 or not _is_composite(overload):
+        return False  # whether a tensor is contiguous is known for sure only where it is computed
+    args, kwargs = tree_map_only(fx.Node, lambda given: given.meta["val"], (node.args, node.kwargs))
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(torch.no_grad())
+        if isinstance(args[0], FakeTensor):
+            stack.enter_context(args[0].fake_mode)
+        return overload(*args, **kwargs) is args[0]
+
+
+def _is_composite(overload: OpOverload) -> bool:
+    """Whether a call is made of calls of other operators; all others return tensors of their own."""
+    return torch._C._dispatch_has_kernel_for_dispatch_key(  # pyright: ignore[reportPrivateUsage]  # no public way
+        overload.name(), "CompositeImplicitAutograd"
+    )
 
 
 def written(overload: OpOverload, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> tuple[list[Ref], list[str]]:
