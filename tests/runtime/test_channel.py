@@ -27,6 +27,7 @@ from isthmus.runtime.transport.channel import (
 )
 from isthmus.training.layout import pack
 
+from ..quiet import when_quiet
 from .channel_cases import Implementation, every, parcel, received, wire
 
 LARGE_BYTES = 30_000_000
@@ -212,6 +213,7 @@ def test_a_frame_that_stalls_has_a_deadline(kind: Implementation, at: int) -> No
 
 @every
 @pytest.mark.parametrize("idle_s", [0, 5, None], ids=["alone", "beside a patient wait", "beside an endless wait"])
+@when_quiet
 def test_a_send_that_nobody_reads_has_a_deadline(
     kind: Implementation, idle_s: float | None, pool: ThreadPoolExecutor
 ) -> None:
@@ -227,6 +229,7 @@ def test_a_send_that_nobody_reads_has_a_deadline(
 
 
 @every
+@when_quiet
 def test_slow_progress_is_progress(kind: Implementation, pool: ThreadPoolExecutor) -> None:
     tensor = torch.zeros(6_000_000, dtype=torch.uint8)
     size = len(wire(parcel(0, tensor))) + tensor.numel()

@@ -25,6 +25,8 @@ from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.runtime.lab.hub import PathSpec, ShapedPath, mac_address, wire_size
 from isthmus.runtime.lab.lab import Lab, lab_unavailable, main, measure
 
+from ..quiet import when_quiet
+
 MBIT = 1e6 / 8
 PAYLOAD_SHARE = 1448 / 1514
 
@@ -187,6 +189,7 @@ def test_a_lab_that_is_not_entered_has_no_commands() -> None:
 
 
 @pytest.mark.parametrize(("source", "target"), [("a", "b"), ("b", "a"), ("a", "c"), ("c", "a")])
+@when_quiet
 def test_delay_and_throughput_are_the_fleet_s(lab: Lab, source: str, target: str) -> None:
     link = LINKS[source, target]
     found = measure(lab, source, target, 3.0)
@@ -198,6 +201,7 @@ def test_delay_and_throughput_are_the_fleet_s(lab: Lab, source: str, target: str
     assert lab.statistics().overflows == 0
 
 
+@when_quiet
 def test_links_with_the_coordinator_are_not_shaped(lab: Lab) -> None:
     found = measure(lab, "b", "coordinator", 1.0)
     assert found.delay_s < 0.003
@@ -205,6 +209,7 @@ def test_links_with_the_coordinator_are_not_shaped(lab: Lab) -> None:
     assert lab.payload_bandwidth_bytes_per_s("b", "coordinator") == math.inf
 
 
+@when_quiet
 def test_links_with_the_coordinator_can_be_shaped(host: None) -> None:
     with Lab(fleet("a", "b"), coordinator_link=Link(0.030, 20 * MBIT)) as lab:
         found = measure(lab, "coordinator", "a", 1.5)
@@ -284,8 +289,8 @@ def test_nothing_is_left_behind(host: None) -> None:
 def test_a_killed_parent_takes_its_lab_along(host: None) -> None:
     script = f"""
 import sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_lab import Lab, fleet, hub_pid
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.runtime.test_lab import Lab, fleet, hub_pid
 with Lab(fleet("a", "b")) as lab:
     print(hub_pid(lab), flush=True)
     time.sleep(60)
@@ -304,8 +309,8 @@ with Lab(fleet("a", "b")) as lab:
 def test_a_fork_that_keeps_the_pipes_open_does_not_keep_the_lab_alive(host: None) -> None:
     script = f"""
 import os, sys, time
-sys.path.insert(0, {str(Path(__file__).parent)!r})
-from test_lab import Lab, fleet, hub_pid
+sys.path.insert(0, {str(Path(__file__).parents[2])!r})
+from tests.runtime.test_lab import Lab, fleet, hub_pid
 with Lab(fleet("a", "b")) as lab:
     child = os.fork()
     if child == 0:

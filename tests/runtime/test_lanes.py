@@ -24,6 +24,8 @@ from isthmus.runtime.transport.channel import Channel, SocketChannel, frame
 from isthmus.runtime.transport.lanes import Credits, Departure, SendLane
 from isthmus.training.layout import header_of, pack
 
+from ..quiet import when_quiet
+
 MBIT = 1e6 / 8
 
 Pair = tuple[SocketChannel, SocketChannel]
@@ -87,12 +89,14 @@ def one_way_s(connect: Callable[[], Pair], shape: Link, size_bytes: int) -> tupl
     return arrived_s - handed_s, shape.transfer_s(wire_bytes)
 
 
+@when_quiet
 def test_20_mb_over_100_mbit_and_50_ms_take_1650_ms(connect: Callable[[], Pair]) -> None:
     took_s = [one_way_s(connect, Link(0.05, 100 * MBIT), 20_000_000)[0] for _ in range(3)]
     assert statistics.median(took_s) == pytest.approx(1.65, rel=0.03)
 
 
 @pytest.mark.parametrize("mbit", [10, 100, 1000])
+@when_quiet
 def test_a_small_message_can_be_2_ms_late_at_most_and_is_never_early(connect: Callable[[], Pair], mbit: int) -> None:
     alice, bob = connect()
     shape = Link(0.02, mbit * MBIT)
@@ -108,6 +112,7 @@ def test_a_small_message_can_be_2_ms_late_at_most_and_is_never_early(connect: Ca
     lane.close()
 
 
+@when_quiet
 def test_messages_handed_over_together_pay_the_latency_once(connect: Callable[[], Pair]) -> None:
     gaps_s: list[float] = []
     totals_s: list[float] = []
@@ -127,6 +132,7 @@ def test_messages_handed_over_together_pay_the_latency_once(connect: Callable[[]
     assert statistics.median(totals_s) == pytest.approx(0.100 + 0.120, abs=0.005)
 
 
+@when_quiet
 def test_an_idle_link_saves_up_nothing(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
     shape = Link(0.0, 10 * MBIT)
@@ -144,6 +150,7 @@ def test_an_idle_link_saves_up_nothing(connect: Callable[[], Pair]) -> None:
         assert after.start_s > before.end_s + 0.05
 
 
+@when_quiet
 def test_each_direction_has_its_own_link(connect: Callable[[], Pair]) -> None:
     alice, bob = connect()
     forth, back = SendLane(alice, shape=Link(0.01, 100 * MBIT)), SendLane(bob, shape=Link(0.06, 20 * MBIT))
@@ -163,6 +170,7 @@ def test_each_direction_has_its_own_link(connect: Callable[[], Pair]) -> None:
     back.close()
 
 
+@when_quiet
 def test_two_lanes_of_one_process_keep_their_rates(connect: Callable[[], Pair]) -> None:
     shares: dict[str, list[float]] = {"fast": [], "slow": []}
     for _ in range(3):
@@ -283,6 +291,7 @@ def test_closing_sends_what_was_handed_over(connect: Callable[[], Pair], shape: 
     assert bob.receive() is None
 
 
+@when_quiet
 def test_closing_gives_up_in_the_end(connect: Callable[[], Pair]) -> None:
     alice, _ = connect()
     errors: list[Exception] = []
