@@ -4,6 +4,7 @@
       ├─ UserError       bad config, model or input: exit 2
       │    └─ FleetTooSmall   the fleet cannot hold the job: exit 3
       ├─ PeerError       another party sent something wrong, or went away: exit 4
+      ├─ Diverged        the training's numbers are not finite: exit 1
       └─ InternalError   ours: exit 1
 
 The CLI prints the message of one of these on one line, never a traceback unless `--debug`.
@@ -44,6 +45,10 @@ class PeerError(IsthmusError):
     """Another party sent something wrong or went away. Names the party."""
 
     exit_code = 4
+
+
+class Diverged(IsthmusError):
+    """The loss, a gradient or a weight is not finite. Says in which step, and where that began."""
 
 
 class InternalError(IsthmusError):

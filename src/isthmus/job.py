@@ -27,6 +27,7 @@ from isthmus.graph.captured import Capture, Captured, Column, read_captured, wri
 from isthmus.models import ModelSpec, as_eager, build_model
 from isthmus.plan import SCHEDULES, Objective, Terms
 from isthmus.planners.compression import ratio_planner_names
+from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
 from isthmus.training.preflight import check_limits, check_optimizers
@@ -49,10 +50,25 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     precision: Literal["fp32", "bf16"] = "fp32"
     """bf16 computes and sends in bfloat16 and keeps fp32 master weights."""
     clip_norm: Annotated[float, Meta(ge=0)] = 0.0
+    non_finite: OnNonFinite = "stop"
+    """A step whose loss or gradient norm is NaN or infinite ends the run; or its update is left out; or nothing is
+    looked at."""
+    non_finite_steps: Positive | None = None
+    """So many of them in a row end the run; by default 1 with `stop`, 100 with `skip`."""
     eval_every: NotNegative = 0
     eval_samples: NotNegative = 256
     save_every: NotNegative = 0
     keep_checkpoints: Positive = 2
+
+    @property
+    def exchanges_norms(self) -> bool:
+        """Whether stages wait for each other's gradient norms before they update."""
+        return self.clip_norm > 0 or self.non_finite == "skip"
+
+    @property
+    def most_non_finite_steps(self) -> int:
+        """Consecutive steps that are not finite after which the run ends; 0: none are too many."""
+        return 0 if self.non_finite == "ignore" else self.non_finite_steps or {"stop": 1, "skip": 100}[self.non_finite]
 
 
 class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -162,6 +178,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return EngineConfig(
             optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
             micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
+            non_finite=t.non_finite,
         )  # fmt: skip
 
 

@@ -92,7 +92,7 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
         ]  # fmt: skip
         loss, _ = plain_step(module, batches, config)
         losses.append(loss)
-        plain_update(module, optimizers, step, config)
+        plain_update(module, optimizers, step, config, loss)
     return module, losses
 
 

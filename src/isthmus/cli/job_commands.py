@@ -85,7 +85,7 @@ def simulate_command(
     chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
         found, graph = planning.read_plan(job, chosen, plan_file), None
-        options = SimulationOptions(clips=job.training.clip_norm > 0)
+        options = SimulationOptions(clips=job.training.exchanges_norms)
         trace = simulate(found, chosen, planning.plan_spec(job, found), options)
     else:
         prepared = prepare(job)

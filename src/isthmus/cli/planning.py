@@ -46,7 +46,7 @@ def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
     def simulated_s(candidate: Plan) -> float:
         spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.sync.period)
         counts = problem.flow.graph.count is not None
-        options = SimulationOptions(clips=job.training.clip_norm > 0, counts=counts, header_bytes=HEADER_BYTES)
+        options = SimulationOptions(clips=job.training.exchanges_norms, counts=counts, header_bytes=HEADER_BYTES)
         return steady_step_s(simulate(candidate, problem.fleet, spec, options))
 
     def planned(cut: Problem) -> Plan:
@@ -127,7 +127,7 @@ def plan_spec(job: Job, plan: Plan) -> RunSpec:
 
 def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
     """The simulator's view of the job."""
-    pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.clip_norm > 0)
+    pairs = stage_pairs(plan, prepared.captured, clips=prepared.job.training.exchanges_norms)
     size = plan.micro_batch_size
     edges: dict[tuple[int, int], int] = {}
     for pair in pairs:
@@ -135,7 +135,7 @@ def simulation_options(prepared: Prepared, plan: Plan) -> SimulationOptions:
             key = (crossing.source, crossing.target)
             edges[key] = edges.get(key, 0) + crossing.spec.nbytes(size)
     return SimulationOptions(
-        clips=prepared.job.training.clip_norm > 0, counts=prepared.captured.train.count is not None,
+        clips=prepared.job.training.exchanges_norms, counts=prepared.captured.train.count is not None,
         eval_edges=edges, header_bytes=HEADER_BYTES,
     )  # fmt: skip
 

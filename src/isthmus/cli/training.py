@@ -66,7 +66,8 @@ def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
 def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: Console) -> int:
     hooks, record = LoadedHooks(job.hooks), _left_in_its_middle(folder, choices)
     passed_over = partial(_say, notes)
-    checkpoint = newest_whole_checkpoint(folder.checkpoints, passed_over) if choices.resume else None
+    finite = job.training.non_finite != "ignore"
+    checkpoint = newest_whole_checkpoint(folder.checkpoints, passed_over, finite=finite) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
     if start_step >= job.training.steps:
         _say(notes, f"nothing left to do: {folder.path} has {start_step} steps of {job.training.steps}")

@@ -21,7 +21,7 @@ steps from where it began in order, and states of steps that were done on anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
 
 import msgspec
@@ -35,6 +35,7 @@ from isthmus.protocol.coordinator_events import (
     Commit,
     CoordinatorEvent,
     CoordinatorInstruction,
+    Ending,
     Fence,
     Fetch,
     Fetched,
@@ -62,10 +63,11 @@ from isthmus.protocol.coordinator_events import (
     Reported,
     Retire,
 )
+from isthmus.protocol.finite import Divergence
 from isthmus.protocol.following import Following
 from isthmus.protocol.leases import Leases
 from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
-from isthmus.protocol.work import RunSpec
+from isthmus.protocol.work import Item, RunSpec
 
 Phase = Literal["joining", "holding", "planning", "fetching", "placing", "running", "settling", "closing", "done"]
 Out = list[CoordinatorInstruction]
@@ -115,6 +117,7 @@ class Coordinator:
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
         self._reports: dict[int, dict[str, Reported]] = {}
+        self._divergence = Divergence(spec.non_finite_steps)
         self._interrupted = False
         self._reason = ""
         self._stale = 0
@@ -226,6 +229,7 @@ class Coordinator:
         lent = loans(self._layout.parts, self._own) if from_memory else {}
         self._lineage.begin(self._epoch, self._step)
         self._done_step = self._step
+        self._divergence.restart()
         self._leases.begin(self._step, self._layout, due=self._began)
         out: Out = []
         if self._survives:
@@ -270,10 +274,13 @@ class Coordinator:
             return []
         del self._reports[report.item]
         item = self._leases.finish(report.item)
-        out: Out = [Advance(item, _mean_loss(reports.values()))]
+        remark, ends = self._non_finite(item, reports)
+        out: Out = [Advance(item, _mean_loss(reports.values()), remark)]
+        if ends:
+            return out + self._end("diverged", f"{remark}; the newest checkpoint is of step {self._saved}")
         if item.kind == "save":
             self._saved = item.step
-            out.append(Commit(item))
+            out.append(Commit(item, finite=not remark))
         elif item.kind == "train":
             self._done_step = item.step + 1
         elif item.kind == "keep":
@@ -283,6 +290,13 @@ class Coordinator:
         if not self._leases.open:
             out += self._move() if self._phase == "settling" else self._end(self._ending)
         return out
+
+    def _non_finite(self, item: Item, reports: Mapping[str, Reported]) -> tuple[str, bool]:
+        """What to say of an item's numbers, and whether they end the run."""
+        found = {device: report.non_finite for device, report in reports.items() if report.non_finite is not None}
+        if item.kind == "train":
+            return self._divergence.stepped(item.step, found)
+        return self._divergence.saved(item.step, found) if item.kind == "save" else ("", False)
 
     @property
     def _ending(self) -> Literal["done", "interrupted"]:
@@ -453,7 +467,7 @@ class Coordinator:
         missing = [d for d in self.devices if d not in self._present]
         return [Call(d) for d in missing] if missing else self._restore()
 
-    def _end(self, outcome: Literal["done", "interrupted", "lost"], reason: str = "") -> Out:
+    def _end(self, outcome: Ending, reason: str = "") -> Out:
         if self._phase == "done":
             return []
         self._phase = "done"

@@ -8,6 +8,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.protocol.events import Event
+from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import Holding, Layout
 from isthmus.protocol.work import Item
 
@@ -33,6 +34,8 @@ class Reported(Event, frozen=True, kw_only=True):
     item: int
     loss: float | None = None
     count: float | None = None
+    non_finite: NonFinite | None = None
+    """The first place on this device where the item's numbers were not finite."""
 
 
 class Lost(Event, frozen=True, kw_only=True):
@@ -139,12 +142,16 @@ class Advance(msgspec.Struct, frozen=True):
 
     item: Item
     loss: float | None = None
+    remark: str = ""
+    """What a person may want to know of it."""
 
 
 class Commit(msgspec.Struct, frozen=True):
     """All parts of the checkpoint are written: make it the latest."""
 
     item: Item
+    finite: bool = True
+    """Whether its weights are."""
 
 
 class Hold(msgspec.Struct, frozen=True):
@@ -231,8 +238,12 @@ class Halt(msgspec.Struct, frozen=True):
     """Tell every device that is still there to leave."""
 
 
+Ending = Literal["done", "interrupted", "lost", "diverged"]
+"""Lost: a device is, without which the run cannot go on. Diverged: its numbers are not finite."""
+
+
 class Finish(msgspec.Struct, frozen=True):
-    outcome: Literal["done", "interrupted", "lost"]
+    outcome: Ending
     reason: str = ""
 
 

@@ -40,6 +40,8 @@ class Arrived(Event, frozen=True, kw_only=True):
     source: int
     item: int
     micro_batch: int = -1
+    finite: bool = True
+    """Of norms: whether the sender's loss and gradients are."""
 
 
 class Computed(Event, frozen=True, kw_only=True):
@@ -75,6 +77,8 @@ class Collected(Event, frozen=True, kw_only=True):
     """The item's gradients are final on this stage and their norms known."""
 
     item: int
+    finite: bool = True
+    """Whether they are, and the loss if this stage has it."""
 
 
 class Updated(Event, frozen=True, kw_only=True):
@@ -154,6 +158,8 @@ class Update(msgspec.Struct, frozen=True):
     """Apply the optimizers (clipped, if norms were exchanged)."""
 
     item: int
+    skip: bool = False
+    """Drop the gradients instead: they are not finite on some stage of the replica."""
 
 
 class Save(msgspec.Struct, frozen=True):

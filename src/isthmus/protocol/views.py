@@ -17,11 +17,12 @@ Neighbours = dict[int, tuple[int, ...]]
 
 
 def plan_views(
-    plan: Plan, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
+    plan: Plan, *, clips: bool, counts: bool, skips: bool = False, eval_edges: Iterable[Pair] | None = None
 ) -> tuple[StageView, ...]:
     """The views of all workers: the stages of all replicas, one replica after another.
 
-    `clips`: gradient norms are exchanged before each update. `counts`: the loss is a sum over a count.
+    `clips`: gradient norms are exchanged before each update, to clip by them; `skips`: to leave out updates that are
+    not finite. `counts`: the loss is a sum over a count.
     `eval_edges` are the (source, target) pairs of workers that activations take in an evaluation; without it, those of
     training. Raises `UserError` for a plan whose stages, edges, limits and groups do not fit together.
     """
@@ -36,7 +37,7 @@ def plan_views(
     groups = _groups(plan)
     return tuple(
         msgspec.structs.replace(
-            view, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period,
+            view, skips=skips, groups=groups.get(view.stage, ()), averages=plan.sync.averages, period=plan.sync.period,
             delay=plan.sync.outer.delay if plan.sync.outer else 0,
         )
         for view in found

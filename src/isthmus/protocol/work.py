@@ -66,6 +66,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     lease_ahead: int = 3
     """Items that a device may know of before it finishes the first of them: the coordinator is never waited for."""
     start_step: int = 0
+    non_finite_steps: int = 0
+    """Consecutive steps with numbers that are not finite after which the run ends; 0: it never ends for that."""
 
 
 def items(spec: RunSpec, *, due: bool = False) -> Iterator[Item]:

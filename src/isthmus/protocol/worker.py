@@ -87,7 +87,9 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     counts: bool = False
     """The loss is a sum over a count that only the loss's stage knows."""
     clips: bool = False
-    """Gradient norms are exchanged before the update."""
+    """Gradients are clipped by the norm of the whole model."""
+    skips: bool = False
+    """Where gradients of any stage of its replica are not finite, all leave the update out."""
     groups: tuple[GroupView, ...] = ()
     """Sums with workers of other replicas."""
     averages: Averages = "gradients"
@@ -100,6 +102,11 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     def others(self) -> tuple[int, ...]:
         """The other stages of its replica."""
         return tuple(s for s in range(self.first, self.first + self.stages) if s != self.stage)
+
+    @property
+    def agrees(self) -> bool:
+        """Whether gradient norms are exchanged before the update."""
+        return self.clips or self.skips
 
     @property
     def partners(self) -> frozenset[int]:
@@ -139,6 +146,8 @@ class Worker:
         self._waiting_backward: list[int] = []
         self._backwards = 0
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
+        self._not_finite: set[int] = set()
+        """Items of which a stage said so."""
         self._exchange = Exchange(view.groups)
         self._awaited: tuple[int, ...] = ()
         """The groups whose sums are to be taken next."""
@@ -161,6 +170,8 @@ class Worker:
                 self._leases.append(item)
             case Arrived(parcel=parcel, source=source, item=item, micro_batch=micro_batch):
                 self._arrived.setdefault((parcel, item, micro_batch), set()).add(source)
+                if not event.finite:
+                    self._not_finite.add(item)
             case PartsArrived():
                 out += self._exchange.arrived(event)
             case Computed(work=work, micro_batch=micro_batch):
@@ -174,9 +185,11 @@ class Worker:
             case Taken(item=item):
                 self._expect("taking", "idle", item)
                 self._taken(item, out)
-            case Collected(item=item):
+            case Collected(item=item, finite=finite):
                 self._expect("collecting", "clipping", item)
-                if self.view.clips:
+                if not finite:
+                    self._not_finite.add(item)
+                if self.view.agrees:
                     out += [Send("norms", s, item) for s in self.view.others]
             case Updated(item=item):
                 self._expect("updating", "idle", item)
@@ -263,8 +276,9 @@ class Worker:
             self._start("taking", Take(self._index, self._awaited), out)
         if self._phase == "settling" and not self._exchange.busy:
             self._settled(out)
-        if self._phase == "clipping" and (not self.view.clips or self._has("norms", self._index, self.view.others)):
-            self._start("updating", Update(self._index), out)
+        if self._phase == "clipping" and (not self.view.agrees or self._has("norms", self._index, self.view.others)):
+            skip = self.view.skips and self._index in self._not_finite
+            self._start("updating", Update(self._index, skip), out)
 
     def _settled(self, out: list[WorkerInstruction]) -> None:
         assert self._item is not None, "only an item settles"
@@ -345,4 +359,5 @@ class Worker:
         self._last = item
         self._item = None
         self._arrived = {key: sources for key, sources in self._arrived.items() if key[1] > item}
+        self._not_finite = {other for other in self._not_finite if other > item}
         out.append(Report(item))

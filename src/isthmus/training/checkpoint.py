@@ -62,7 +62,7 @@ class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds and what a resumed run must agree with."""
 
-    version: Literal[3] = 3
+    version: Literal[4] = 4
     step: Annotated[int, Meta(ge=0)]
     """Optimizer steps done."""
     seed: int
@@ -70,6 +70,8 @@ class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     shuffle: bool = True
     data: dict[str, str] = {}
     """Fingerprints of the data, by split."""
+    finite: bool = True
+    """Whether its weights are."""
     files: dict[str, SavedFile] = {}
     """By name."""
     sha256: str = ""
@@ -85,7 +87,8 @@ class CheckpointWriter:
     """Gathers the parts of checkpoints under a directory; several steps may be in the making at once."""
 
     def __init__(self, directory: Path, keep: int = 2) -> None:
-        """`keep`: how many complete checkpoints to leave; older ones are removed after a newer one is complete.
+        """`keep`: how many complete checkpoints to leave; older ones are removed after a newer one is complete, but for
+        the newest whose weights are finite.
 
         What an earlier writer left unfinished is removed: a directory has one writer.
         """
@@ -131,8 +134,10 @@ class CheckpointWriter:
             raise UserError(f"checkpoint {folder}: cannot be written: {e.strerror or e}") from None
         # Later ones are of a line that is given up, or torn: they are no reason to lose one of this line.
         ours = [path for step, path in _complete(self.directory) if step <= manifest.step]
+        finite = next((path for path in reversed(ours) if _says_finite(path)), None)
         for old in ours[: -self._keep]:
-            shutil.rmtree(old)
+            if old != finite:
+                shutil.rmtree(old)
         return final
 
     def _renamed(self, manifest: Manifest) -> Path:
@@ -177,8 +182,11 @@ def newest_checkpoint(directory: Path) -> Path | None:
     return complete[-1][1] if complete else None
 
 
-def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None]) -> Path | None:
-    """The newest checkpoint whose every byte is as it was saved; None when nothing was ever saved.
+def newest_whole_checkpoint(
+    directory: Path, passed_over: Callable[[str], None], *, finite: bool = True
+) -> Path | None:
+    """The newest checkpoint whose every byte is as it was saved, and whose weights are `finite` if that matters; None
+    when nothing was ever saved.
 
     `passed_over` is told why of each newer one. UserError when none of those that are there is whole: to begin anew is
     for the user to say.
@@ -189,6 +197,8 @@ def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None])
             manifest = read_manifest(checkpoint)
             for name in manifest.files:
                 _check_bytes(checkpoint, name, manifest)
+            if finite and not manifest.finite:
+                raise UserError(f"checkpoint {checkpoint}: its weights are not finite")
         except UserError as e:
             refused = refused or e
             passed_over(str(e))
@@ -197,6 +207,13 @@ def newest_whole_checkpoint(directory: Path, passed_over: Callable[[str], None])
     if refused is not None:
         raise refused
     return None
+
+
+def _says_finite(checkpoint: Path) -> bool:
+    try:
+        return read_manifest(checkpoint).finite
+    except UserError:
+        return False
 
 
 def _check_bytes(checkpoint: Path, name: str, manifest: Manifest) -> None:

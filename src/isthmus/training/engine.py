@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
 
@@ -12,10 +13,10 @@ from torch import Tensor, nn
 from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import Crossing, StageGraph
+from isthmus.protocol.finite import OnNonFinite
+from isthmus.training.finite import HALF_TYPES, is_finite
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program
-
-HALF_TYPES = (torch.bfloat16, torch.float16)
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -29,6 +30,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     micro_batches: int = 1
     micro_batch_size: int = 1
     seed: int = 0
+    non_finite: OnNonFinite = "stop"
+    """With `skip` a loss that is not finite has gradients of NaN: every stage and replica that they reach knows it."""
 
 
 class Engine(Protocol):
@@ -49,6 +52,11 @@ class Engine(Protocol):
     @property
     def count(self) -> float:
         """Items that the training loss counted since the last `take_loss`."""
+        ...
+
+    @property
+    def loss(self) -> float:
+        """Sum of training losses since the last `take_loss`."""
         ...
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -80,7 +88,8 @@ class Engine(Protocol):
         ...
 
     def collect(self, count: float | None) -> Tensor:
-        """Final gradients of the step; returns the norms of owned parameters, -1 where there is no gradient."""
+        """Final gradients of the step; returns the norms of owned parameters, -1 where there is no gradient. None at
+        all where nobody asks: gradients are not clipped, and may be anything."""
         ...
 
     def gradients(self) -> dict[str, Tensor]:
@@ -89,6 +98,10 @@ class Engine(Protocol):
 
     def update(self, step: int, norms: Tensor | None) -> None:
         """Apply the optimizers; to clip, `norms` are those of the whole model in the order of `OpGraph.trainable`."""
+        ...
+
+    def skip_update(self) -> None:
+        """Forget the collected gradients: weights and optimizer state stay as they are."""
         ...
 
     def take_loss(self) -> tuple[float, float] | None:
@@ -219,8 +232,9 @@ class TorchEngine:
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         if flight.loss is not None and flight.loss.requires_grad:
+            lost = self.config.non_finite == "skip" and not is_finite(flight.loss)
             roots.append(flight.loss)
-            seeds.append(self._seed_gradient.to(flight.loss))
+            seeds.append((self._seed_gradient * math.nan if lost else self._seed_gradient).to(flight.loss))
         for ref, root in flight.roots.items():
             seed, *others = [g[ref] for g in gradients if ref in g]
             for other in others:
@@ -265,6 +279,10 @@ class TorchEngine:
     @property
     def count(self) -> float:
         return sum(count for _, count in self._told["train"])
+
+    @property
+    def loss(self) -> float:
+        return sum(loss for loss, _ in self._told["train"])
 
     def take_loss(self) -> tuple[float, float] | None:
         return self._take("train") if self.train.loss is not None else None
@@ -314,16 +332,19 @@ class TorchEngine:
                 continue
             gradient = self._gradients.pop(name)
             self._master[own].grad = gradient if count is None else gradient.div_(count or 1.0)
-        if self.config.clip_norm <= 0:
+        if self.config.clip_norm <= 0 and self.config.non_finite == "ignore":
             return torch.empty(0)
         return gradient_norms([p.grad for p in self._master.values()])
 
     def update(self, step: int, norms: Tensor | None) -> None:
-        if norms is not None:
+        if norms is not None and self.config.clip_norm > 0:
             given = [g for n in self.owned if (g := self._master[n].grad) is not None]
             clip(given, norms, self.config.clip_norm)
         self._optimizers.step(self.config.learning_rate.factor(step, self.config.steps))
         self._refresh()
+
+    def skip_update(self) -> None:
+        self._optimizers.drop_gradients()
 
     def _refresh(self) -> None:
         """Where the optimizer updates a wider copy, compute with the new values."""

@@ -301,6 +301,10 @@ class IslandEngine:
     def count(self) -> float:
         return sum(count for _, count in self._told["forward"])
 
+    @property
+    def loss(self) -> float:
+        return sum(loss for loss, _ in self._told["forward"])
+
     def take_loss(self) -> tuple[float, float] | None:
         return self._take("forward") if self._engine.train.loss is not None else None
 
@@ -347,6 +351,9 @@ class IslandEngine:
     def update(self, step: int, norms: Tensor | None) -> None:
         self._engine.update(step, norms)
         self._spread([name for name in self._engine.trainable if name not in self._engine.train.borrows])
+
+    def skip_update(self) -> None:
+        self._engine.skip_update()
 
     def state(self) -> dict[str, Tensor]:
         return self._engine.state()

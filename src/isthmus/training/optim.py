@@ -66,6 +66,10 @@ class Optimizers:
             for group in optimizer.param_groups:
                 group["lr"] = config.lr * factor
             optimizer.step()
+        self.drop_gradients()
+
+    def drop_gradients(self) -> None:
+        for _, optimizer in self._made:
             optimizer.zero_grad(set_to_none=True)
 
     def state(self) -> dict[str, Tensor]:
@@ -114,9 +118,12 @@ NO_GRADIENT = -1.0
 
 
 def gradient_norms(gradients: Sequence[Tensor | None]) -> Tensor:
-    """The 2-norm of each gradient, -1 where there is none: float32, shape [len(gradients)]."""
-    norms = [torch.tensor(NO_GRADIENT) if g is None else torch.linalg.vector_norm(g).float().cpu() for g in gradients]
-    return torch.stack(norms) if norms else torch.empty(0)
+    """The 2-norm of each gradient, -1 where there is none: float32, shape [len(gradients)], on the CPU."""
+    there = [torch.linalg.vector_norm(g).float() for g in gradients if g is not None]
+    norms = torch.full((len(gradients),), NO_GRADIENT)
+    if there:
+        norms[[g is not None for g in gradients]] = torch.stack(there).cpu()
+    return norms
 
 
 def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> float:

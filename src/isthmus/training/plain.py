@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping, Sequence
 
 import torch
@@ -38,11 +39,18 @@ def plain_step(
     return sum(losses) / total, gradients
 
 
-def plain_update(module: nn.Module, optimizers: Optimizers, step: int, config: EngineConfig) -> None:
-    """Clip and apply, as every stage does for its own parameters."""
+def plain_update(
+    module: nn.Module, optimizers: Optimizers, step: int, config: EngineConfig, loss: float = 0.0
+) -> None:
+    """Clip and apply, as every stage does for its own parameters; or leave a step out whose loss or gradient norm is
+    not finite, with the optimizers' counts of steps, as torch's GradScaler does."""
     gradients = [p.grad for p in module.parameters() if p.grad is not None]
+    norms = gradient_norms(gradients)
+    if config.non_finite == "skip" and not (math.isfinite(loss) and bool(torch.isfinite(norms).all())):
+        optimizers.drop_gradients()
+        return
     if config.clip_norm > 0:
-        clip(gradients, gradient_norms(gradients), config.clip_norm)
+        clip(gradients, norms, config.clip_norm)
     optimizers.step(config.learning_rate.factor(step, config.steps))
 
 

@@ -11,7 +11,7 @@ from collections.abc import Mapping, Sequence
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import Diverged, IsthmusError, PeerError, UserError
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
     Advance,
@@ -254,6 +254,8 @@ class Conductor:
             finish = self._carry_out(instruction) or finish
         if finish is not None and finish.outcome == "lost":
             self._failure = PeerError(finish.reason) if self.machine.survives else self._verdict
+        elif finish is not None and finish.outcome == "diverged":
+            self._failure = Diverged(finish.reason)
         return finish
 
     def _guard(self, device: str, message: AnyMessage) -> None:
@@ -334,7 +336,10 @@ class Conductor:
         item = self._items[message.item]
         if item.kind == "save":
             self._script.saved(item, device, {h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
-        return Reported(device=device, item=message.item, loss=message.loss, count=message.count, epoch=message.epoch)
+        return Reported(
+            device=device, item=message.item, loss=message.loss, count=message.count, epoch=message.epoch,
+            non_finite=message.non_finite,
+        )  # fmt: skip
 
     def _localise(self, span: Span) -> Span:
         """A device speaks of items and of the machine's clock; a trace of steps and of the run's."""
@@ -359,10 +364,12 @@ class Conductor:
                 self._say(device, Weights(run=run, epoch=epoch, own=own, tensors=headers), list(weights.values()))
             case Open(item=item):
                 self._open(item, epoch)
-            case Advance(item=item, loss=loss):
+            case Advance(item=item, loss=loss, remark=remark):
                 self._advance(item, loss)
-            case Commit(item=item):
-                self._script.commit(item)
+                if remark:
+                    self._script.note(remark)
+            case Commit(item=item, finite=finite):
+                self._script.commit(item, finite=finite)
             case Hold(device=device):
                 self._disturb()
                 self._say(device, HoldMessage(run=run, epoch=epoch))

@@ -53,7 +53,10 @@ class Deployment:
         self._prepared = prepared
         self._fleet = fleet
         self._emulated = emulated
-        self.stages = stage_pairs(plan, prepared.captured, clips=self.job.training.clip_norm > 0)
+        training = self.job.training
+        self.stages = stage_pairs(
+            plan, prepared.captured, clips=training.clip_norm > 0, skips=training.non_finite == "skip"
+        )
         self.by_device = dict(zip(plan.devices, self.stages, strict=True))
         counts = [replica.micro_batches for replica in plan.replicas]
         each = zip(shares(counts, self.job.micro_batch_size), plan.replicas, strict=True)
@@ -257,7 +260,7 @@ class Deployment:
             *view.forward_from, *view.forward_to, *view.eval_from, *view.eval_to, *view.lends_to, *view.borrows_from,
             *view.partners,
         }  # fmt: skip
-        if view.clips or view.counts:
+        if view.agrees or view.counts:
             wanted |= set(view.others)
         return wanted
 

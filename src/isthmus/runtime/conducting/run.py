@@ -73,6 +73,7 @@ def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
     return RunSpec(
         steps=t.steps, micro_batches=t.micro_batches, micro_batch_size=job.micro_batch_size, eval_every=t.eval_every,
         eval_micro_batches=count, save_every=t.save_every, lease_ahead=job.runtime.lease_ahead, start_step=start_step,
+        non_finite_steps=t.most_non_finite_steps,
     )  # fmt: skip
 
 
@@ -218,11 +219,12 @@ class TrainingScript:
             own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
             self._writer.write(item.step, f"replica-{replica}-{stage}", own)
 
-    def commit(self, item: Item) -> None:
+    def commit(self, item: Item, *, finite: bool) -> None:
         t = self.job.training
         self._writer.write(item.step, "rest", self._values.rest)
         directory = self._writer.commit(Manifest(
-            step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, data=self._prepared.samples.fingerprints
+            step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, finite=finite,
+            data=self._prepared.samples.fingerprints,
         ))  # fmt: skip
         self._watcher.saved(item.step, directory)
 
@@ -252,6 +254,6 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
 
 
 def check_outcome(outcome: Outcome) -> None:
-    """PeerError for a run that ended because a device was lost."""
-    if outcome.outcome == "lost":
+    """PeerError for a run that ended because a device was lost, Diverged for one whose numbers are not finite."""
+    if outcome.outcome in ("lost", "diverged"):
         raise outcome.failure or PeerError(outcome.reason)

@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Collection, Mapping, Sequence
-from typing import Literal, NamedTuple, Protocol
+from typing import NamedTuple, Protocol
 
 import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError
-from isthmus.protocol.coordinator_events import Begin, MakePlan
+from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
@@ -21,7 +21,7 @@ from isthmus.training.layout import TensorHeader
 class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """How a run ended, and what it left."""
 
-    outcome: Literal["done", "interrupted", "lost"]
+    outcome: Ending
     reason: str
     spans: tuple[Span, ...]
     """Times count from the first item's opening. Of a long run, the first `MOST_SPANS`."""
@@ -30,7 +30,7 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     late_s: Mapping[str, float]
     """Per device, by how much real computing overran its emulated duration."""
     failure: IsthmusError | None = None
-    """Set when a device was lost and the run could not go on."""
+    """Why the run could not go on."""
     recoveries: tuple[Recovery, ...] = ()
 
 
@@ -118,8 +118,8 @@ class Script(Protocol):
         """A device's part of a checkpoint is here."""
         ...
 
-    def commit(self, item: Item) -> None:
-        """All parts are here."""
+    def commit(self, item: Item, *, finite: bool) -> None:
+        """All parts are here; `finite`: their weights are."""
         ...
 
     def note(self, text: str) -> None:

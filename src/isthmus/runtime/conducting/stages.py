@@ -48,7 +48,7 @@ def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
                 )
 
 
-def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePair, ...]:
+def stage_pairs(plan: Plan, captured: Captured, *, clips: bool, skips: bool = False) -> tuple[StagePair, ...]:
     """The stages of all replicas, as workers are counted. UserError when the plan was made for another graph."""
     held = bool(plan.terms.data_holders)
     flow, eval_flow = Flow(captured.train, columns_first=held), Flow(captured.eval, columns_first=held)
@@ -59,7 +59,8 @@ def stage_pairs(plan: Plan, captured: Captured, *, clips: bool) -> tuple[StagePa
         train += ours
         evaluation += theirs
     edges = {(c.source, c.target) for stage in evaluation for c in stage.sends}
-    views = plan_views(plan, clips=clips, counts=captured.train.count is not None, eval_edges=sorted(edges))
+    counts = captured.train.count is not None
+    views = plan_views(plan, clips=clips, skips=skips, counts=counts, eval_edges=sorted(edges))
     return tuple(
         StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e)
         for view, t, e in zip(views, train, evaluation, strict=True)

@@ -297,7 +297,7 @@ class Device:
         self._say(
             ReportMessage(
                 run=self._run, epoch=self._epoch, item=done.item, loss=done.loss, count=done.count,
-                spans=done.spans, late_s=done.late_s, tensors=headers,
+                spans=done.spans, late_s=done.late_s, tensors=headers, non_finite=done.non_finite,
             ),
             list(done.state.values()),
         )  # fmt: skip

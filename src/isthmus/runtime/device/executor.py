@@ -44,9 +44,11 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
+from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.expected import label, sent_packings
+from isthmus.runtime.device.finite import FiniteWatch
 from isthmus.runtime.device.following import Lender
 from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.mirroring import MirrorSender
@@ -55,6 +57,7 @@ from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.processes.kept_pages import keep_pages
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
+from isthmus.training.finite import is_finite
 from isthmus.training.snapshot import Snapshot, snapshot
 from isthmus.training.sums import Parameters, Summed, summed
 
@@ -78,6 +81,7 @@ class Done(msgspec.Struct, frozen=True):
     spans: tuple[Span, ...]
     late_s: float
     state: dict[str, Tensor]
+    non_finite: NonFinite | None
 
 
 class Order(NamedTuple):
@@ -112,6 +116,7 @@ class Executor:
         self._inbox = inbox
         self._report = report
         self._machine = Worker(assignment.view, assignment.epoch)
+        self._finite = FiniteWatch(assignment, engine)
         self._steps = assignment.start_step
         """Behind the engine's state."""
         self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
@@ -123,6 +128,8 @@ class Executor:
         self._items: dict[int, Item] = {}
         self._outgoing: dict[tuple[Parcel, int, int], dict[str, Tensor]] = {}
         self._norms: Tensor | None = None
+        self._all_finite = True
+        """The loss and gradients of the item that was collected last."""
         self._count: float | None = None
         """Of the item's loss: this replica's, or after a sum of gradients that of all."""
         self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
@@ -241,14 +248,14 @@ class Executor:
                 self._take(groups)
                 return Taken(item=item)
             case Collect(item=item):
-                self._collect(item)
-                return Collected(item=item)
-            case Update(item=item):
-                self._update(item)
+                return Collected(item=item, finite=self._collect(item))
+            case Update(item=item, skip=skip):
+                self._update(item, skip=skip)
                 return Updated(item=item)
             case Save(item=item):
                 state, wanted = self._whole_state(), self.assignment.saves
                 self._state = {k: v.detach().clone() for k, v in state.items() if wanted is None or k in wanted}
+                self._finite.saved(state)
                 return Saved(item=item)
             case Keep(item=item):
                 taken = snapshot(self._whole_state())
@@ -277,6 +284,8 @@ class Executor:
             self.links.reshape(item.step)
         start_s = time.monotonic()
         out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
+        if training:
+            self._finite.forward(number, inputs, out)
         self._stretch(work, start_s)
         for target in view.forward_to if training else view.eval_to:
             crossing = sent_spec(stage, target)
@@ -293,6 +302,7 @@ class Executor:
         start_s = time.monotonic()
         number = self._items[work.item].first_micro_batch + work.micro_batch
         gradients = self.engine.backward(number, arrived)
+        self._finite.backward(number, gradients)
         self._stretch(work, start_s)
         for source in view.backward_to:
             due = [c.value for c in received_spec(stage, source) if c.gradient]
@@ -344,7 +354,7 @@ class Executor:
 
     def _send(self, send: Send) -> None:
         stage = self.assignment.train
-        number = 0.0
+        number, finite = 0.0, True
         tensors: dict[str, Tensor] = {}
         packings: dict[str, Packing] = {}
         samples: list[int] = []
@@ -353,6 +363,8 @@ class Executor:
                 tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
                 if self._items[send.item].kind == "train":
                     packings = self._packings[send.parcel, send.target]
+                if packings and not all(map(is_finite, tensors.values())):
+                    packings = {}  # no codec takes it, and whoever receives it must know
                 if any(packing.feedback for packing in packings.values()):
                     tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
                     samples = self._samples(self._items[send.item], send.micro_batch)
@@ -364,8 +376,8 @@ class Executor:
                 number = self.engine.count
             case "norms":
                 assert self._norms is not None, "norms are sent after collect"
-                tensors = {"norms": self._norms}
-        self.links.send(send, tensors, number, packings, samples)
+                tensors, finite = {"norms": self._norms}, self._all_finite
+        self.links.send(send, tensors, number, packings, samples, finite=finite)
 
     def _samples(self, item: Item, micro_batch: int) -> list[int]:
         """Which training samples a micro-batch is of: any stage can tell, whether it reads data or not."""
@@ -412,27 +424,33 @@ class Executor:
         if self.assignment.view.counts and self.assignment.view.averages == "gradients":
             self._count = counts[0]
 
-    def _collect(self, item: int) -> None:
+    def _collect(self, item: int) -> bool:
+        """Whether loss and gradients are finite here."""
         start_s = time.monotonic()
         view = self.assignment.view
         if not (view.groups and view.averages == "gradients"):
             self._gather(item)
         self._norms = self.engine.collect(self._count)
+        self._all_finite = self._finite.collected(self._norms)
         self._span("collect", start_s, item)
+        return self._all_finite
 
-    def _update(self, item: int) -> None:
+    def _update(self, item: int, *, skip: bool) -> None:
         start_s = time.monotonic()
         norms: Tensor | None = None
         view = self.assignment.view
-        if view.clips:
+        if view.agrees:
             assert self._norms is not None, "norms are known after collect"
             positions = self.assignment.norm_positions
             norms = torch.zeros(sum(len(p) for p in positions.values()))
             for stage, where in positions.items():
                 told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
                 norms[list(where)] = told
-        given = self.engine.gradients() if self._lender is not None else {}
-        self.engine.update(self._items[item].step, norms)
+        given = self.engine.gradients() if self._lender is not None and not skip else {}
+        if skip:
+            self.engine.skip_update()
+        else:
+            self.engine.update(self._items[item].step, norms)
         self._steps = self._items[item].step + 1
         self._lend(given)
         self._span("update", start_s, item)
@@ -449,7 +467,7 @@ class Executor:
         spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
         state, self._state = self._state, {}
         loss, count = told or (None, None)
-        self._report(Done(item, loss, count, spans, self._late_s, state))
+        self._report(Done(item, loss, count, spans, self._late_s, state, self._finite.take()))
         self._late_s = 0.0
         if self._mirror is not None:
             self._mirror.go_on()

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+from collections.abc import Sequence
 
 from isthmus.graph import Ref
 from isthmus.graph.partition import Crossing
@@ -57,18 +57,20 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
     def allow(parcel: Parcel, source: int, signature: Signature) -> None:
         found.setdefault((parcel, source), set()).add(signature)
 
-    def crossing(crossings: Iterable[Crossing], packing: Packing | None) -> Signature:
-        return tuple(
-            (label(c.value), c.spec.dtype, c.spec.shape_at(size), packing if c.gradient else None) for c in crossings
-        )
+    def cross(parcel: Parcel, other: int, crossings: Sequence[Crossing], packing: Packing | None) -> None:
+        """Packed, or as it is: what is not finite is not packed."""
+        for packed in {packing, None}:
+            allow(parcel, other, tuple(
+                (label(c.value), c.spec.dtype, c.spec.shape_at(size), packed if c.gradient else None) for c in crossings
+            ))  # fmt: skip
 
     for stage in (train, assignment.evaluation):
         for source in {c.source for c in stage.receives}:
             packing = received.get(source) if stage is train else None  # evaluations are of the model as it is
-            allow("forward", source, crossing(received_spec(stage, source), packing))
+            cross("forward", source, received_spec(stage, source), packing)
     for target in {c.target for c in train.sends}:
         due = [c for c in sent_spec(train, target) if c.gradient]
-        allow("backward", target, crossing(due, received.get(target)))
+        cross("backward", target, due, received.get(target))
     for owner in view.borrows_from:
         names = [n for n, o in train.borrows.items() if o == owner]
         allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size), None) for n in names))
@@ -77,6 +79,6 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
         allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size), None) for n in names))
     for other in view.others:
         allow("count", other, ())
-        if view.clips:
+        if view.agrees:
             allow("norms", other, (("norms", "float32", (len(assignment.norm_positions[other]),), None),))
     return {key: frozenset(signatures) for key, signatures in found.items()}

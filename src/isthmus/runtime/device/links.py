@@ -102,17 +102,17 @@ class Links:
 
     def send(
         self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {},
-        samples: Sequence[int] = (),
+        samples: Sequence[int] = (), *, finite: bool = True,
     ) -> None:  # fmt: skip
         """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
 
         `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
-        gradients: packing with feedback remembers by sample.
+        gradients: packing with feedback remembers by sample. `finite` goes with norms.
         """
         headers = tuple(header_of(name, t, packings.get(name)) for name, t in tensors.items())
         message = ParcelMessage(
             run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
-            micro_batch=what.micro_batch, number=number, tensors=headers,
+            micro_batch=what.micro_batch, number=number, finite=finite, tensors=headers,
         )  # fmt: skip
         sent = list(tensors.values())
         feedback = self._feedback.setdefault(what.target, SampleFeedback())
@@ -195,7 +195,7 @@ class Links:
         else:
             self._inbox.put(Arrived(
                 parcel=message.parcel, source=stage, item=message.item, micro_batch=message.micro_batch,
-                epoch=message.epoch,
+                epoch=message.epoch, finite=message.finite,
             ))  # fmt: skip
 
     def _keep(self, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor]) -> None:

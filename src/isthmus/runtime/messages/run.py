@@ -7,6 +7,7 @@ from typing import Annotated, Literal
 import msgspec
 
 from isthmus.protocol.events import Parcel
+from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import Holding
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
@@ -31,6 +32,8 @@ class ParcelMessage(Message, frozen=True, kw_only=True):
     micro_batch: int = -1
     number: float = 0.0
     """The value of a `count` parcel."""
+    finite: bool = True
+    """Of `norms`: whether the sender's loss and gradients are."""
 
 
 class PartsMessage(Message, frozen=True, kw_only=True):
@@ -88,6 +91,8 @@ class ReportMessage(Message, frozen=True, kw_only=True):
     spans: tuple[Span, ...] = ()
     late_s: float = 0.0
     """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
+    non_finite: NonFinite | None = None
+    """The first place on this device where the item's numbers were not finite."""
 
 
 class Failed(Message, frozen=True, kw_only=True):

@@ -1,0 +1,115 @@
+"""Numbers that are not finite, as the machines see them."""
+
+from __future__ import annotations
+
+import pytest
+
+from isthmus.protocol import Coordinator, Item, RunSpec, StageView, Worker
+from isthmus.protocol.coordinator_events import (
+    Advance,
+    Commit,
+    CoordinatorInstruction,
+    Finish,
+    Halt,
+    Joined,
+    Ready,
+    Reported,
+)
+from isthmus.protocol.events import Arrived, Collected, Opened, Report, Send, Update, Updated
+from isthmus.protocol.finite import Divergence, NonFinite, earliest
+
+OUTPUT = NonFinite(where="output", stage=1, micro_batch=3, name="'x'")
+
+
+def test_the_earliest_place_is_named():
+    said = {
+        "oslo": NonFinite(where="gradient", stage=1, micro_batch=0),
+        "lima": NonFinite(where="output", stage=1, micro_batch=0),
+        "rome": NonFinite(where="output", stage=2, micro_batch=0),
+        "cork": NonFinite(where="loss", stage=3, micro_batch=0),
+        "baku": NonFinite(where="output", stage=0, micro_batch=1),
+        "bern": NonFinite(where="parameter gradient", stage=3),
+    }
+    order = []
+    while (first := earliest(said)) is not None:
+        order.append(first[0])
+        del said[first[0]]
+    assert order == ["lima", "rome", "cork", "oslo", "baku", "bern"]
+
+
+def test_backward_the_last_stage_is_the_first():
+    said = {name: NonFinite(where="gradient", stage=stage, micro_batch=0) for name, stage in (("a", 1), ("b", 2))}
+    assert earliest(said) == ("b", said["b"])
+
+
+def test_only_steps_in_a_row_end_a_run():
+    divergence = Divergence(2)
+    seen = [divergence.stepped(step, {"oslo": OUTPUT} if bad else {})[1] for step, bad in enumerate((1, 0, 1, 1))]
+    assert seen == [False, False, False, True]
+
+
+def test_a_run_that_ignores_them_never_ends_for_them():
+    divergence = Divergence(0)
+    assert not any(divergence.stepped(step, {"oslo": OUTPUT})[1] for step in range(50))
+    assert divergence.saved(3, {"oslo": NonFinite(where="parameter", stage=0, name="'w'")})[1] is False
+
+
+def running(**fields: int) -> Coordinator:
+    spec = RunSpec(**{"steps": 4, "micro_batches": 2, "micro_batch_size": 1, "lease_ahead": 2, **fields})
+    coordinator = Coordinator(("oslo", "tokyo"), spec)
+    for event in (Joined, Ready):
+        for device in coordinator.devices:
+            coordinator.handle(event(device=device))
+    return coordinator
+
+
+def report(machine: Coordinator, item: int, non_finite: NonFinite | None = None) -> list[CoordinatorInstruction]:
+    machine.handle(Reported(device="oslo", item=item, non_finite=non_finite))
+    return machine.handle(Reported(device="tokyo", item=item, loss=1.0, count=1.0))
+
+
+def test_a_step_that_is_not_finite_ends_the_run_and_says_where():
+    machine = running(non_finite_steps=1, save_every=1)
+    report(machine, 0)
+    assert any(isinstance(i, Commit) for i in report(machine, 1))
+    advance, halt, finish = report(machine, 2, OUTPUT)
+    assert isinstance(advance, Advance)
+    assert halt == Halt()
+    assert isinstance(finish, Finish)
+    assert finish.outcome == "diverged"
+    for words in ("step 2", "stage 1", "'oslo'", "micro-batch 3", "checkpoint is of step 1"):
+        assert words in finish.reason
+
+
+def test_a_checkpoint_of_weights_that_are_not_finite_is_not_committed():
+    machine = running(non_finite_steps=1, save_every=1)
+    report(machine, 0)
+    found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'"))
+    assert not any(isinstance(i, Commit) for i in found)
+    assert isinstance(found[-1], Finish)
+    assert found[-1].outcome == "diverged"
+
+
+def test_a_run_that_ignores_them_marks_such_a_checkpoint():
+    machine = running(save_every=1)
+    report(machine, 0)
+    found = report(machine, 1, NonFinite(where="parameter", stage=0, name="'w'"))
+    assert Commit(Item(index=1, kind="save", step=1), finite=False) in found
+
+
+@pytest.mark.parametrize("own, theirs", [(True, False), (False, True), (False, False), (True, True)])
+@pytest.mark.parametrize("skips", [True, False])
+def test_all_stages_leave_out_the_same_updates(own: bool, theirs: bool, skips: bool):
+    view = StageView(
+        stage=0, stages=2, in_flight=1, forward_from=(), forward_to=(), backward_from=(), backward_to=(),
+        clips=True, skips=skips,
+    )  # fmt: skip
+    worker = Worker(view)
+    worker.handle(Opened(item=Item(index=0, kind="train", step=0)))
+    assert worker.handle(Collected(item=0, finite=own)) == [Send("norms", 1, 0)]
+    update = worker.handle(Arrived(parcel="norms", source=1, item=0, finite=theirs))
+    assert update == [Update(0, skip=skips and not (own and theirs))]
+    assert worker.handle(Updated(item=0)) == [Report(0)]
+    worker.handle(Opened(item=Item(index=1, kind="train", step=1)))
+    worker.handle(Collected(item=1))
+    assert worker.handle(Arrived(parcel="norms", source=1, item=1)) == [Update(1)]
