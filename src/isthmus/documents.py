@@ -19,6 +19,12 @@ from isthmus.errors import UserError, unknown_name
 Document = TypeVar("Document", bound=msgspec.Struct)
 
 
+def check_is_local(field: str, path: str) -> None:
+    """UserError for an address such as s3://bucket, of which pathlib would make a folder `s3:`."""
+    if re.match(r"[A-Za-z][A-Za-z0-9+.-]+:/", path):
+        raise UserError(f"{field}: got {path!r}, expected a folder of this machine: remote stores are not supported")
+
+
 def read_toml(path: Path, kind: str) -> dict[str, object]:
     """The tables of a TOML file; UserError for a missing file or a syntax error, with its line."""
     try:

@@ -18,10 +18,10 @@ from torch import nn
 from isthmus.cost import ParameterState, Problem, SyncPolicy, parameter_state
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
-from isthmus.documents import convert, read_toml
+from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
-from isthmus.fleet import Change, Fleet, resolve_fleet
+from isthmus.fleet import Change, Fleet, changed, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.models import ModelSpec, as_eager, build_model
@@ -193,6 +193,7 @@ def load_job(path: Path) -> Job:
                 f"{path}: training.batch_size: got {t.batch_size}, expected a multiple of {field} ({count})"
             )
     job = job.cut_into(job.counts[0])
+    check_is_local(f"{path}: run_dir", job.run_dir)
     if t.steps % job.sync.period:
         raise UserError(
             f"{path}: training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas "
@@ -224,8 +225,15 @@ def load_job(path: Path) -> Job:
 
 
 def fleet_of(job: Job) -> Fleet:
+    """UserError for a fleet that is not there, or lacks a device that is to change."""
     fleet = resolve_fleet(job.fleet)
-    return fleet.thin(job.devices) if job.devices is not None else fleet
+    fleet = fleet.thin(job.devices) if job.devices is not None else fleet
+    for number, change in enumerate(job.runtime.changes):
+        try:
+            changed(fleet, [change], change.step)
+        except UserError as e:
+            raise UserError(f"runtime.changes[{number}]: {e}") from None
+    return fleet
 
 
 def terms_of(job: Job, fleet: Fleet) -> Terms:
@@ -291,8 +299,9 @@ class _About(msgspec.Struct, frozen=True):
 def prepare(job: Job) -> Prepared:
     """Open the data, build the model under fake tensors and capture it.
 
-    Raises UserError for whatever is wrong with them, or with how they fit together and the optimizers.
+    Raises UserError for whatever is wrong with them, with how they fit together and the optimizers, or with a hook.
     """
+    load_hooks(job.hooks)
     train = load_dataset(job.data, "train")
     heldout = load_dataset(job.data, "heldout") if job.training.eval_every else None
     dtype = torch.bfloat16 if job.training.precision == "bf16" else torch.float32
@@ -368,6 +377,19 @@ def _state(job: Job) -> ParameterState:
     outer = job.sync.outer
     kept_bytes = 0 if outer is None else FLOAT32_BYTES * (2 if outer.momentum else 1)
     return msgspec.structs.replace(largest, optimizer_bytes=largest.optimizer_bytes + kept_bytes)
+
+
+def load_hooks(hooks: Hooks) -> dict[str, Callable[..., object]]:
+    """Those that the job names, by what they are called for."""
+    named = {"step": hooks.step, "checkpoint": hooks.checkpoint, "finish": hooks.finish}
+    found: dict[str, Callable[..., object]] = {}
+    for kind, name in named.items():
+        if name:
+            try:
+                found[kind] = load_hook(name)
+            except UserError as e:
+                raise UserError(f"hooks.{kind}: {e}") from None
+    return found
 
 
 def load_hook(name: str) -> Callable[..., object]:

@@ -173,7 +173,7 @@ def test_large_fleet_of_one_by_one_links_costs_no_quadratic_search() -> None:
 
 
 def test_described_lists() -> None:
-    text = render(planners_table([("dp", "exact dynamic programme"), ("even", "equal layers [baseline]")]))
+    text = render(planners_table("Planners", [("dp", "exact dynamic programme"), ("even", "equal layers [baseline]")]))
     assert "Planners" in text
     assert row(text, "even").split(maxsplit=1)[1].strip() == "equal layers [baseline]"
     assert row(render(topologies_table([("laptop", "two devices")])), "laptop").endswith("two devices")

@@ -19,6 +19,10 @@ from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.plan import Plan, Schedule, load_plan, save_plan
+from isthmus.planners import planner_names
+from isthmus.planners.cohort import cohort_names
+from isthmus.planners.compression import ratio_planner_names
+from isthmus.planners.sync import sync_planner_names
 from isthmus.training.plain import plain_loss
 
 from .commands import Done, edited, isthmus, refused, write_job
@@ -80,7 +84,29 @@ def test_bad_jobs(tmp_path: Path, old: str, new: str, words: list[str]) -> None:
 )
 def test_hooks_that_cannot_be_had(tmp_path: Path, hook: str, words: list[str]) -> None:
     job = edited(write_job(tmp_path), (SCHEDULE, f'[hooks]\nfinish = "{hook}"\n[learning_rate]'))
-    refused(isthmus("train", job), 2, *words)
+    for command in (["plan"], ["plan", "--compare", "even"], ["simulate"], ["train"]):
+        refused(isthmus(command[0], job, *command[1:]), 2, "hooks.finish", *words)
+
+
+CHANGE = '[[runtime.changes]]\nstep = 1\nfactor = 0.5\n{}\n[learning_rate]'
+
+
+@pytest.mark.parametrize("what", ['device = "gone"', 'link = ["gone", "gone-too"]'])
+def test_changes_of_what_is_not_there(tmp_path: Path, what: str) -> None:
+    job = edited(write_job(tmp_path), (SCHEDULE, CHANGE.format(what)))
+    for command in (["plan"], ["plan", "--compare", "even"], ["simulate"], ["train"]):
+        refused(isthmus(command[0], job, *command[1:]), 2, "runtime.changes[0]", "unknown device 'gone'")
+
+
+def test_addresses_in_place_of_folders(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.chdir(tmp_path)
+    where = "s3://bucket/runs"
+    job = write_job(tmp_path)
+    refused(isthmus("plan", job, "--picture", f"{where}/plan.png"), 2, where, "a folder of this machine")
+    refused(isthmus("export", "runs/x", where), 2, where, "a folder of this machine")
+    refused(isthmus("devices", "--state", where), 2, where, "a folder of this machine")
+    refused(isthmus("train", edited(job, ("run_dir = ", f'run_dir = "{where}" #'))), 2, "run_dir", where)
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["job.toml"]
 
 
 MODELS = """
@@ -278,7 +304,13 @@ def test_every_command_speaks_json(trained: Trained, tmp_path: Path) -> None:
     traced = json.loads(isthmus("trace", trained.run, "--json").out)
     assert json.loads(Path(traced["perfetto"]).read_text())["traceEvents"]
     assert "three-sites" in json.loads(isthmus("topologies", "--json").out)
-    assert {"even", "chain"} <= json.loads(isthmus("planners", "--json").out).keys()
+    listed = json.loads(isthmus("planners", "--json").out)
+    expected = {"plan": planner_names(), "compression": ratio_planner_names(), "sync": sync_planner_names(),
+                "cohort": cohort_names()}  # fmt: skip
+    assert {kind: sorted(named) for kind, named in listed.items()} == expected
+    table = isthmus("planners").out
+    assert all(name in table for names in expected.values() for name in names)
+    assert all(field in table for field in ("`planner`", "`compression.method`", "`execution.planner`"))
     again = json.loads(isthmus("train", trained.job, "--run", trained.run, "--resume", "--json").out)
     assert again["heldout_loss"] == json.loads(trained.done.out)["heldout_loss"]
 

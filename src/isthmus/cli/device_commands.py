@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli import joining
-from isthmus.cli.options import JsonOption, PatienceOption, out
+from isthmus.cli.options import JsonOption, PatienceOption, local_path, out
 from isthmus.errors import UserError
 from isthmus.runtime.processes.launcher import Place
 
@@ -37,7 +37,11 @@ def join(
     ] = None,
     patience: PatienceOption = "60 s",
     state: Annotated[
-        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
+        Path | None,
+        typer.Option(
+            "--state", parser=local_path, metavar="DIR",
+            help="Folder of the key; default ~/.local/state/isthmus/device.",
+        ),
     ] = None,
 ) -> None:
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
@@ -53,7 +57,11 @@ def join(
 @app.command()
 def doctor(
     state: Annotated[
-        Path | None, typer.Option("--state", help="Folder of the key; default ~/.local/state/isthmus/device.")
+        Path | None,
+        typer.Option(
+            "--state", parser=local_path, metavar="DIR",
+            help="Folder of the key; default ~/.local/state/isthmus/device.",
+        ),
     ] = None,
     ticket_file: Annotated[
         Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")

@@ -18,6 +18,7 @@ from isthmus.cli.options import (
     ObjectiveOption,
     PlannerOption,
     StepsOption,
+    local_path,
     notes,
     out,
 )
@@ -41,7 +42,10 @@ def plan(
     objective: ObjectiveOption = None,
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
-    picture: Annotated[Path | None, typer.Option("--picture", help="Draw the plan on its fleet: a PNG.")] = None,
+    picture: Annotated[
+        Path | None,
+        typer.Option("--picture", parser=local_path, metavar="FILE", help="Draw the plan on its fleet: a PNG."),
+    ] = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
     json: JsonOption = False,
 ) -> None:
@@ -70,7 +74,9 @@ def simulate_command(
     objective: ObjectiveOption = None,
     steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 4,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
-    trace_file: Annotated[Path | None, typer.Option("--trace", help="Write a Perfetto trace here.")] = None,
+    trace_file: Annotated[
+        Path | None, typer.Option("--trace", parser=local_path, metavar="FILE", help="Write a Perfetto trace here.")
+    ] = None,
     json: JsonOption = False,
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.

@@ -10,8 +10,16 @@ from typing import Annotated, Literal
 import typer
 from rich.console import Console
 
+from isthmus.documents import check_is_local
 from isthmus.errors import UserError
 from isthmus.units import parse_duration
+
+
+def local_path(text: str) -> Path:
+    """Of an option that is written to; UserError for the address of a remote store."""
+    check_is_local("path", text)
+    return Path(text)
+
 
 JobFile = Annotated[Path, typer.Argument(metavar="JOB.toml", help="The job: model, data, training.")]
 FleetOption = Annotated[str | None, typer.Option("--fleet", help="A built-in topology or a fleet TOML.")]
@@ -23,7 +31,11 @@ DevicesOption = Annotated[int | None, typer.Option("--devices", min=1, help="Thi
 PatienceOption = Annotated[str, typer.Option("--patience", help="Silence after which another party is lost.")]
 StepsOption = Annotated[int | None, typer.Option("--steps", min=1, help="Optimizer steps, in place of the job's.")]
 StateOption = Annotated[
-    Path | None, typer.Option("--state", help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.")
+    Path | None,
+    typer.Option(
+        "--state", parser=local_path, metavar="DIR",
+        help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.",
+    ),
 ]
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]

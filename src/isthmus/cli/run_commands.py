@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli import runs
-from isthmus.cli.options import JsonOption, out
+from isthmus.cli.options import JsonOption, local_path, out
 
 app = typer.Typer()
 
@@ -24,7 +24,7 @@ def trace(
 @app.command()
 def export(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
-    directory: Annotated[Path, typer.Argument(metavar="DIR", help="Where to write.")],
+    directory: Annotated[Path, typer.Argument(metavar="DIR", parser=local_path, help="Where to write.")],
     json: JsonOption = False,
 ) -> None:
     """Write the newest checkpoint: a Hugging Face directory when the model is one, else safetensors."""

@@ -17,6 +17,7 @@ from isthmus.cli.options import (
     PlannerOption,
     StateOption,
     StepsOption,
+    local_path,
     notes,
     out,
 )
@@ -87,7 +88,10 @@ def submit(
 @app.command()
 def probe(
     names: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Names of devices that joined or will.")],
-    target: Annotated[Path | None, typer.Option("--out", help="Write the fleet here; default: stdout.")] = None,
+    target: Annotated[
+        Path | None,
+        typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
+    ] = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = serving.PORT,
     address: AddressOption = None,

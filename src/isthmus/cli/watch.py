@@ -5,13 +5,12 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
-from collections.abc import Callable, Mapping
 from pathlib import Path
 
 from isthmus.cli.folder import RunFolder
 from isthmus.cli.losses import LossPoint
 from isthmus.errors import IsthmusError, UserError
-from isthmus.job import Hooks, Prepared, load_hook
+from isthmus.job import Hooks, Prepared, load_hooks
 from isthmus.protocol import Item
 from isthmus.report import Progress
 from isthmus.runtime.conducting.run import run_spec
@@ -22,9 +21,7 @@ class LoadedHooks:
     """The job's hooks, imported. Whatever one raises ends the run as the user's error, not ours."""
 
     def __init__(self, hooks: Hooks) -> None:
-        named = {"step": hooks.step, "checkpoint": hooks.checkpoint, "finish": hooks.finish}
-        self._names = {kind: name for kind, name in named.items() if name}
-        self._loaded: Mapping[str, Callable[..., object]] = {k: load_hook(n) for k, n in self._names.items()}
+        self._hooks, self._loaded = hooks, load_hooks(hooks)
 
     def call(self, kind: str, *arguments: object) -> None:
         if kind not in self._loaded:
@@ -36,7 +33,7 @@ class LoadedHooks:
             raise
         except Exception as e:
             reason = " ".join(f"{type(e).__name__}: {e}".split())
-            raise UserError(f"hooks.{kind}: {self._names[kind]} raised {reason}") from e
+            raise UserError(f"hooks.{kind}: {getattr(self._hooks, kind)} raised {reason}") from e
 
 
 class Watch:

@@ -22,7 +22,7 @@ from isthmus.data.clients import ClientData, share_out
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
-from isthmus.documents import convert, read_toml
+from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import read_options
 from isthmus.federated.admission import AdmissionRules
@@ -172,6 +172,7 @@ def load_federated_job(path: Path) -> FederatedJob:
 
 def check(job: FederatedJob) -> None:
     """What can be said before data is read."""
+    check_is_local("run_dir", job.run_dir)
     load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))
     check_combining(job)
     if (seed := job.federated.seed) >= 1 << 64:

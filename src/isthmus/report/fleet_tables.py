@@ -22,9 +22,9 @@ def topologies_table(topologies: Iterable[tuple[str, str]]) -> RenderableType:
     return _described("Topologies", "topology", topologies)
 
 
-def planners_table(planners: Iterable[tuple[str, str]]) -> RenderableType:
+def planners_table(title: str, planners: Iterable[tuple[str, str]]) -> RenderableType:
     """From (name, description) pairs."""
-    return _described("Planners", "planner", planners)
+    return _described(title, "planner", planners)
 
 
 def _described(title: str, noun: str, pairs: Iterable[tuple[str, str]]) -> RenderableType:
