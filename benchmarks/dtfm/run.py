@@ -32,6 +32,7 @@ from isthmus.planners.placement import (
     Grouping,
     PlacementProblem,
     dtfm_genetic,
+    dtfm_genetic_code,
     dtfm_kl,
     islands,
     lower_bound_s,
@@ -47,6 +48,8 @@ MOST_S = {"case 1": 3.440, "case 2": 31.64, "case 3": 16.088, "case 4": 34.803, 
 LEAST_BOUND_S = {"case 1": 3.4397, "case 2": 28.55, "case 3": 16.0867, "case 4": 34.8019, "case 5": 41.87}
 IRREGULAR = ("irregular", "irregular, another seed", "asymmetric", "unequal speeds")
 SAVED = 0.10
+GENETIC = ("dtfm-genetic", "dtfm-genetic-code")
+"""By the paper's text and by the authors' code: ours is compared with the better."""
 LARGE_S, PUBLIC_S = 60.0, 10.0
 
 
@@ -67,7 +70,7 @@ class Result(msgspec.Struct, frozen=True, kw_only=True):
             reached = self.islands_s <= MOST_S[self.network] and self.bound_s >= LEAST_BOUND_S[self.network]
             return reached and self.islands_time_s <= PUBLIC_S
         if self.network in IRREGULAR:
-            return self.islands_s <= (1 - SAVED) * self.others_s["dtfm-genetic"]
+            return self.islands_s <= (1 - SAVED) * min(self.others_s[name] for name in GENETIC)
         return self.islands_time_s <= LARGE_S
 
 
@@ -103,6 +106,7 @@ def measure(name: str, problem: PlacementProblem) -> Result:
     others: dict[str, Callable[[int], Grouping]] = {"random": lambda n: random_groups(problem, draws=n)}
     if not large:
         others["dtfm-genetic"] = lambda n: dtfm_genetic(problem, population=min(100, n), trials=n)
+        others["dtfm-genetic-code"] = lambda n: dtfm_genetic_code(problem, population=min(100, n), trials=n)
         others["dtfm-kl"] = lambda n: dtfm_kl(problem, population=min(100, n), trials=n)
     runs = {other: for_as_long(budget_s, search, 1 if large else 50) for other, search in others.items()}
     return Result(
@@ -114,10 +118,12 @@ def measure(name: str, problem: PlacementProblem) -> Result:
 
 def table(found: Report) -> Table:
     drawn = Table("network", title="Placement: seconds a step under DT-FM's cost function, at equal time")
-    for heading in ("kinds", "bound", "islands", "gap", "time", "bound time", "genetic", "KL", "random", "public code"):
+    for heading in (
+        "kinds", "bound", "islands", "gap", "time", "bound time", "genetic", "its code", "KL", "random", "public code",
+    ):  # fmt: skip
         drawn.add_column(heading, justify="right")
     for r in found.results:
-        others = (f"{r.others_s[k]:.3f}" if k in r.others_s else "-" for k in ("dtfm-genetic", "dtfm-kl", "random"))
+        others = (f"{r.others_s[k]:.3f}" if k in r.others_s else "-" for k in (*GENETIC, "dtfm-kl", "random"))
         public = f"{PUBLIC_CODE_S[r.network]:.3f}" if r.network in PUBLIC_CODE_S else "-"
         drawn.add_row(
             r.network, str(r.kinds), f"{r.bound_s:.3f}", f"{r.islands_s:.3f}", f"{r.islands_s / r.bound_s - 1:.2%}",

@@ -12,7 +12,7 @@ from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.placement.on_fleet import equal_cut
 
-NAMES = ("dtfm-genetic", "dtfm-kl", "islands", "random")
+NAMES = ("dtfm-genetic", "dtfm-genetic-code", "dtfm-kl", "islands", "random")
 
 
 @pytest.mark.parametrize("name", NAMES)

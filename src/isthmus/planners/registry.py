@@ -33,6 +33,7 @@ _OURS: Mapping[str, str] = {
     "certified": "isthmus.planners.allocation.on_fleet:certified",
     "chain": "isthmus.planners.chain:chain",
     "dtfm-genetic": "isthmus.planners.placement.on_fleet:dtfm_genetic",
+    "dtfm-genetic-code": "isthmus.planners.placement.on_fleet:dtfm_genetic_code",
     "dtfm-kl": "isthmus.planners.placement.on_fleet:dtfm_kl",
     "equal-compute": "isthmus.planners.allocation.on_fleet:equal_compute",
     "even": "isthmus.planners.even:even",

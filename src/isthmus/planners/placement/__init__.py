@@ -1,7 +1,7 @@
 """Which device runs which stage of which replica on a heterogeneous network: DT-FM's problem and its searches."""
 
 from isthmus.planners.placement.bounds import lower_bound_s
-from isthmus.planners.placement.dtfm_genetic import dtfm_genetic
+from isthmus.planners.placement.dtfm_genetic import dtfm_genetic, dtfm_genetic_code
 from isthmus.planners.placement.dtfm_kl import dtfm_kl
 from isthmus.planners.placement.grouping import Grouping, evaluate
 from isthmus.planners.placement.islands import islands
@@ -15,6 +15,7 @@ __all__ = [
     "PlacementProblem",
     "Task",
     "dtfm_genetic",
+    "dtfm_genetic_code",
     "dtfm_kl",
     "evaluate",
     "from_fleet",

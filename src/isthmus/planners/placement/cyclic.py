@@ -28,26 +28,25 @@ class _Move(NamedTuple):
     """Of going to the ring's first group instead, which would close the ring here."""
 
 
-def cyclic_search(labels: Ints, groups: int, gain: Gain) -> Ints:
+def cyclic_search(labels: Ints, groups: int, gain: Gain, *, last_ring: bool = True) -> Ints:
     """The labels [devices] after the best prefix of up to `groups` rings of moves; no device moves twice.
 
-    The public code adds up the rings' gains one short, so that the last ring never counts. Here it does.
+    Without `last_ring` the prefix ends before the last of the rings that were made.
     """
     movable = np.ones(len(labels), dtype=np.bool_)
     visited: set[int] = set()
-    best, best_sum, total = labels, 0.0, 0.0
-    now = labels
+    made, total = [(0.0, labels)], 0.0
     for _ in range(groups):
-        moves = _ring(now, movable, visited, gain)
+        moves = _ring(made[-1][1], movable, visited, gain)
         if not moves:
             break
-        now, gained = _closed(now, moves)
+        now, gained = _closed(made[-1][1], moves)
         total += gained
-        if total > best_sum:
-            best, best_sum = now, total
+        made.append((total, now))
         if len(visited) == groups:
             break
-    return best
+    counted = made if last_ring or len(made) == 1 else made[:-1]
+    return max(counted, key=lambda after: after[0])[1]
 
 
 def _ring(labels: Ints, movable: NDArray[np.bool_], visited: set[int], gain: Gain) -> list[_Move]:

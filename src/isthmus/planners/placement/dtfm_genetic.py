@@ -8,22 +8,36 @@ from numpy.typing import NDArray
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.cyclic import Gain, membership
 from isthmus.planners.placement.grouping import Grouping
-from isthmus.planners.placement.hybrid_genetic import hybrid_genetic
+from isthmus.planners.placement.hybrid_genetic import CODE, PAPER, Rules, hybrid_genetic
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 
 
-def dtfm_genetic(problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000) -> Grouping:
+def dtfm_genetic(
+    problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000, rules: Rules = PAPER
+) -> Grouping:
     """The paper's scheduler (sec. 3.4); the paper runs a population of 100 through 4,900 trials."""
-    gain = fastest_link_gain(problem.hop_s[np.ix_(problem.kind, problem.kind)], problem.task.stages)
-    return hybrid_genetic(problem, gain, seed=seed, population=population, trials=trials)
+    return hybrid_genetic(problem, gain_of(problem, rules), rules, seed=seed, population=population, trials=trials)
 
 
-def fastest_link_gain(hop_s: Floats, groups: int) -> Gain:
+def dtfm_genetic_code(
+    problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000
+) -> Grouping:
+    """The same search by the rules of the authors' public code, which runs 4,900 trials too."""
+    return dtfm_genetic(problem, seed=seed, population=population, trials=trials, rules=CODE)
+
+
+def gain_of(problem: PlacementProblem, rules: Rules) -> Gain:
+    hop_s = problem.hop_s[np.ix_(problem.kind, problem.kind)]
+    return fastest_link_gain(hop_s, problem.task.stages, both_ends=rules.both_ends)
+
+
+def fastest_link_gain(hop_s: Floats, groups: int, *, both_ends: bool = True) -> Gain:
     """Half of the paper's Gain: one device d1 that leaves, with hop_s [devices, devices].
 
         mean over d'' in C' of w(d1, d'')  -  w(d1, d2),    d1 - d2 the fastest link inside C
 
-    Ends of the fastest link are the only candidates; where several links tie, all their ends are.
+    Ends of the fastest link are the only candidates; where several links tie, all their ends are. Without `both_ends`
+    the one of lowest number is.
     """
     links = hop_s.copy()
     np.fill_diagonal(links, 0.0)
@@ -36,8 +50,16 @@ def fastest_link_gain(hop_s: Floats, groups: int) -> Gain:
         fastest = np.where(labels[:, None] == labels, apart, np.inf).min(axis=1)
         of_group = np.where(movable[:, None] & (inside > 0), fastest[:, None], np.inf).min(axis=0)
         candidate = movable & (fastest <= of_group[labels])
+        if not both_ends:
+            candidate &= _first_of_group(labels, candidate, groups)
         # A group of one has no link inside that moving would free.
         freed = np.where(np.isinf(fastest), 0.0, fastest)
         return np.where(candidate[:, None] & (inside == 0), mean - freed[:, None], -np.inf)
 
     return gain
+
+
+def _first_of_group(labels: Ints, candidate: NDArray[np.bool_], groups: int) -> NDArray[np.bool_]:
+    first = np.zeros_like(candidate)
+    first[(candidate[:, None] & (labels[:, None] == np.arange(groups))).argmax(axis=0)] = True
+    return first

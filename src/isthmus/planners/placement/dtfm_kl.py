@@ -14,9 +14,12 @@ from isthmus.planners.placement.problem import Ints, PlacementProblem
 
 def dtfm_kl(problem: PlacementProblem, *, seed: int = 0, population: int = 100, trials: int = 1000) -> Grouping:
     """The hybrid genetic search with Kernighan and Lin's gain in its local search."""
+    return hybrid_genetic(problem, gain_of(problem), seed=seed, population=population, trials=trials)
+
+
+def gain_of(problem: PlacementProblem) -> Gain:
     places = np.ix_(problem.kind, problem.kind)
-    gain = kernighan_lin_gain(problem.hop_s[places], problem.sync_s[places], problem.task.stages)
-    return hybrid_genetic(problem, gain, seed=seed, population=population, trials=trials)
+    return kernighan_lin_gain(problem.hop_s[places], problem.sync_s[places], problem.task.stages)
 
 
 def kernighan_lin_gain(hop_s: Floats, sync_s: Floats, groups: int) -> Gain:

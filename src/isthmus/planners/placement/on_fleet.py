@@ -32,6 +32,14 @@ def dtfm_genetic(problem: Problem) -> Plan:
     return _planned(problem, "dtfm-genetic")
 
 
+def dtfm_genetic_code(problem: Problem) -> Plan:
+    """DT-FM's search as its authors' code makes it: a child that costs no more replaces a parent.
+
+    Raises FleetTooSmall where no number of stages fits.
+    """
+    return _planned(problem, "dtfm-genetic-code")
+
+
 def dtfm_kl(problem: Problem) -> Plan:
     """DT-FM's baseline: the genetic search with circular Kernighan-Lin moves.
 

@@ -6,7 +6,7 @@ from collections.abc import Callable, Mapping
 
 from isthmus.errors import unknown_name
 from isthmus.planners.placement.bounds import lower_bound_s
-from isthmus.planners.placement.dtfm_genetic import dtfm_genetic
+from isthmus.planners.placement.dtfm_genetic import dtfm_genetic, dtfm_genetic_code
 from isthmus.planners.placement.dtfm_kl import dtfm_kl
 from isthmus.planners.placement.grouping import Grouping
 from isthmus.planners.placement.islands import islands
@@ -15,6 +15,7 @@ from isthmus.planners.placement.random_groups import random_groups
 
 PLACEMENTS: Mapping[str, Callable[[PlacementProblem, int], Grouping]] = {
     "dtfm-genetic": lambda problem, seed: dtfm_genetic(problem, seed=seed),
+    "dtfm-genetic-code": lambda problem, seed: dtfm_genetic_code(problem, seed=seed),
     "dtfm-kl": lambda problem, seed: dtfm_kl(problem, seed=seed),
     "islands": lambda problem, seed: islands(problem, seed=seed),
     "random": lambda problem, seed: random_groups(problem, seed=seed),
