@@ -104,15 +104,17 @@ def attach(
     workers = _check_alike(model, settings, private)
     _start_alike(model, private)
     flat = flatten(model, options.smallest_layer_bytes)
+    updates = Updates(optimizer, flat)
     averager = Averager(private, options.weight)
     setting = Setting(
-        model=flat, updates=Updates(optimizer, flat), averager=averager, monitor=Monitor(averager, workers),
-        period=period, options=options, codec=codec,
+        model=flat, updates=updates, averager=averager, monitor=Monitor(averager, workers), period=period,
+        options=options, codec=codec,
     )  # fmt: skip
     try:
         return Sync(mode, _MODES[mode](setting, model), setting, model)
     except UserError:
-        setting.updates.detach()
+        updates.detach()
+        averager.close()
         raise
 
 

@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 
 import torch
 import torch.distributed as dist
@@ -15,6 +17,10 @@ from torch import Tensor
 
 from isthmus.sync.direct import DirectSum, DirectSums
 from isthmus.sync.exchange import gather
+from isthmus.sync.leaving import PATIENCE_S, closed, opened
+
+_BROKEN_OFF_S = 5.0
+"""Until what was broken off has ended: no more than a wake-up, on a machine that may be busy."""
 
 
 class Averager:
@@ -28,11 +34,15 @@ class Averager:
         self.busy_s = 0.0
         """How long averages were on the way, overlapping ones counted once. 0 but for CPU tensors on Gloo."""
         self._through_s = 0.0
-        self._sums = DirectSums(group) if self.workers > 1 and dist.get_backend(group) == "gloo" else None
         self._weights = gather(weight, float, group)
         self._rank = dist.get_rank(group)
         self.shares = [one / sum(self._weights) for one in self._weights]
         """Every worker's part of an average."""
+        self._others: list[dist.Work] = []
+        self._sums: DirectSums | None = None
+        if self.workers > 1 and dist.get_backend(group) == "gloo":
+            self._sums = DirectSums(group)
+            opened(self)
 
     def count_steps(self, steps: Sequence[int]) -> None:
         """From now on workers count by their weights times their steps in a period. All must do so together."""
@@ -63,10 +73,34 @@ class Averager:
         """Average in place, and wait for it."""
         self.start(tensors).wait()
 
+    def watch(self, work: dist.Work) -> None:
+        """Something else is on its way in the group, which `leave` must not leave behind either."""
+        self._others = [one for one in self._others if not one.is_completed()]
+        self._others.append(work)
+
     def close(self) -> None:
         """When nothing is on the way any more, and nothing will be."""
-        if self._sums is not None:
-            self._sums.close()
+        self.leave(PATIENCE_S)
+
+    def leave(self, patience_s: float) -> None:
+        """Send and receive no more. What is on the way has so long to arrive, and is broken off then."""
+        closed(self)
+        sums, self._sums = self._sums, None
+        if sums is None:
+            return
+        sums.end()
+        if not self._ended(sums, patience_s):
+            sums.break_off()
+            self._ended(sums, _BROKEN_OFF_S)
+
+    def _ended(self, sums: DirectSums, within_s: float) -> bool:
+        until_s = time.monotonic() + within_s
+        ended = sums.join(within_s)
+        for work in self._others:
+            left = timedelta(seconds=max(1e-3, until_s - time.monotonic()))
+            with suppress(RuntimeError):  # it ran out of time, or its group is broken: then it has ended as well
+                work.wait(left)
+        return ended and all(work.is_completed() for work in self._others)
 
     def took(self, started_s: float, ended_s: float) -> None:
         """Count a time in which something was on the way."""

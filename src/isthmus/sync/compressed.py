@@ -60,6 +60,7 @@ class CompressedAverager:
             everyone = [torch.empty_like(payload) for _ in range(self._averager.workers)]
             work = dist.all_gather(everyone, payload, group=self._averager.group, async_op=True)
             assert work is not None, "this process is not in its own group"
+            self._averager.watch(work)
             gathered.append((tensor, everyone, work))
             self._averager.sent_bytes += (self._averager.workers - 1) * payload.nbytes
         return CompressedPending(self._averager.shares, self._codec, gathered)

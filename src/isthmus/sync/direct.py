@@ -18,6 +18,8 @@ import queue
 import threading
 import time
 from collections.abc import Sequence
+from contextlib import suppress
+from datetime import timedelta
 from itertools import pairwise
 
 import torch
@@ -127,7 +129,9 @@ class DirectSums:
         """For what arrives in turn: allocating it anew each time would leave holes of many megabytes."""
         self._offered = 0
         self._queue: queue.SimpleQueue[DirectSum | None] = queue.SimpleQueue()
-        threading.Thread(target=self._run, name="isthmus-sync", daemon=True).start()
+        # A daemon: threads that are not are waited for before `leaving` has its turn.
+        self._thread = threading.Thread(target=self._run, name="isthmus-sync", daemon=True)
+        self._thread.start()
 
     def start(self, tensor: Tensor, share: float) -> Sequence[DirectSum]:
         """Begin to sum a flat CPU tensor times `share` in place, in one piece or several."""
@@ -138,9 +142,24 @@ class DirectSums:
             self._queue.put(found[-1])
         return found
 
-    def close(self) -> None:
-        """After the last sum."""
+    def end(self) -> None:
+        """No sum follows: the thread ends after those that were started."""
         self._queue.put(None)
+
+    def join(self, timeout_s: float) -> bool:
+        """Wait for the thread. Returns whether it has ended."""
+        self._thread.join(timeout_s)
+        return not self._thread.is_alive()
+
+    def break_off(self) -> None:
+        """End every wait in the group, here and at the other workers, with an error.
+
+        Gloo's own `abort` leaves those who wait alone. A wait that runs out closes all connections.
+        """
+        other = (self._group.rank() + 1) % self._group.size()
+        # RuntimeError: that it ran out is what was wanted, and the connections may be closed already.
+        with suppress(RuntimeError):
+            self._group.recv([torch.zeros(1)], other, _TAGS).wait(timedelta(milliseconds=1))
 
     def _offer(self, one: DirectSum) -> None:
         turn, self._offered = self._offered % 2, self._offered + 1

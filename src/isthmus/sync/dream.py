@@ -149,8 +149,8 @@ class Dream(Scheduled):
         super().load(state)
 
     def detach(self) -> None:
-        super().detach()
         self._profiler.detach()
+        super().detach()
 
 
 def joined(

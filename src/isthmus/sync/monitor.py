@@ -107,6 +107,7 @@ class Monitor:
         table = table.to(message_device(group))
         work = dist.all_reduce(table, group=group, async_op=True)
         assert work is not None
+        self._averager.watch(work)
         self._on_the_way = (table, work, steps)
         self._clear()
         return told

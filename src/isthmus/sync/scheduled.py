@@ -179,8 +179,10 @@ class Scheduled(Mode):
             s.monitor.diverged(distance)
 
     def detach(self) -> None:
-        self.wait()
-        self.gates.detach()
+        try:
+            self.wait()
+        finally:
+            self.gates.detach()
 
     def _average_all(self) -> None:
         s = self.setting

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Generator, Mapping
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 import torch
 from torch import Tensor, nn
@@ -157,18 +157,22 @@ class Sync:
         """Take the hooks away. The parameters stay where they are; the process group may be destroyed then.
 
         What `streaming` has on its way to a later step is left out: the workers keep their own. A second call does
-        nothing.
+        nothing. Raises what torch.distributed raises where another worker is gone, when all is taken away.
+
+        Where nobody calls it the interpreter's end stops what is on the way, and waits for it no more than a few
+        seconds.
         """
         if self._closed:
             return
         self._closed = True
-        self.wait()
-        self._setting.monitor.flush()
-        self._setting.updates.detach()
-        if self._hooks is not None:
-            self._hooks.detach()
-        self._mode.detach()
-        self._setting.averager.close()
+        with ExitStack() as ending:
+            ending.callback(self._setting.averager.close)
+            ending.callback(self._mode.detach)
+            if self._hooks is not None:
+                ending.callback(self._hooks.detach)
+            ending.callback(self._setting.updates.detach)
+            self.wait()
+            self._setting.monitor.flush()
 
     def _backward_ended(self) -> None:
         self._mode.backward_ended()
