@@ -114,7 +114,7 @@ def test_a_dropped_turn_is_forgotten_and_its_answers_are_stale() -> None:
     machine = FederatedExecutor()
     machine.handle(opened(3, 2))
     assert machine.handle(Dropped(turn=TURN)) == [Forget(TURN)]
-    assert machine.handle(trained(0)) == []
+    assert machine.handle(trained(0)) == [TellDrained(TURN)], "now it is free for another turn"
     assert machine.handle(Recalled(turn=TURN, own=EQUAL, thief=EQUAL)) == [TellReturned(TURN, ())]
     assert machine.statistics().stale == 2
 

@@ -57,6 +57,11 @@ class _Seat:
         self.inbox: deque[ExecutorEvent] = deque()
         self.work: deque[Train] = deque()
 
+    def drop_work(self) -> None:
+        """The machine has forgotten what is to be trained."""
+        self.inbox.extend(Trained(turn=train.turn, timed=()) for train in self.work)
+        self.work.clear()
+
 
 class InProcess:
     """Runs to the end in the calling thread."""
@@ -123,14 +128,14 @@ class InProcess:
         for instruction in seat.machine.handle(event):
             match instruction:
                 case Begin(opening=opening):
-                    seat.work.clear()
+                    seat.drop_work()
                     told = self.server.broadcast()
                     self.told_bytes += sum(value.nbytes for value in told.values())
                     seat.site.open(opening, told)
                 case Train():
                     seat.work.append(instruction)
                 case Forget(kept=kept):
-                    seat.work.clear()
+                    seat.drop_work()
                     seat.site.forget(kept)
                 case TellDrained(turn=turn):
                     finish = self._decide(Drained(executor=seat.name, turn=turn)) or finish

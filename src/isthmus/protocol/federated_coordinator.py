@@ -113,6 +113,8 @@ class FederatedCoordinator:
         self._open: OpenTurn | None = None
         self._late: dict[str, tuple[Turn, Task]] = {}
         """Sites that go on for a turn that is closed, while no turn is open."""
+        self._behind: dict[str, Turn] = {}
+        """Executors that were told to drop a turn, and have not said since that they are done with it."""
         self._now_s = 0.0
         self._stale = 0
 
@@ -158,9 +160,20 @@ class FederatedCoordinator:
             case Drained() | Returned() | Summed():
                 if self._open is None or event.turn != self._open.turn or event.executor not in self._alive:
                     self._stale += 1
-                    self._late.pop(event.executor, None)
+                    self._catches_up(event)
                     return [Ignore(event.executor, event.turn)] if isinstance(event, Summed) else []
+                if not isinstance(event, Returned):  # which is answered while a client of an earlier turn is trained
+                    self._behind.pop(event.executor, None)
                 return self._in_turn(event, self._open)
+
+    def _catches_up(self, event: Drained | Returned | Summed) -> None:
+        """It is done with an earlier turn. What it said of one before that says nothing of what it does now."""
+        if isinstance(event, Returned):
+            return
+        if self._behind.get(event.executor) == event.turn:
+            del self._behind[event.executor]
+        if event.executor in self._late and self._late[event.executor][0] == event.turn:
+            del self._late[event.executor]
 
     def look_ahead(self) -> None:
         """Plan the next round while this one trains: its cohort is known, and times that are a round older do.
@@ -255,7 +268,11 @@ class FederatedCoordinator:
         gone = {n: t for n, (t, _) in self._late.items() if turn.round - t.round > self.rules.staleness}
         for name in gone:
             del self._late[name]
-        return [Tell(name, Dropped(turn=before)) for name, before in gone.items()]
+        return [self._drop(name, before) for name, before in gone.items()]
+
+    def _drop(self, executor: str, turn: Turn, kept: tuple[int, ...] = (), *, again: bool = False) -> Tell:
+        self._behind[executor] = turn
+        return Tell(executor, Dropped(turn=turn, kept=kept, again=again))
 
     @property
     def _steals(self) -> bool:
@@ -312,8 +329,11 @@ class FederatedCoordinator:
         """Whether the turn is over."""
         if (opened := self._open) is None:
             return []
+        behind = sum(len(opened.held.get(name, ())) for name in self._behind)
+        if self.rules.quorum == 1:  # else they may be among those that make a quorum
+            behind += len(opened.late)
         open_s = self._now_s - opened.opened_s
-        why = self.rules.why_over(opened.outstanding, opened.done, opened.needed, open_s)
+        why = self.rules.why_over(opened.outstanding, opened.done, opened.needed, open_s, behind)
         return [] if why is None else self._close_turn(why)
 
     # Its end
@@ -325,8 +345,8 @@ class FederatedCoordinator:
         out: list[CoordinatorInstruction] = []
         there = [name for name in opened.held if name in self._alive]
         if opened.done < self.rules.minimum:
-            out += [Tell(name, Dropped(turn=turn, again=True)) for name in there]
-            out += [Tell(name, Dropped(turn=before)) for name, (before, _) in opened.late.items()]
+            out += [self._drop(name, turn, again=True) for name in there]
+            out += [self._drop(name, before) for name, (before, _) in opened.late.items()]
             # Of a simulation's clients that were all trained, another attempt makes the same updates.
             if turn.attempt + 1 >= self.rules.attempts or (why == "all" and self.rules.gathering is None):
                 what = f"round {turn.round + 1}: {opened.done} clients were in, expected at least {self.rules.minimum}"
@@ -342,7 +362,7 @@ class FederatedCoordinator:
         for name in there:
             if opened.held[name]:  # what it may send yet comes too late
                 kept = tuple(t.client for t in opened.timed.get(name, ()))
-                out.append(Tell(name, Dropped(turn=turn, kept=kept)))
+                out.append(self._drop(name, turn, kept))
         out.append(Absorb(turn))
         lines = {} if opened.predicted_s is None else {name: opened.line(name) for name in opened.held}
         last = turn.number + 1 == self.rules.passes
@@ -391,6 +411,7 @@ class FederatedCoordinator:
         if executor not in self._alive and (returns or not joining):
             return []
         self._alive.discard(executor)
+        self._behind.pop(executor, None)
         for late in (self._late, {} if self._open is None else self._open.late):
             late.pop(executor, None)
         if not returns and (not self._alive or joining):

@@ -61,6 +61,8 @@ class FederatedExecutor:
         self._turn: Turn | None = None
         self._queue: deque[Task] = deque()
         self._busy = self._holds = self._told = False
+        self._dropped: set[Turn] = set()
+        """Turns that were dropped while a client of theirs was trained."""
         self._phase: Literal["idle", "training", "drained", "stopped"] = "idle"
         self._timed: list[Timed] = []
         self._refused: list[Refusal] = []
@@ -68,6 +70,10 @@ class FederatedExecutor:
 
     def statistics(self) -> ExecutorStatistics:
         return ExecutorStatistics(self._phase, len(self._queue), self._trained, self._stale)
+
+    def works_for(self, turn: Turn) -> bool:
+        """Whether what is trained for this turn still counts."""
+        return turn == self._turn
 
     @property
     def upcoming(self) -> tuple[Task, ...]:
@@ -83,6 +89,9 @@ class FederatedExecutor:
             return self._open(event.opening, event.tasks, event.holds)
         if event.turn != self._turn:
             self._stale += 1
+            if isinstance(event, Trained) and event.turn in self._dropped:
+                self._dropped.remove(event.turn)
+                return [TellDrained(event.turn)]  # until then this executor is waited for in no other turn
             return [TellReturned(event.turn, ())] if isinstance(event, Recalled) else []
         match event:
             case Granted(tasks=tasks, holds=holds):
@@ -97,6 +106,8 @@ class FederatedExecutor:
             case Refused():
                 return []
             case Dropped(turn=turn, kept=kept):
+                if self._busy:
+                    self._dropped.add(turn)
                 self._turn = None
                 self._clear()
                 return [Forget(turn, kept)]

@@ -60,10 +60,13 @@ class RoundRules(msgspec.Struct, frozen=True, kw_only=True):
         late = f", late ones count for {self.staleness} rounds" if self.staleness else ""
         return f"{share}, at least {self.minimum}, deadline {self.deadline_s:g} s{late}"
 
-    def why_over(self, outstanding: int, done: int, needed: int, open_s: float) -> Why | None:
-        """Why a turn is over with `done` clients in and others `outstanding`; None while it is not."""
-        if not outstanding:
+    def why_over(self, outstanding: int, done: int, needed: int, open_s: float, behind: int = 0) -> Why | None:
+        """Why a turn is over with `done` clients in and others `outstanding`; None while it is not. Of these `behind`
+        are with executors that work for an earlier turn still: a round that has its `minimum` goes on without them."""
+        waiting = outstanding - behind
+        if not outstanding or (not waiting and done >= self.minimum):
             return "all"
-        if (self.quorum < 1 or needed < outstanding + done) and done >= self.enough(needed):
+        wanted = min(needed, waiting + done) if behind else needed
+        if (self.quorum < 1 or wanted < waiting + done) and done >= self.enough(wanted):
             return "quorum"
         return "deadline" if open_s >= self.deadline_s else None

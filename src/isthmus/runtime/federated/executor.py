@@ -89,6 +89,8 @@ class Executor:
             match act := self._acts.popleft():
                 case (Begin(opening=opening), told):
                     self.site.open(opening, told)
+                case (Train(turn=turn), _) if not self.machine.works_for(turn):
+                    self._handle(Trained(turn=turn, timed=()))  # dropped while a client of an earlier turn was trained
                 case (Train(turn=turn, tasks=tasks), upcoming):
                     self.site.expect((*tasks, *upcoming))
                     if self._shared is not None:

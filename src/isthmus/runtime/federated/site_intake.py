@@ -13,8 +13,9 @@ from isthmus.federated.algorithms import Update
 from isthmus.federated.offer import Offer
 from isthmus.federated.past import faded
 from isthmus.federated.server import Server
-from isthmus.protocol.federated_events import CoordinatorEvent, Joined, Refusal, Summed, Timed, Turn
+from isthmus.protocol.federated_events import CoordinatorEvent, Drained, Joined, Refusal, Summed, Timed, Turn
 from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.federated import DrainedMessage
 from isthmus.runtime.messages.run import Failed, Heartbeat
 from isthmus.runtime.messages.site import EnrolledMessage, OfferMessage, UpdateMessage
 
@@ -46,7 +47,7 @@ class UpdatesIntake:
         self._most_bytes = SLACK * most + SLACK_BYTES
 
     def guard(self, executor: str, message: AnyMessage) -> None:
-        if not isinstance(message, EnrolledMessage | UpdateMessage | Failed | Heartbeat):
+        if not isinstance(message, EnrolledMessage | UpdateMessage | DrainedMessage | Failed | Heartbeat):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         size_bytes = sum(h.nbytes for h in message.tensors)
         allowed = self._most_bytes if isinstance(message, UpdateMessage) else 0
@@ -63,6 +64,8 @@ class UpdatesIntake:
                 self._samples[executor] = samples
                 self._note(f"site {executor} takes part with {samples} samples")
                 return Joined(executor=executor, client=client, samples=samples)
+            case DrainedMessage(turn=turn) if executor in self._samples:
+                return Drained(executor=executor, turn=turn)
             case UpdateMessage() if executor in self._samples:
                 self.trips += 1
                 self.value_bytes += sum(h.nbytes for h in message.tensors)

@@ -1,0 +1,143 @@
+"""Whoever works for an earlier turn still is waited for in no later one: rounds close by who can be in them."""
+
+from __future__ import annotations
+
+import queue
+import threading
+
+import pytest
+
+from isthmus.protocol.federated_events import (
+    Dropped,
+    Opening,
+    Refusal,
+    Task,
+    Timed,
+    Turn,
+    TurnOpened,
+)
+from isthmus.runtime.federated.executor import Executor
+from isthmus.runtime.messages.federated import DrainedMessage, SumsMessage, ToldMessage, TurnMessage
+from isthmus.runtime.messages.run import HaltMessage
+from tests.federated.virtual_rounds import Rounds
+
+QUICK_S, SLOW_S, DEADLINE_S = 0.01, 7.8, 1.0
+
+
+def slow_once(name: str, turn: Turn) -> float:
+    return SLOW_S if (name, turn) == ("b", Turn(0)) else QUICK_S
+
+
+@pytest.mark.parametrize("staleness", [0, 3, 20])
+@pytest.mark.parametrize("quorum", [1.0, 0.9])
+def test_one_late_site_costs_one_deadline(staleness: int, quorum: float) -> None:
+    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, staleness=staleness, quorum=quorum)
+    waited = [record.round for _, record in run.commits if record.closed_by == "deadline"]
+    if quorum < 1 and staleness:  # its update may be one of those that make the quorum
+        assert run.finish is not None and run.finish.outcome == "done"
+        return
+    assert waited == [0]
+    assert run.now_s < 2 * DEADLINE_S
+
+
+def test_passes_of_a_round_are_turns_like_others() -> None:
+    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, passes=2)
+    assert [record.closed_by for _, record in run.commits].count("deadline") == 0, "the second pass has who was in"
+    assert run.now_s < 2 * DEADLINE_S
+
+
+def test_an_executor_that_is_behind_holds_up_no_other() -> None:
+    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, sites=False, clients=9)
+    assert run.now_s < 2 * DEADLINE_S
+    assert all(record.missing for _, record in run.commits[:1])
+
+
+def test_who_is_late_takes_part_as_soon_as_it_can() -> None:
+    def train_s(name: str, turn: Turn) -> float:
+        return 1.2 if (name, turn.round) == ("b", 0) else 0.3 if name == "b" else 0.4
+
+    run = Rounds("abc", train_s, rounds=4, deadline_s=DEADLINE_S)
+    assert [record.missing for _, record in run.commits] == [(1,), (), (), ()], "it had time enough in the second"
+
+
+def test_a_round_that_lacks_its_least_number_waits() -> None:
+    run = Rounds("ab", slow_once, rounds=3, deadline_s=DEADLINE_S, minimum=2, attempts=20)
+    assert run.finish is not None and run.finish.outcome == "done"
+    assert all(record.missing == () for _, record in run.commits)
+    assert SLOW_S < run.now_s < SLOW_S + 2 * DEADLINE_S
+
+
+def test_what_was_asked_meanwhile_is_not_made_up_for() -> None:
+    run = Rounds("abc", slow_once, rounds=8, deadline_s=DEADLINE_S, minimum=3, attempts=50)
+    first = [turn for name, turn in run.trained if (name, turn.round) == ("b", 0)]
+    assert [turn.attempt for turn in first] == [0, 7], "of the attempts between it was asked for each"
+
+
+class Sites:
+    """A worksite whose clients train until they are let go."""
+
+    def __init__(self) -> None:
+        self.trained: list[int] = []
+        self.begun = threading.Semaphore(0)
+        self.may_end = threading.Semaphore(0)
+        self.partial = self
+
+    def open(self, *_: object) -> None: ...
+    def expect(self, *_: object) -> None: ...
+    def forget(self, *_: object) -> None: ...
+    def clear(self) -> None: ...
+    def hand_over(self) -> None: ...
+
+    def tensors(self) -> dict[str, object]:
+        return {}
+
+    weights = tensors
+
+    def train(self, tasks: tuple[Task, ...]) -> tuple[tuple[Timed, ...], tuple[Refusal, ...]]:
+        self.trained.append(tasks[0].client)
+        self.begun.release()
+        self.may_end.acquire()
+        return (Timed(tasks[0].client, tasks[0].samples, 0.0),), ()
+
+
+class Wire:
+    """A connection's two ends."""
+
+    def __init__(self) -> None:
+        self.inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.outbox: queue.SimpleQueue[object] = queue.SimpleQueue()
+        self.asked = threading.Semaphore(0)
+
+    def receive(self, idle_s: float) -> tuple[object, list[object]]:
+        self.asked.release()
+        return self.inbox.get(), []
+
+    def put(self, message: object, tensors: object = ()) -> None:
+        self.outbox.put(message)
+
+    def flush(self) -> None: ...
+
+
+def test_a_device_does_not_train_for_turns_that_are_over() -> None:
+    site, wire = Sites(), Wire()
+    executor = Executor(site, wire, wire, "run", 60.0, 1)  # pyright: ignore[reportArgumentType]
+    running = threading.Thread(target=executor.run, daemon=True)
+    running.start()
+    for round_ in range(4):
+        opened = TurnOpened(opening=Opening(turn=Turn(round_), clients=1, samples=3), tasks=(Task(round_, 3),))
+        wire.inbox.put(TurnMessage(run="run", opened=opened, tensors=()))
+        if round_ == 0:
+            site.begun.acquire()
+        if round_ < 3:
+            wire.inbox.put(ToldMessage(run="run", told=Dropped(turn=Turn(round_))))
+    for _ in range(8):  # the seven messages are dealt with when it asks for the next
+        wire.asked.acquire()
+    site.may_end.release()
+    site.may_end.release()
+    said = [wire.outbox.get() for _ in range(4)]
+    assert [m.turn.round for m in said if isinstance(m, DrainedMessage)] == [0, 1, 2]
+    assert isinstance(said[3], SumsMessage) and said[3].turn == Turn(3)
+    assert site.trained == [0, 3]
+    wire.inbox.put(HaltMessage(run="run"))
+    running.join(60)
+    assert not running.is_alive()
