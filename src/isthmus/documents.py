@@ -14,7 +14,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import UserError, check_choice, unknown_name
 
 Document = TypeVar("Document", bound=msgspec.Struct)
 
@@ -91,10 +91,10 @@ def _check_names(value: object, expected: object, source: str, path: str) -> Non
             _check_names(inner, item, source, f"{path}[{number}]")
     elif isinstance(value, float) and not math.isfinite(value):
         raise UserError(f"{source}: {path}: got {value}, expected a finite number")
-    elif typing.get_origin(expected) is typing.Literal and isinstance(value, str):
-        valid = typing.get_args(expected)
-        if value not in valid:
-            raise UserError(f"{source}: {unknown_name(path, value, valid)}")
+    try:
+        check_choice(path, value, expected)
+    except UserError as e:
+        raise UserError(f"{source}: {e}") from None
 
 
 def _struct_of(expected: object) -> type[msgspec.Struct] | None:

@@ -17,6 +17,7 @@ import difflib
 import os
 import sysconfig
 import traceback
+import typing
 from collections.abc import Generator, Iterable
 
 _LIBRARIES = (sysconfig.get_path(name) for name in ("stdlib", "purelib", "platlib"))
@@ -65,6 +66,16 @@ def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") ->
     known = f"expected one of: {', '.join(prefix + n for n in names)}" if names else "expected none"
     hint = f"did you mean {prefix + near[0]!r}?" if near else known
     return UserError(f"unknown {kind} {prefix + got!r}: {hint}")
+
+
+def check_choice(kind: str, got: object, expected: object) -> None:
+    """`UserError` where a `Literal` type is expected and the value is none of its own."""
+    valid: tuple[object, ...] = typing.get_args(expected) if typing.get_origin(expected) is typing.Literal else (got,)
+    if got in valid:
+        return
+    if isinstance(got, str):
+        raise unknown_name(kind, got, map(str, valid))
+    raise UserError(f"{kind} got {got!r}, expected one of: {', '.join(map(repr, valid))}")
 
 
 @contextlib.contextmanager

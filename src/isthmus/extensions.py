@@ -11,7 +11,7 @@ from typing import TypeVar
 
 import msgspec
 
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import UserError, check_choice, unknown_name
 
 Options = TypeVar("Options", bound=msgspec.Struct)
 
@@ -61,10 +61,11 @@ def import_object(owner: str, name: str) -> object:
 
 def read_options(owner: str, options: Mapping[str, object], struct: type[Options]) -> Options:
     """`options` as a checked `struct`. Raises `UserError` that names the wrong option and its owner."""
-    valid = [field.encode_name for field in msgspec.structs.fields(struct)]
-    for key in options:
+    valid = {field.encode_name: field.type for field in msgspec.structs.fields(struct)}
+    for key, value in options.items():
         if key not in valid:
             raise unknown_name(f"{owner} option", key, valid)
+        check_choice(f"{owner} option {key!r}:", value, valid[key])
     try:
         return msgspec.convert(dict(options), struct)
     except msgspec.ValidationError as error:

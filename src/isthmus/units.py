@@ -211,6 +211,11 @@ def _short(value: object) -> str:
     return text if len(text) <= 60 else f"{text[:57]}..."
 
 
+def significant(value: float, digits: int = 4) -> float:
+    """To so many significant digits: what was measured is known to no more."""
+    return float(f"{value:.{digits}g}")
+
+
 def _rounded(value: float, quantity: _Quantity) -> str:
     if not math.isfinite(value):
         return f"{value} {quantity.base}"

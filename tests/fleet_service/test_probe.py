@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from collections.abc import Iterator
 from pathlib import Path
 from unittest import mock
@@ -48,6 +49,8 @@ def test_a_probed_fleet(two: Fleet) -> None:
     for source, target in (("desk", "laptop"), ("laptop", "desk")):
         link = found.link(source, target)
         assert 0 < link.latency_s < 1 and link.bandwidth_bytes_per_s > 1e5
+    figures = [text for text in re.findall(r'"([\d.]+) [^"]*"', dump_fleet(found)) if len(text.strip("0.")) > 5]
+    assert not figures, "what was measured has four digits"
     assert parse_fleet(dump_fleet(found), "probed").names == ("desk", "laptop")
 
 

@@ -106,7 +106,8 @@ def test_gpt2_xl_has_its_real_sizes():
         ("hf:zzzzzzzz", {}, "expected one of"),
         ("hf:AutoModel", {}, "unknown transformers model 'AutoModel'"),
         ("hf", {"task": "causal-lm"}, "missing required field `path`"),
-        ("hf", {"path": "x", "task": "translation"}, "hf option 'task'"),
+        ("hf", {"path": "x", "task": "translation"}, "hf option 'task': 'translation': expected one of: causal-lm"),
+        ("hf", {"path": "x", "task": "causal"}, "hf option 'task': 'causal': did you mean 'causal-lm'?"),
         ("hf", {"path": "./no/such/place", "task": "causal-lm"}, "no directory ./no/such/place"),
     ],
 )

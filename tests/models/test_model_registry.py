@@ -69,7 +69,7 @@ def test_the_seed_decides_the_weights():
         ("gpt", {"width": "big"}, "gpt option 'width': Expected `int`, got `str`"),
         ("gpt", {"layers": 0}, "gpt option 'layers': Expected `int` >= 1"),
         ("gpt", {"width": 10, "heads": 3}, "gpt option 'width': 10 is no multiple of heads=3"),
-        ("unet", {"norm": "layer"}, "unet option 'norm': Invalid enum value 'layer'"),
+        ("unet", {"norm": "layer"}, "unknown unet option 'norm': 'layer': expected one of: "),
         ("nowhere.at_all:build", {}, "cannot import nowhere.at_all: ModuleNotFoundError"),
         (f"{__name__}:absent", {}, "has no 'absent'"),
         (f"{__name__}:", {}, "expected 'package.module:callable'"),

@@ -1,11 +1,13 @@
 from __future__ import annotations
 
+import itertools
 import math
 from pathlib import Path
 
 import msgspec
 import numpy as np
 import pytest
+from matplotlib.figure import Figure
 from matplotlib.image import imread
 from synthetic_pipeline import make_fleet, make_plan, play
 
@@ -87,6 +89,28 @@ def test_a_steady_step_is_drawn_not_the_one_with_the_evaluation(plan: Plan, flee
 def test_a_run_of_one_step_is_drawn(plan: Plan, fleet: Fleet, tmp_path: Path) -> None:
     draw_timeline(None, play(plan, fleet, steps=1), tmp_path / "one.png")
     assert share(pixels(tmp_path / "one.png"), FORWARD) > 0.01
+
+
+@pytest.mark.parametrize("tail_s", [0.0, 0.2, 1.0, 30.0])
+def test_texts_above_a_panel_do_not_touch(
+    plan: Plan, fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, tail_s: float
+) -> None:
+    figures: list[Figure] = []
+    monkeypatch.setattr(Figure, "savefig", lambda figure, *_, **__: figures.append(figure))
+    trace = play(plan, fleet, steps=5)
+    last = trace.spans[-1]
+    late = [msgspec.structs.replace(last, end_s=last.end_s + tail_s, step=step) for step in (1, 2, 3)]
+    trace = msgspec.structs.replace(trace, spans=(*trace.spans, *late))
+    draw_timeline(trace, trace, tmp_path / "t.png", steps=3)
+    (figure,) = figures
+    renderer = figure.canvas.get_renderer()
+    for axes in figure.axes:
+        boxes = [
+            text.get_window_extent(renderer) for text in axes.texts
+            if text.get_text() == "busy" or text.get_text().startswith(("step", "measured", "predicted"))
+        ]  # fmt: skip
+        assert len(boxes) >= 2
+        assert not [1 for a, b in itertools.combinations(boxes, 2) if a.overlaps(b)]
 
 
 def test_dollars_and_long_names_are_drawn_as_they_are(plan: Plan, fleet: Fleet, tmp_path: Path) -> None:

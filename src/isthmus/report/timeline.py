@@ -49,6 +49,8 @@ _RECEIVE = (0.745, 0.155)
 
 _DPI = 200
 _MARGIN = 8.0  # points between the figure's edge and its text
+_GAP = 8.0  # points between two texts of one line
+_BOLD = 1.15  # how much wider a text is in bold, at most
 _INK, _FAINT, _GROUND = "#222222", "#666666", "#F1F1F1"
 
 
@@ -197,7 +199,7 @@ def _draw_panel(
         _draw_bars(axes, colour, group, points_per_s)
     axes.set_xlim(0, end_s)
     axes.set_ylim(len(devices), 0)
-    _draw_steps(axes, window, shape)
+    _draw_steps(axes, window, shape, points_per_s)
 
 
 def _draw_bars(axes: Axes, colour: str, bars: list[_Bar], points_per_s: float) -> None:
@@ -212,14 +214,22 @@ def _draw_bars(axes: Axes, colour: str, bars: list[_Bar], points_per_s: float) -
     )
 
 
-def _draw_steps(axes: Axes, window: _Window, shape: _Shape) -> None:
+def _draw_steps(axes: Axes, window: _Window, shape: _Shape, points_per_s: float) -> None:
+    """Labels over their steps, moved to the right where they would touch what is written before them."""
     for start in window.starts_s:
         axes.axvline(start, color=_INK, linewidth=0.8, linestyle=(0, (4, 3)), zorder=4)
+    taken = _MARGIN - shape.left * 72 + _text_width_in(window.title, 10) * 72 * _BOLD
     for number, (start, end) in enumerate(pairwise(window.starts_s)):
+        label = f"step {window.step + number}: {_time(end - start)}"
+        width = _text_width_in(label, 8) * 72
+        left = max((start + end) / 2 * points_per_s - width / 2, taken + _GAP)
+        if left + width > shape.plot_width * 72:  # steps that are short beside their tails: no room for all labels
+            break
         axes.annotate(
-            f"step {window.step + number}: {_time(end - start)}", ((start + end) / 2, 0), (0, 3),
-            textcoords="offset points", ha="center", va="bottom", fontsize=8, color=_FAINT,
+            label, (0, 1), (left, 3), xycoords="axes fraction", textcoords="offset points",
+            ha="left", va="bottom", fontsize=8, color=_FAINT,
         )  # fmt: skip
+        taken = left + width
     axes.annotate(
         window.title, (0, 1), (_MARGIN - shape.left * 72, 4), xycoords="axes fraction", textcoords="offset points",
         ha="left", va="bottom", fontsize=10, fontweight="bold", color=_INK,

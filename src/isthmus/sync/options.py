@@ -6,7 +6,7 @@ import math
 
 import msgspec
 
-from isthmus.errors import UserError
+from isthmus.errors import UserError, check_choice
 from isthmus.plan.sync import SyncPlan
 
 
@@ -58,6 +58,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     def __post_init__(self) -> None:
         for field in msgspec.structs.fields(self):
             value = getattr(self, field.name)
+            check_choice(f"sync option {field.name!r}:", value, field.type)
             try:
                 msgspec.convert(value, field.type)
             except msgspec.ValidationError as wrong:

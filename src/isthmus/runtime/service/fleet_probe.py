@@ -12,6 +12,7 @@ from isthmus.fleet.fitting import fit_link
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Measure, Measured
+from isthmus.units import significant
 
 ANSWER_S = 60.0
 COMPUTE_S = 150.0
@@ -38,7 +39,10 @@ def probe_fleet(service: Asking, devices: Sequence[str], say: Callable[[str], No
         if found.failure or found.flops_per_s <= 0 or found.memory_bytes <= 0:
             raise PeerError(f"device {device!r}: cannot say how fast it is: {found.failure or 'no speed'}")
         measured.append(
-            Device(name=device, region=f"site-{number}", flops_per_s=found.flops_per_s, memory_bytes=found.memory_bytes)
+            Device(
+                name=device, region=f"site-{number}", flops_per_s=significant(found.flops_per_s),
+                memory_bytes=found.memory_bytes,
+            )
         )  # fmt: skip
     routes: list[Route] = []
     for source in devices:
@@ -64,4 +68,6 @@ def probe_link(service: Asking, source: str, target: str, say: Callable[[str], N
         raise PeerError(f"{source} -> {target}: {found.failure}")
     if found.relayed:
         say(f"{source} -> {target}: they cannot reach each other, the coordinator relays")
-    return fit_link(found.times)
+    link = fit_link(found.times)
+    # In bits, as fleets are written.
+    return Link(significant(link.latency_s), significant(8 * link.bandwidth_bytes_per_s) / 8)
