@@ -37,6 +37,8 @@ class Schedule(msgspec.Struct, frozen=True, kw_only=True):
     faults: tuple[Fault, ...]
     repeats: bool
     """Whether newcomers get their state while the others train."""
+    recalls: bool
+    """Whether who was lost is waited for where too few are left."""
 
 
 def drawn(seed: int) -> Schedule:
@@ -57,5 +59,5 @@ def drawn(seed: int) -> Schedule:
             Fault(t, draw.choice(KINDS), draw.randrange(100), draw.randrange(100), draw.choice((0.2, 2.0, 8.0)))
             for t in times
         ),
-        repeats=draw.random() < 0.5,
+        repeats=draw.random() < 0.5, recalls=draw.random() < 0.5,
     )  # fmt: skip

@@ -75,7 +75,7 @@ class Simulated:
         self.schedule = schedule
         self.clock = Clock(schedule.seed)
         self.finish: Finish | None = None
-        self.recoveries = 0
+        self.recoveries = self.recalls = 0
         self._draw = random.Random(schedule.seed)
         self._layers = [f"layer {n}" for n in range(schedule.layers)]
         names = [f"d{n}" for n in range(schedule.devices + schedule.spares)]
@@ -169,8 +169,19 @@ class Simulated:
     def _tell(self, event: CoordinatorEvent) -> None:
         if self._coordinator is None or self.finish is not None:
             return
-        for instruction in self._coordinator.handle(event):
-            self._carry_out(instruction, self._coordinator)
+        machine = self._coordinator
+        recalling = machine.statistics().phase == "recalling"
+        for instruction in machine.handle(event):
+            self._carry_out(instruction, machine)
+        if machine.statistics().phase == "recalling" and not recalling:
+            self.recalls += 1
+            self._after(3 * self.schedule.patience_s, "recall", partial(self._not_back, machine.epoch))
+
+    def _not_back(self, epoch: int) -> None:
+        machine = self._coordinator
+        if machine is not None and machine.epoch == epoch:
+            for name in sorted(machine.awaited if machine.statistics().phase == "recalling" else ()):
+                self._tell(Lost(device=name, reason="it did not come back", epoch=machine.epoch))
 
     def _from_device(self, name: str, make: Callable[[], CoordinatorEvent]) -> None:
         """A message to the coordinator; it is lost with the connection that it travels on."""
@@ -371,7 +382,8 @@ class Simulated:
     def _lose(self, name: str, session: int | None, reason: str) -> None:
         """The coordinator notices, unless that connection is history."""
         if session is not None and self._connected.get(name) == session and self._coordinator is not None:
-            self._tell(Lost(device=name, reason=reason, epoch=self._coordinator.epoch))
+            returns = self.schedule.recalls and name not in self._left
+            self._tell(Lost(device=name, reason=reason, returns=returns, epoch=self._coordinator.epoch))
 
     def _blame(self, ends: tuple[str, str], epoch: int) -> None:
         """One end of a link that is down has noticed, and says so as soon as somebody listens."""

@@ -13,7 +13,10 @@ from pathlib import Path
 import pytest
 
 from isthmus.cli.folder import RunFolder
+from isthmus.cost import build_plan
+from isthmus.fleet import Fleet as FleetOfDevices
 from isthmus.job import prepare
+from isthmus.plan import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.trace import Span
@@ -21,6 +24,7 @@ from tests.faults.real import job, keeps_cuts
 from tests.runtime.commands import COMMAND, edited, wait_until, write_job
 from tests.runtime.jobs import fleet_of, random_cut
 
+from .doors import family_of
 from .parties import Fleet
 from .test_fleet_runs import Devices
 
@@ -76,6 +80,37 @@ def test_a_device_leaves_without_loss(fleet: Fleet, tmp_path: Path) -> None:
     assert recovery.redone == 0 and not recovery.from_checkpoint
     assert told == list(range(60)), "no step is done twice"
     assert "d1 has left" in notes
+    devices.stop()
+
+
+def _device_processes() -> list[int]:
+    """Those that agents of this process have started."""
+    found = family_of(os.getpid())
+    return [p for p in found if Path(f"/proc/{p}/cmdline").read_bytes().startswith(b"isthmus device")]
+
+
+def test_the_only_process_dies_and_its_device_is_called_again(fleet: Fleet, tmp_path: Path) -> None:
+    prepared, machines = prepare(job(emulate=False, steps=12, save_every=4)), fleet_of(1)
+    devices = Devices(fleet, tmp_path, ("d0",))
+    notes: list[str] = []
+
+    def replan(fleet: FleetOfDevices) -> Plan:
+        return build_plan(prepared.problem(fleet), fleet.names, [], planner="test")
+
+    def advanced(item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
+        if (item.kind, item.step) == ("train", 6) and not notes:
+            for pid in _device_processes():
+                os.kill(pid, signal.SIGKILL)
+
+    outcome = train(
+        prepared, replan(machines), machines, tmp_path / "run",
+        RunOptions(emulate=False, crew=fleet.service, replan=replan),
+        Watcher(advanced=advanced, noted=lambda text: notes.append(text) if "waiting" not in text else None),
+    )  # fmt: skip
+    assert outcome.outcome == "done", (outcome.reason, notes)
+    (recovery,) = outcome.recoveries
+    assert recovery.from_checkpoint and recovery.step == 4
+    assert "d0: its process was killed by SIGKILL): calling d0 again, attempt 1 of 3" in notes[0], notes
     devices.stop()
 
 

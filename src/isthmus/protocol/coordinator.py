@@ -13,7 +13,8 @@ left stop, say what they hold (`recovery`), get a plan made for them, and go on 
 whole, in memory or in the last checkpoint. A plan that is changed for a better one, for one who leaves or for one who
 came goes the same way, but that all finish what is leased first: then nothing is lost. What a newcomer needs it gets
 before that, while the others train (`following`). A device may be lost at any point; all is then begun again, in one
-more epoch.
+more epoch. Where nobody is left, or too few for any plan, those are waited for whose process was lost and whose machine
+is there (`recalls`).
 
 Why each sample range enters the model once: a training item's range is a function of its step, an epoch leases the
 steps from where it began in order, and states of steps that were done on another line do not count.
@@ -23,8 +24,6 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Literal
-
-import msgspec
 
 from isthmus.protocol.coordinator_events import (
     Advance,
@@ -59,6 +58,7 @@ from isthmus.protocol.coordinator_events import (
     Place,
     Planned,
     Ready,
+    Recall,
     Release,
     Reported,
     Retire,
@@ -66,22 +66,13 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.following import Following
 from isthmus.protocol.leases import Leases
+from isthmus.protocol.phases import CoordinatorStatistics, Phase
+from isthmus.protocol.recalls import MOST_RECALLS, Recalls
 from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
+from isthmus.protocol.reports import mean_loss
 from isthmus.protocol.work import Item, RunSpec
 
-Phase = Literal["joining", "holding", "planning", "fetching", "placing", "running", "settling", "closing", "done"]
 Out = list[CoordinatorInstruction]
-
-
-class CoordinatorStatistics(msgspec.Struct, frozen=True):
-    phase: Phase
-    finished: int
-    """Items that every device has reported."""
-    leased: int
-    stale: int
-    epoch: int
-    recovery_point: int
-    """The run goes on from this step at least, if any one device is lost now."""
 
 
 class Coordinator:
@@ -118,6 +109,8 @@ class Coordinator:
         """Who is to be ready, or to have given what it holds."""
         self._reports: dict[int, dict[str, Reported]] = {}
         self._divergence = Divergence(spec.non_finite_steps)
+        self._recalls = Recalls()
+        self._planned_for: frozenset[str] = frozenset()
         self._interrupted = False
         self._reason = ""
         self._stale = 0
@@ -142,6 +135,8 @@ class Coordinator:
             return frozenset(self.devices) - self._present
         if self._phase == "holding":
             return frozenset(self._present - self._held.keys())
+        if self._phase == "recalling":
+            return self._recalls.awaited
         if self._phase == "settling" and self._following is not None and not self._leases.open:
             return self._following.waited_for
         return frozenset(self._awaited) if self._phase in ("fetching", "placing") else frozenset()
@@ -171,8 +166,8 @@ class Coordinator:
                 return self._on_ready(device)
             case Reported():
                 return self._on_reported(event)
-            case Lost(device=device, reason=reason):
-                return self._on_lost(device, reason)
+            case Lost():
+                return self._on_lost(event)
             case Interrupted():
                 return self._on_interrupted()
             case Held(device=device, holdings=holdings):
@@ -190,6 +185,9 @@ class Coordinator:
                 return self._on_followed(event)
             case Offered(device=device):
                 self._offered.add(device)
+                self._recalls.back(device)
+                if self._phase == "recalling":
+                    return self._begin_anew()
                 if self._phase == "joining" and device in self.awaited:
                     return [Call(device)]  # it is here, and does not know that it is awaited
                 return self._reconsider()
@@ -205,8 +203,11 @@ class Coordinator:
         self._present.add(device)
         self._offered.discard(device)
         self._held[device] = holdings
+        self._recalls.at_work(device)
         if self._phase == "joining":
             return self._restore()
+        if self._phase == "recalling":
+            return self._begin_anew()
         if self._phase == "holding":
             return self._on_held()
         called = self._next is not None and device in self._next.parts
@@ -275,7 +276,7 @@ class Coordinator:
         del self._reports[report.item]
         item = self._leases.finish(report.item)
         remark, ends = self._non_finite(item, reports)
-        out: Out = [Advance(item, _mean_loss(reports.values()), remark)]
+        out: Out = [Advance(item, mean_loss(reports.values()), remark)]
         if ends:
             return out + self._end("diverged", f"{remark}; the newest checkpoint is of step {self._saved}")
         if item.kind == "save":
@@ -317,7 +318,8 @@ class Coordinator:
         return out or ([] if self._leases.open else self._end("done"))
 
     def _on_interrupted(self) -> Out:
-        if self._phase in ("joining", "fetching", "placing") and not self._began:
+        begins = self._phase in ("joining", "fetching", "placing") and not self._began
+        if begins or (self._phase == "recalling" and not self._present):
             return self._end("interrupted")
         if self._phase == "closing" or self._leases.over:
             return []  # the run's last item is leased already: it ends as if nobody had asked
@@ -338,7 +340,7 @@ class Coordinator:
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
         if self._phase != "running" or not self._survives or (self._following is not None and not must):
             return []
-        return [MakePlan(tuple(sorted((self._present | self._offered) - self._leaving)), must=must)]
+        return [MakePlan(tuple(sorted(self._available)), must=must)]
 
     def _on_planned(self, layout: Layout, *, pays: bool) -> Out:
         if self._phase == "planning":
@@ -402,6 +404,9 @@ class Coordinator:
 
     def _on_no_plan(self, reason: str) -> Out:
         if self._phase == "planning":
+            if self._recalls.awaited or self._available > self._planned_for:
+                self._phase = "recalling"
+                return self._begin_anew()
             return self._end("lost", f"{self._reason}; without it {reason}" if self._reason else reason)
         self._leaving.clear()
         return []
@@ -413,10 +418,12 @@ class Coordinator:
         following = self._following
         return self._hold() if following is None or following.reached() == self._leases.last_step else []
 
-    def _on_lost(self, device: str, reason: str) -> Out:
+    def _on_lost(self, lost: Lost) -> Out:
+        device, reason = lost.device, lost.reason
         if not self._survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
-        concerns = device in self._present or device in self.awaited
+        self._recalls.lost(device, reason, returns=lost.returns)
+        concerns = device in self._present or device in self.awaited or self._phase == "recalling"
         self._forget(device)
         if not concerns:
             return [Fence(device)]
@@ -451,14 +458,34 @@ class Coordinator:
     def _on_held(self) -> Out:
         if self._phase != "holding" or not self._held.keys() >= self._present:
             return []
-        available = (self._present | self._offered) - self._leaving
         planned, self._next = self._next, None
-        if planned is not None and available >= planned.parts.keys():
+        if planned is not None and self._available >= planned.parts.keys():
             return self._adopt(planned)
-        self._phase = "planning"
-        if not available:
+        if not self._present:
+            self._phase = "recalling"
+            return self._begin_anew()
+        return self._make_plan()
+
+    @property
+    def _available(self) -> frozenset[str]:
+        return frozenset((self._present | self._offered) - self._leaving)
+
+    def _make_plan(self) -> Out:
+        self._phase, self._planned_for = "planning", self._available
+        return [MakePlan(tuple(sorted(self._planned_for)), waits=True)]
+
+    def _begin_anew(self) -> Out:
+        """Once everybody is back who can come back, where too few are left."""
+        if self._recalls.awaited:
+            return []
+        if not self._available:
             return self._end("lost", f"{self._reason}; no other device is left")
-        return [MakePlan(tuple(sorted(available)), waits=True)]
+        step = max(self._saved, self._leases.acknowledged) if self._present else self._saved
+        if not self._recalls.again(step):
+            tried = f"devices were called again {MOST_RECALLS} times, each time from the state after step {step}"
+            return self._end("lost", f"{self._reason}; {tried}")
+        devices = tuple(sorted(self._available))
+        return [Recall(devices, self._recalls.count, MOST_RECALLS, self._recalls.reasons), *self._make_plan()]
 
     def _adopt(self, layout: Layout) -> Out:
         self._layout = layout
@@ -472,10 +499,3 @@ class Coordinator:
             return []
         self._phase = "done"
         return [Halt(), Finish(outcome, reason)]
-
-
-def _mean_loss(reports: Iterable[Reported]) -> float | None:
-    """Sum of losses over sum of counts; None when no stage of the item has the loss, or nothing was counted."""
-    told = [r for r in reports if r.loss is not None]
-    count = sum(r.count or 0.0 for r in told)
-    return sum(r.loss or 0.0 for r in told) / count if count else None

@@ -41,6 +41,8 @@ class Reported(Event, frozen=True, kw_only=True):
 class Lost(Event, frozen=True, kw_only=True):
     device: str
     reason: str
+    returns: bool = False
+    """Whether its machine is there, so that it will be offered again."""
 
 
 class Interrupted(Event, frozen=True, kw_only=True):
@@ -176,6 +178,16 @@ class MakePlan(msgspec.Struct, frozen=True):
     """Nobody is at work until it is there."""
 
 
+class Recall(msgspec.Struct, frozen=True):
+    """Too few devices were left; with these the run is begun anew from its newest state."""
+
+    devices: tuple[str, ...]
+    count: int
+    most: int
+    reasons: str
+    """Why devices were lost."""
+
+
 class Call(msgspec.Struct, frozen=True):
     """The plan wants a device that was offered: have it join."""
 
@@ -252,6 +264,6 @@ CoordinatorEvent = (
     | FollowingEnded | Offered | Leaving | Changed
 )  # fmt: skip
 CoordinatorInstruction = (
-    Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Begin | Fetch | Follow | Lend | Retire
-    | Release | Halt | Finish
+    Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Recall | Begin | Fetch | Follow | Lend
+    | Retire | Release | Halt | Finish
 )  # fmt: skip

@@ -16,7 +16,7 @@ import msgspec
 from isthmus.errors import InternalError, UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.plan.plan import Plan
-from isthmus.protocol.coordinator import Coordinator, CoordinatorStatistics
+from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
     CoordinatorEvent,
     Finish,
@@ -55,6 +55,7 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
+from isthmus.protocol.phases import CoordinatorStatistics
 from isthmus.protocol.views import plan_views
 from isthmus.protocol.work import Item, RunSpec, Share, shares
 from isthmus.protocol.worker import Worker, WorkerStatistics

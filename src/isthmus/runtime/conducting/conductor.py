@@ -45,6 +45,7 @@ from isthmus.protocol.coordinator_events import (
     Place,
     Planned,
     Ready,
+    Recall,
     Release,
     Reported,
     Retire,
@@ -210,6 +211,9 @@ class Conductor:
         phase = machine.statistics().phase
         for device, why in self._deadlines.missed(phase, machine.awaited, now_s, self._work.starting):
             self._losses.vanished(device, why)
+        for device in machine.awaited if phase == "recalling" else ():
+            if not self._work.returns(device):
+                self._losses.vanished(device, "it has left")
         self._deadlines.lag(*machine.behind, now_s)
         if (verdict := self._losses.verdict(now_s)) is not None:
             device, self._verdict = verdict
@@ -218,9 +222,11 @@ class Conductor:
                 for lane in self._lanes.values():
                     lane.put(HaltMessage(run=self._run))
                 return Finish("lost", str(self._verdict))
-            self.reception.forget(device, for_good=self._losses.certain)  # one that cannot work is not asked again
+            for_good = self._losses.certain  # one that cannot work is not asked again
+            self.reception.forget(device, for_good=for_good)
             self._losses.settled(device)
-            return self._handle(Lost(device=device, reason=_without_name(self._verdict, device)))
+            returns = self._work.returns(device) and not for_good and phase != "recalling"  # is not waited for twice
+            return self._handle(Lost(device=device, reason=_without_name(self._verdict, device), returns=returns))
         self._try_links()
         offers = {d for d in self._work.offers() if d not in self._lanes}
         fresh, self._offered = offers - self._offered, offers
@@ -381,6 +387,9 @@ class Conductor:
                 threading.Thread(target=self._plan, args=(instruction, epoch), name="planner", daemon=True).start()
             case Call(device=device):
                 self._work.call(device)
+            case Recall(devices=devices, count=count, most=most, reasons=reasons):
+                again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
+                self._script.note(f"too few devices are left ({reasons}): {again}")
             case Fetch(device=device, step=step, parts=parts):
                 self._say(device, FetchMessage(run=run, epoch=epoch, step=step, parts=parts))
             case Follow():

@@ -42,6 +42,10 @@ class Work(Protocol):
         """Whether a process of it is known to be there, or on its way."""
         ...
 
+    def returns(self, device: str) -> bool:
+        """Whether one that is lost is expected among the offers."""
+        ...
+
     def offers(self) -> Collection[str]:
         """Who could work and does not, as far as is known here."""
         ...
@@ -70,6 +74,9 @@ class NoWork:
         return {}
 
     def starting(self, device: str) -> bool:
+        return False
+
+    def returns(self, device: str) -> bool:
         return False
 
     def offers(self) -> Collection[str]:
@@ -152,6 +159,9 @@ class _LocalWork:
 
     def starting(self, device: str) -> bool:
         return self._launcher.running(device)
+
+    def returns(self, device: str) -> bool:
+        return self._crew.revives_after_s is not None
 
     def offers(self) -> Collection[str]:
         after_s, now_s = self._crew.revives_after_s, time.monotonic()

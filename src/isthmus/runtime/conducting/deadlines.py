@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from collections.abc import Callable, Collection, Iterator
 
-from isthmus.protocol.coordinator import Phase
+from isthmus.protocol.phases import Phase
 
 FIRST_S, MOST_S = 3.0, 30.0
 """A wait is told of after so long, then each time after twice as long, but for the longest pause between two words."""
 MOST_NAMES = 8
 """At once: of a large cohort it is enough to know a few."""
 WHAT = {
-    "joining": "to join", "holding": "to stop", "planning": "for a plan", "fetching": "to give what they hold",
-    "placing": "to set up their stages", "settling": "to be at the same step",
+    "joining": "to join", "holding": "to stop", "recalling": "to come back", "planning": "for a plan",
+    "fetching": "to give what they hold", "placing": "to set up their stages", "settling": "to be at the same step",
 }  # fmt: skip
-BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop"}
+BOUNDED: dict[str, str] = {"joining": "join", "holding": "stop", "recalling": "come back"}
 """What takes no longer than a message does. In the other phases data move: whoever makes no progress with them, or
 falls silent, is noticed by its connection."""
 
@@ -55,7 +55,7 @@ class Waits:
 class Deadlines:
     def __init__(self, patience_s: float, start_s: float, say: Callable[[str], None]) -> None:
         """`start_s`: how long it may take a device to start a process, which is no silence yet."""
-        self._limits_s = {"joining": max(start_s, patience_s), "holding": patience_s}
+        self._limits_s = {"joining": max(start_s, patience_s), "holding": patience_s, "recalling": patience_s}
         self._phases = Waits(say)
         self._items = Waits(say)
         self._item, self._waited_s, self._longest_s = -1, 0.0, 0.0

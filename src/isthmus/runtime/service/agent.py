@@ -181,7 +181,7 @@ class Agent:
     def _beat(self, channel: SocketChannel, lane: SendLane, gone: threading.Event) -> None:
         """Also renews the certificate, and tells of a process that ended."""
         beaten_s = asked_s = 0.0
-        told: dict[str, str] = {}
+        told: tuple[Launcher | None, dict[str, str]] = (None, {})
         while not gone.wait(TICK_S):
             now_s = time.monotonic()
             if self._over.is_set():
@@ -195,8 +195,8 @@ class Agent:
             with self._lock:
                 work = self._work
                 how = work[1].ended() if work is not None else {}
-            if work is not None and how != told:
-                told = how
+            if work is not None and (work[1], how) != told:  # a process may end as the one before it did
+                told = (work[1], how)
                 if how:
                     lane.put(Ended(run=work[0], how=how[self._membership.name]))
 

@@ -430,6 +430,9 @@ class _FleetWork:
     def starting(self, device: str) -> bool:
         return self._service.works_for(device, self._call.run)
 
+    def returns(self, device: str) -> bool:
+        return device in self._service.present
+
     def offers(self) -> list[str]:
         return self._service.idle(self._call)
 
