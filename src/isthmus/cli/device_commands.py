@@ -32,6 +32,9 @@ def join(
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,
+    data_kinds: Annotated[
+        str, typer.Option("--data-kinds", help="Kinds of data that jobs may name: text,npz; default: all installed.")
+    ] = "",
     site: Annotated[
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None,
@@ -47,7 +50,10 @@ def join(
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: not a folder")
-    place = Place(host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data)
+    place = Place(
+        host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data,
+        data_kinds=joining.kinds_of(data_kinds),
+    )  # fmt: skip
     asked = joining.Joining(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
     )  # fmt: skip

@@ -15,8 +15,10 @@ from rich.table import Table
 
 from isthmus.cli import options
 from isthmus.cli.options import state_folder
-from isthmus.errors import IsthmusError, UserError
+from isthmus.data import dataset_kinds
+from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.offer import SiteConfig, load_site
+from isthmus.runtime.device.data import check_kind
 from isthmus.runtime.device.island_ranks import attend, island_here
 from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
@@ -34,6 +36,17 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True):
     patience: str
     place: Place
     site: Path | None = None
+
+
+def kinds_of(text: str) -> tuple[str, ...] | None:
+    """Kinds of data in a list with commas; None, for all, where nothing is given. UserError for one that is unknown."""
+    if not text:
+        return None
+    kinds = tuple(kind.strip() for kind in text.split(","))
+    for kind in kinds:
+        if kind not in dataset_kinds():
+            raise unknown_name("--data-kinds", kind, dataset_kinds())
+    return kinds
 
 
 def join(joining: Joining) -> int:
@@ -57,7 +70,9 @@ def join(joining: Joining) -> int:
             place, island=island.folder.absolute(), ranks=island.count, local_ranks=island.local
         )
     if joining.site is not None:
-        return _attend(load_site(joining.site), joining, folder, patience_s, say)
+        config = load_site(joining.site)
+        check_kind(config.data, place.data_kinds)
+        return _attend(config, joining, folder, patience_s, say)
     Agent(folder, _membership(joining, folder, patience_s), place, patience_s=patience_s, say=say).run()
     return 0
 

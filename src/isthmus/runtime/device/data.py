@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Generator, Iterator, Mapping, Sequence
+from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import cast
 
@@ -14,18 +14,22 @@ from isthmus.runtime.messages.assignment import Assignment
 
 
 def stage_data(
-    assignment: Assignment, *, foreign: bool, known: Mapping[str, Dataset] = {}
+    assignment: Assignment, *, foreign: bool, kinds: Collection[str] | None = None, known: Mapping[str, Dataset] = {}
 ) -> dict[str, Dataset]:  # fmt: skip
     """The sets that a stage with columns needs; no other stage opens any. With `foreign`, somebody else's coordinator
-    asks: it may only name what lies in this device's own data folder. `known` are sets that were opened before.
+    asks: it may only name what lies in this device's own data folder. `kinds` are those that the device's owner allows,
+    None for all; `known` are sets that were opened before.
 
     UserError for data that are not here, that it may not ask for, or that differ from the coordinator's.
     """
     found: dict[str, Dataset] = {}
+    evaluates = assignment.evaluates and assignment.evaluation.columns
+    if assignment.train.columns or evaluates:
+        check_kind(assignment.data, kinds)
     with _own_folder(assignment.data) if foreign else contextlib.nullcontext():
         if assignment.train.columns:
             found["train"] = known.get("train") or _same(assignment, "train")
-        if assignment.evaluates and assignment.evaluation.columns:
+        if evaluates:
             found["heldout"] = known.get("heldout") or _same(assignment, "heldout")
         for dataset in found.values():
             len(dataset)  # what is read on first use is read here
@@ -51,6 +55,15 @@ def _same(assignment: Assignment, split: Split) -> Dataset:
             "or for `stdlib` another version of Python"
         )
     return found
+
+
+def check_kind(data: DataSpec, allowed: Collection[str] | None) -> None:
+    """UserError for a kind that this device's owner does not allow. Nothing of it has been imported."""
+    if allowed is not None and data.kind not in allowed:
+        raise UserError(
+            f"data.kind: got {data.kind!r}, expected one of: {', '.join(sorted(allowed))}: the owner of this device "
+            "allows no others (`isthmus join --data-kinds`)"
+        )
 
 
 def refuse_paths(data: DataSpec) -> None:

@@ -90,6 +90,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     island: Path | None = None
     """Where this process meets the other ranks of the device, if there are any."""
     ranks: int = 1
+    data_kinds: tuple[str, ...] | None = None
+    """Kinds of data that its owner allows; None: all that are installed."""
 
 
 class Device:
@@ -223,7 +225,7 @@ class Device:
             self._say_failed(e)
             return
         self._pending = (assignment, channels)
-        self._data |= stage_data(assignment, foreign=self._foreign, known=self._data)
+        self._data |= stage_data(assignment, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data)
 
     def _start(self, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None
@@ -341,6 +343,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
     parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
     parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
+    parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--leash", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
@@ -352,6 +355,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         device=options.device, host=options.host, port=options.port, address=options.address,
         identity=Identity(options.identity) if options.identity is not None else None,
         trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
+        data_kinds=None if options.data_kind is None else tuple(options.data_kind),
     )  # fmt: skip
     try:
         Device((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience).work()

@@ -41,6 +41,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     data: Path | None = None
     """The folder from which relative paths of data count; None: where this process runs."""
 
+    data_kinds: tuple[str, ...] | None = None
+    """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""
+
     def options(self) -> list[str]:
         """For the process's command line: paths and addresses, no secret."""
         found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
@@ -48,6 +51,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             found += ["--identity", str(self.identity)]
         if self.island is not None:
             found += ["--island", str(self.island), "--ranks", str(self.ranks)]
+        for kind in self.data_kinds or ():
+            found += ["--data-kind", kind]
         flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed}
         return [*found, *(flag for flag, given in flags.items() if given)]
 

@@ -1,0 +1,82 @@
+"""The owner of a device says which kinds of data a coordinator may name."""
+
+from __future__ import annotations
+
+import importlib.metadata
+import threading
+from importlib.metadata import EntryPoint
+from pathlib import Path
+
+import msgspec
+import pytest
+
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec
+from isthmus.errors import UserError
+from isthmus.job import prepare
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.device.data import stage_data
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.agent import Agent, join_fleet
+from tests.federated.sites import write_job
+from tests.runtime.commands import isthmus, refused
+from tests.runtime.jobs import DIGITS, fleet_of, job_of, random_cut
+from tests.runtime.wire import assignment
+
+from .parties import Fleet, outcomes
+
+
+def test_what_is_not_allowed_is_refused_and_the_coordinator_is_told(fleet: Fleet, tmp_path: Path) -> None:
+    agents: list[Agent] = []
+    for name in ("d0", "d1"):
+        membership = join_fleet(fleet.ticket(), tmp_path / name, name, 10.0)
+        place = Place(data_kinds=("text", "npz"))
+        agents.append(Agent(tmp_path / name, membership, place, patience_s=10.0, say=lambda _: None))
+    threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in agents]
+    for thread in threads:
+        thread.start()
+    prepared = prepare(job_of("mlp", {}, DIGITS))
+    machines = fleet_of(2)
+    boundaries = random_cut(prepared, 2, 0, once=True)
+    plan = build_plan(prepared.problem(machines), machines.names, boundaries, planner="test")
+    with pytest.raises(UserError, match=r"data.kind: got 'digits', expected one of: npz, text: the owner of this dev"):
+        train(prepared, plan, machines, tmp_path / "run", RunOptions(emulate=False, crew=fleet.service), Watcher())
+    for agent in agents:
+        agent.stop()
+    for thread in threads:
+        thread.join(15)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize("evaluates", [False, True])
+def test_nothing_of_it_is_imported(evaluates: bool, monkeypatch: pytest.MonkeyPatch) -> None:
+    loaded: list[str] = []
+
+    class Entry(EntryPoint):
+        def load(self) -> object:
+            loaded.append(self.name)
+            raise ImportError("it was loaded")
+
+    entries = [Entry("hostile", "anything:load", "isthmus.datasets")]
+    monkeypatch.setattr(importlib.metadata, "entry_points", lambda *, group: entries if "datasets" in group else [])
+    told = assignment("d0")
+    columns = msgspec.structs.replace(told.train, columns=("labels",))
+    part = {"evaluation": columns, "evaluates": True} if evaluates else {"train": columns, "evaluates": False}
+    told = msgspec.structs.replace(told, data=DataSpec(kind="hostile"), **part)
+    with pytest.raises(UserError, match=r"data.kind: got 'hostile', expected one of: digits"):
+        stage_data(told, foreign=True, kinds=("digits",))
+    assert loaded == []
+    with pytest.raises(UserError, match="it was loaded"):
+        stage_data(told, foreign=True, kinds=("hostile",))
+    assert stage_data(assignment("d0"), foreign=True, kinds=()) == {}, "a stage without data names none"
+
+
+def test_a_kind_that_nobody_has_is_a_slip(tmp_path: Path) -> None:
+    result = isthmus("join", "--data-kinds", "text,nzp", "--state", tmp_path / "state")
+    refused(result, 2, "--data-kinds 'nzp': did you mean 'npz'")
+
+
+def test_a_sites_file_is_held_to_it_too(tmp_path: Path) -> None:
+    write_job(tmp_path, ("a", "b"))
+    result = isthmus("join", "--site", tmp_path / "a.toml", "--data-kinds", "text", "--state", tmp_path / "state")
+    refused(result, 2, "data.kind: got 'npz', expected one of: text")
