@@ -4,6 +4,7 @@
       ├─ UserError       bad config, model or input: exit 2
       │    └─ FleetTooSmall   the fleet cannot hold the job: exit 3
       ├─ PeerError       another party sent something wrong, or went away: exit 4
+      ├─ StepError       the job's model or data raised on a device: exit 2
       ├─ Diverged        the training's numbers are not finite: exit 1
       └─ InternalError   ours: exit 1
 
@@ -46,6 +47,19 @@ class PeerError(IsthmusError):
     """Another party sent something wrong or went away. Names the party."""
 
     exit_code = 4
+
+
+class StepError(IsthmusError):
+    """An operator of the job's model raised, or its data or optimizers did: other devices would likely say the same."""
+
+    exit_code = 2
+
+    def __init__(self, what: str, reason: str, step: int = -1) -> None:
+        """`what` raised, for this `reason`. Whoever knows them adds the step and the samples."""
+        super().__init__(f"{what}: {reason}")
+        self.what = what
+        self.reason = reason
+        self.step = step
 
 
 class Diverged(IsthmusError):

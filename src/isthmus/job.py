@@ -30,7 +30,7 @@ from isthmus.planners.compression import ratio_planner_names
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
-from isthmus.training.preflight import check_limits, check_optimizers
+from isthmus.training.preflight import check_limits, check_optimizers, check_types
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
@@ -100,6 +100,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     patience: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3
+    recovery_attempts: Positive = 3
+    """Attempts to go on after losses, with no step done in between, after which the run ends. The first loss of each
+    device since the last step ends none."""
     snapshots: bool = True
     """Keep the state in the devices' memory from time to time, with a copy on another device: what a run goes on from
     when one is lost."""
@@ -328,6 +331,7 @@ def prepare(job: Job) -> Prepared:
 def _checked(prepared: Prepared) -> Prepared:
     train, columns = prepared.captured.train, prepared.samples.columns
     check_optimizers(prepared.job.optimizer, train.trainable)
+    check_types(train)
     check_limits(train, {name: c.limit for name, c in columns.items() if c.limit is not None})
     return prepared
 

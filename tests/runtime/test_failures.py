@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 from pathlib import Path
 
 import numpy as np
@@ -13,6 +14,7 @@ from isthmus.job import prepare
 from isthmus.runtime.conducting.run import check_outcome
 from isthmus.runtime.processes.launcher import Place
 
+from .commands import isthmus
 from .jobs import job_of, random_cut, run
 
 
@@ -29,13 +31,42 @@ def test_data_that_a_device_does_not_have(tmp_path: Path) -> None:
         run(prepared, random_cut(prepared, 2, 0), tmp_path)
 
 
-def test_what_an_operator_raises(tmp_path: Path) -> None:
+OPERATOR = (
+    r"aten\.cross_entropy_loss\.default.*: IndexError: Target \d+ is out of bounds\. "
+    r"\(step 1, samples \d+, \d+ of the training data\)"
+)
+
+
+def test_what_an_operator_raises_where_nobody_else_can_try(tmp_path: Path) -> None:
     prepared = prepare(job_of("mlp", {}, _data(tmp_path, 40)))
-    plan, outcome = run(prepared, random_cut(prepared, 2, 0), tmp_path)
-    with pytest.raises(PeerError, match=r"^device 'd1': IndexError: Target \d+ is out of bounds\.$"):
-        check_outcome(outcome)
+    with pytest.raises(UserError, match=rf"^device 'd1': {OPERATOR}$"):
+        run(prepared, random_cut(prepared, 2, 0), tmp_path)
     assert "Traceback" in (tmp_path / "logs" / "d1.log").read_text()
-    assert plan.stages[1].device == "d1"
+
+
+JOB = """
+name = "wrong-labels"
+fleet = "laptop"
+planner = "even"
+run_dir = "{folder}/runs"
+model = {{name = "mlp"}}
+data = {{kind = "npz", options = {{path = "{folder}/images.npz"}}}}
+training = {{steps = 4, batch_size = 8, micro_batches = 4}}
+runtime = {{emulate = false}}
+"""
+
+
+@pytest.mark.parametrize("devices, who", [
+    ("2", r"^error: device '(\S+)', as on device '(?!\1)\S+' before: "), ("1", r"^error: device '(\S+)', again: "),
+])  # fmt: skip
+def test_what_every_device_raises_is_the_jobs_fault(tmp_path: Path, devices: str, who: str) -> None:
+    _data(tmp_path, 40)
+    job = tmp_path / "job.toml"
+    job.write_text(JOB.format(folder=tmp_path))
+    done = isthmus("train", job, "--devices", devices)
+    assert done.code == 2, done.err
+    (line,) = (line for line in done.err.splitlines() if line.startswith("error:"))
+    assert re.search(who + OPERATOR, line), line
 
 
 def test_a_process_that_does_not_start(tmp_path: Path) -> None:

@@ -22,9 +22,10 @@ steps from where it began in order, and states of steps that were done on anothe
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Iterable, Sequence
 from typing import Literal
 
+from isthmus.protocol.attempts import Attempts, StepFailure, Suspects
 from isthmus.protocol.coordinator_events import (
     Advance,
     Assign,
@@ -62,6 +63,7 @@ from isthmus.protocol.coordinator_events import (
     Release,
     Reported,
     Retire,
+    StepFailed,
 )
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.following import Following
@@ -69,8 +71,8 @@ from isthmus.protocol.leases import Leases
 from isthmus.protocol.phases import CoordinatorStatistics, Phase
 from isthmus.protocol.recalls import MOST_RECALLS, Recalls
 from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
-from isthmus.protocol.reports import mean_loss
-from isthmus.protocol.work import Item, RunSpec
+from isthmus.protocol.reports import mean_loss, non_finite
+from isthmus.protocol.work import RunSpec
 
 Out = list[CoordinatorInstruction]
 
@@ -109,6 +111,8 @@ class Coordinator:
         """Who is to be ready, or to have given what it holds."""
         self._reports: dict[int, dict[str, Reported]] = {}
         self._divergence = Divergence(spec.non_finite_steps)
+        self._attempts = Attempts(spec.recovery_attempts)
+        self._suspects = Suspects()
         self._recalls = Recalls()
         self._planned_for: frozenset[str] = frozenset()
         self._interrupted = False
@@ -166,6 +170,8 @@ class Coordinator:
                 return self._on_ready(device)
             case Reported():
                 return self._on_reported(event)
+            case StepFailed(device=device, failure=failure):
+                return self._on_step_failed(device, failure)
             case Lost():
                 return self._on_lost(event)
             case Interrupted():
@@ -231,6 +237,7 @@ class Coordinator:
         self._lineage.begin(self._epoch, self._step)
         self._done_step = self._step
         self._divergence.restart()
+        self._attempts.began()
         self._leases.begin(self._step, self._layout, due=self._began)
         out: Out = []
         if self._survives:
@@ -275,8 +282,8 @@ class Coordinator:
             return []
         del self._reports[report.item]
         item = self._leases.finish(report.item)
-        remark, ends = self._non_finite(item, reports)
-        out: Out = [Advance(item, mean_loss(reports.values()), remark)]
+        remark, ends = non_finite(item, reports, self._divergence)
+        out: Out = [Advance(item, mean_loss(reports), remark)]
         if ends:
             return out + self._end("diverged", f"{remark}; the newest checkpoint is of step {self._saved}")
         if item.kind == "save":
@@ -284,6 +291,8 @@ class Coordinator:
             out.append(Commit(item, finite=not remark))
         elif item.kind == "train":
             self._done_step = item.step + 1
+            self._attempts.stepped()
+            self._suspects.stepped(item.step, set(self.devices))
         elif item.kind == "keep":
             out += self._acknowledged(self._leases.kept(item.step))
         if self._phase == "running" or (self._phase == "settling" and not self._leases.at_period):
@@ -291,13 +300,6 @@ class Coordinator:
         if not self._leases.open:
             out += self._move() if self._phase == "settling" else self._end(self._ending)
         return out
-
-    def _non_finite(self, item: Item, reports: Mapping[str, Reported]) -> tuple[str, bool]:
-        """What to say of an item's numbers, and whether they end the run."""
-        found = {device: report.non_finite for device, report in reports.items() if report.non_finite is not None}
-        if item.kind == "train":
-            return self._divergence.stepped(item.step, found)
-        return self._divergence.saved(item.step, found) if item.kind == "save" else ("", False)
 
     @property
     def _ending(self) -> Literal["done", "interrupted"]:
@@ -340,7 +342,7 @@ class Coordinator:
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
         if self._phase != "running" or not self._survives or (self._following is not None and not must):
             return []
-        return [MakePlan(tuple(sorted(self._available)), must=must)]
+        return [MakePlan(tuple(sorted(self._trusted)), must=must)]
 
     def _on_planned(self, layout: Layout, *, pays: bool) -> Out:
         if self._phase == "planning":
@@ -404,6 +406,8 @@ class Coordinator:
 
     def _on_no_plan(self, reason: str) -> Out:
         if self._phase == "planning":
+            if self._suspects.devices & self._available - self._planned_for:
+                return self._make_plan(of_all=True)
             if self._recalls.awaited or self._available > self._planned_for:
                 self._phase = "recalling"
                 return self._begin_anew()
@@ -439,7 +443,19 @@ class Coordinator:
         self._reason = f"device {device!r} was lost: {reason}"
         if self._phase == "joining" and not self._began and device in self.devices:
             self._began = True  # it never came: go on with those who did
+        if self._attempts.lost(device):
+            return self._end("lost", f"{self._reason}; {self._attempts.fruitless} attempts to go on did no step")
         return [Fence(device), *self._hold()]
+
+    def _on_step_failed(self, device: str, failure: StepFailure) -> Out:
+        if self._phase not in ("running", "settling", "closing"):
+            return []
+        before = self._suspects.failed(device, failure)
+        if not self._survives or before or self._attempts.lost(device):
+            again = f", as on device {before!r} before" if before and before != device else ", again" if before else ""
+            return self._end("failed", f"device {device!r}{again}: {failure.reason}")
+        self._reason = f"device {device!r}: {failure.reason}"
+        return self._hold()
 
     def _forget(self, device: str) -> None:
         self._held.pop(device, None)
@@ -470,8 +486,13 @@ class Coordinator:
     def _available(self) -> frozenset[str]:
         return frozenset((self._present | self._offered) - self._leaving)
 
-    def _make_plan(self) -> Out:
-        self._phase, self._planned_for = "planning", self._available
+    @property
+    def _trusted(self) -> frozenset[str]:
+        """Without those on which a step failed, as long as there are others."""
+        return self._available - self._suspects.devices or self._available
+
+    def _make_plan(self, *, of_all: bool = False) -> Out:
+        self._phase, self._planned_for = "planning", self._available if of_all else self._trusted
         return [MakePlan(tuple(sorted(self._planned_for)), waits=True)]
 
     def _begin_anew(self) -> Out:

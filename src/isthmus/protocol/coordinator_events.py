@@ -7,6 +7,7 @@ from typing import Literal
 
 import msgspec
 
+from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.events import Event
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import Holding, Layout
@@ -36,6 +37,13 @@ class Reported(Event, frozen=True, kw_only=True):
     count: float | None = None
     non_finite: NonFinite | None = None
     """The first place on this device where the item's numbers were not finite."""
+
+
+class StepFailed(Event, frozen=True, kw_only=True):
+    """The job's model or data raised on the device, which is there still and holds what it held."""
+
+    device: str
+    failure: StepFailure
 
 
 class Lost(Event, frozen=True, kw_only=True):
@@ -250,8 +258,9 @@ class Halt(msgspec.Struct, frozen=True):
     """Tell every device that is still there to leave."""
 
 
-Ending = Literal["done", "interrupted", "lost", "diverged"]
-"""Lost: a device is, without which the run cannot go on. Diverged: its numbers are not finite."""
+Ending = Literal["done", "interrupted", "lost", "diverged", "failed"]
+"""Lost: a device is, without which the run cannot go on. Diverged: its numbers are not finite. Failed: the job's model
+or data raise, on whatever device."""
 
 
 class Finish(msgspec.Struct, frozen=True):
@@ -260,8 +269,8 @@ class Finish(msgspec.Struct, frozen=True):
 
 
 CoordinatorEvent = (
-    Joined | Ready | Reported | Lost | Interrupted | Held | Planned | NoPlan | Fetched | Mirrored | Followed
-    | FollowingEnded | Offered | Leaving | Changed
+    Joined | Ready | Reported | StepFailed | Lost | Interrupted | Held | Planned | NoPlan | Fetched | Mirrored
+    | Followed | FollowingEnded | Offered | Leaving | Changed
 )  # fmt: skip
 CoordinatorInstruction = (
     Assign | Place | Open | Advance | Commit | Hold | Fence | MakePlan | Call | Recall | Begin | Fetch | Follow | Lend

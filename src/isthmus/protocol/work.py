@@ -68,6 +68,8 @@ class RunSpec(msgspec.Struct, frozen=True, kw_only=True):
     start_step: int = 0
     non_finite_steps: int = 0
     """Consecutive steps with numbers that are not finite after which the run ends; 0: it never ends for that."""
+    recovery_attempts: int = 0
+    """Attempts to go on after losses, with no step done in between, after which the run ends; 0: it never gives up."""
 
 
 def items(spec: RunSpec, *, due: bool = False) -> Iterator[Item]:

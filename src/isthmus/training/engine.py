@@ -14,6 +14,7 @@ from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import Crossing, StageGraph
 from isthmus.protocol.finite import OnNonFinite
+from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES, is_finite
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program
@@ -68,7 +69,7 @@ class Engine(Protocol):
         ...
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
-        """Gradients of borrowed parameters, summed over the step's micro-batches; float32."""
+        """Gradients of borrowed parameters, summed over the step's micro-batches, of type `gradient_dtype`."""
         ...
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -167,7 +168,7 @@ class TorchEngine:
         self.device = device or torch.device("cpu")
         self._variables: dict[str, Tensor] = {}
         self._master: dict[str, nn.Parameter] = {}
-        """Trainable parameters that this stage owns: float32, under their own names."""
+        """Trainable parameters that this stage owns, of type `gradient_dtype`, under their own names."""
         self.trainable: dict[str, str] = {}
         """Trainable parameters used here, owned or borrowed: op name -> own name, in the graph's order."""
         self._written = tuple(dict.fromkeys(name for op in train.ops for name in op.mutates))
@@ -197,8 +198,7 @@ class TorchEngine:
         if op.name in self.train.borrows:
             self._variables[op.name] = value.to(dtype).clone().requires_grad_()
             return
-        # Half types add up too coarsely: the optimizer works on float32.
-        master = nn.Parameter(value.to(torch.float32 if dtype in HALF_TYPES else dtype).clone())
+        master = nn.Parameter(value.to(gradient_dtype(dtype)).clone())
         self._master[op.target] = master
         self._variables[op.name] = master if master.dtype == dtype else value.to(dtype).clone().requires_grad_()
 
@@ -245,7 +245,11 @@ class TorchEngine:
         if not roots:
             return {ref: torch.zeros_like(leaf) for ref, leaf in flight.leaves.items()}
         wanted = [*flight.leaves.values(), *(self._variables[n] for n in names)]
-        found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+        try:
+            found = cast("tuple[Tensor | None, ...]", torch.autograd.grad(roots, wanted, seeds, allow_unused=True))
+        except Exception as e:
+            raise_if_jobs(f"the backward of stage {self.train.index}", e)
+            raise
         self._accumulate(names, found[len(flight.leaves) :])
         leaf_gradients = zip(flight.leaves.items(), found, strict=False)
         return {ref: torch.zeros_like(leaf) if g is None else g for (ref, leaf), g in leaf_gradients}
@@ -254,7 +258,7 @@ class TorchEngine:
         for name, gradient in zip(names, found, strict=True):
             if gradient is None:
                 continue
-            gradient = gradient.float() if gradient.dtype in HALF_TYPES else gradient
+            gradient = gradient.to(gradient_dtype(gradient.dtype))
             if name in self._gradients:
                 self._gradients[name] = self._gradients[name].add_(gradient)
             else:
@@ -305,8 +309,7 @@ class TorchEngine:
 
     def take_shared_gradients(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {
-            n: self._gradients.pop(n) if n in self._gradients else torch.zeros_like(self._variables[n].float())
-            for n in names
+            n: self._gradients.pop(n) if n in self._gradients else _no_gradient(self._variables[n]) for n in names
         }
 
     def add_gradients(self, gradients: Mapping[str, Tensor]) -> None:
@@ -340,7 +343,11 @@ class TorchEngine:
         if norms is not None and self.config.clip_norm > 0:
             given = [g for n in self.owned if (g := self._master[n].grad) is not None]
             clip(given, norms, self.config.clip_norm)
-        self._optimizers.step(self.config.learning_rate.factor(step, self.config.steps))
+        try:
+            self._optimizers.step(self.config.learning_rate.factor(step, self.config.steps))
+        except Exception as e:
+            raise_if_jobs("the optimizer's step", e)
+            raise
         self._refresh()
 
     def skip_update(self) -> None:
@@ -360,6 +367,16 @@ class TorchEngine:
 
     def gradients(self) -> dict[str, Tensor]:
         return {n: g for n in self.owned if (g := self._master[n].grad) is not None}
+
+
+def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
+    """Of the gradients and the master weights of a parameter that computes in `dtype`. Half types add up too coarsely:
+    sums and optimizers work on float32."""
+    return torch.float32 if dtype in HALF_TYPES else dtype
+
+
+def _no_gradient(parameter: Tensor) -> Tensor:
+    return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype), requires_grad=False)
 
 
 def received_spec(stage: StageGraph, source: int) -> tuple[Crossing, ...]:

@@ -24,7 +24,7 @@ import torch
 import torch.distributed as dist
 from torch import Tensor
 
-from isthmus.errors import UserError
+from isthmus.errors import StepError, UserError
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
 from isthmus.training.engine import EngineConfig, TorchEngine
@@ -64,6 +64,8 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True):
     stage: StageSetUp | None = None
     told: tuple[float, float] | None = None
     """Of an answer: loss and count of the share."""
+    failed: tuple[str, str] | None = None
+    """Of an answer: what raised, and why."""
 
 
 Result = tuple[dict[str, Tensor], "tuple[float, float] | None"]
@@ -180,13 +182,14 @@ class _Share:
 
     def sum(self, names: Sequence[str]) -> None:
         """Add the gradients of these parameters to those of rank 0, which keeps the sum."""
-        found = self.engine.take_gradients(names)
-        flat = torch.cat([g.reshape(-1) for g in found.values() if g is not None])
-        dist.reduce(flat, 0)
-        if self._ranks.rank == 0:
-            sizes = [g.numel() for g in found.values() if g is not None]
-            parts = zip(found.items(), flat.split(sizes), strict=True)
-            self.engine.add_gradients({name: part.view_as(g) for (name, g), part in parts if g is not None})
+        found = {name: g for name, g in self.engine.take_gradients(names).items() if g is not None}
+        for dtype in dict.fromkeys(g.dtype for g in found.values()):
+            alike = {name: g for name, g in found.items() if g.dtype == dtype}
+            flat = torch.cat([g.reshape(-1) for g in alike.values()])
+            dist.reduce(torch.view_as_real(flat) if flat.is_complex() else flat, 0)
+            if self._ranks.rank == 0:
+                parts = zip(alike.items(), flat.split([g.numel() for g in alike.values()]), strict=True)
+                self.engine.add_gradients({name: part.view_as(g) for (name, g), part in parts})
 
 
 def serve(ranks: Ranks) -> None:
@@ -205,8 +208,12 @@ def serve(ranks: Ranks) -> None:
             case "values":
                 share.engine.set_shared(groups[0])
             case _:
-                values, told = share.run(command, groups)
-                ranks.say(0, _Command(kind="answer", told=told), [values])
+                try:
+                    values, told = share.run(command, groups)
+                except StepError as e:  # every island would say the same: it is no reason to end this one
+                    ranks.say(0, _Command(kind="answer", failed=(e.what, e.reason)), [{}])
+                else:
+                    ranks.say(0, _Command(kind="answer", told=told), [values])
 
 
 class IslandEngine:
@@ -246,10 +253,18 @@ class IslandEngine:
         groups = [self._shares(_labelled(group), once=backward) for group in given]
         for rank in range(1, self._ranks.count):
             self._ranks.say(rank, command, [group[rank] for group in groups])
-        results = [self._own.run(command, [group[0] for group in groups])]
-        for rank in range(1, self._ranks.count):
+        failed: StepError | None = None
+        results: list[Result] = []
+        try:
+            results.append(self._own.run(command, [group[0] for group in groups]))
+        except StepError as e:
+            failed = e
+        for rank in range(1, self._ranks.count):  # all answers, so that none is taken for that of a later command
             answer, (values,) = self._ranks.hear(rank)
+            failed = failed or (StepError(*answer.failed) if answer.failed else None)
             results.append((values, answer.told))
+        if failed is not None:
+            raise failed
         told = [one for _, one in results if one is not None]
         if told:
             loss, count = (sum(column) for column in zip(*told, strict=True))

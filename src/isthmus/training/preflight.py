@@ -26,6 +26,15 @@ def check_optimizers(configs: Sequence[OptimizerConfig], parameters: Sequence[st
             )
 
 
+def check_types(graph: OpGraph) -> None:
+    """UserError for a parameter or buffer that no checkpoint can hold: safetensors has no word for complex128."""
+    for op in graph.ops:
+        if op.kind in ("parameter", "buffer") and op.outputs[0].dtype == "complex128":
+            raise UserError(
+                f"model: {op.kind} {op.target!r}: got complex128, expected complex64: safetensors cannot save it"
+            )
+
+
 def check_limits(graph: OpGraph, limits: Mapping[str, int]) -> None:
     """UserError where ids of a column can lie outside an embedding, or classes outside a cross-entropy's.
 

@@ -14,6 +14,7 @@ from torch import Tensor
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.graph.resolve import bind, no_gradient, operator_of
+from isthmus.training.faults import raise_if_jobs
 
 _GENERATOR = threading.Lock()
 """Torch draws from one generator per process, and the stages of several devices may run in its threads."""
@@ -27,6 +28,8 @@ class _Slot(NamedTuple):
 
 class _Step(NamedTuple):
     name: str
+    described: str
+    """The operator, and the module of the user's that calls it."""
     call: Callable[..., object]
     args: list[object]
     kwargs: dict[str, object]
@@ -73,21 +76,27 @@ class Program:
         own, received = flags
         needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
         return _Step(
-            op.name, operator_of(op.target), cast("list[object]", args), cast("dict[str, object]", kwargs),
+            op.name, f"{op.target} (module {op.module!r})" if op.module else op.target, operator_of(op.target),
+            cast("list[object]", args), cast("dict[str, object]", kwargs),
             len(op.outputs), no_gradient(op, needs, mode), op.random,
             tuple(ending),
         )  # fmt: skip
 
     def run(self, values: dict[Ref, Tensor], step: int, micro_batch: int) -> dict[Ref, Tensor]:
-        """Run every operator; `values` holds variables and inputs and gains the results that outlive the run."""
+        """Run every operator; `values` holds variables and inputs and gains the results that outlive the run.
+        StepError names the operator that raised."""
         for s in self._steps:
             args = [_fill(a, values) for a in s.args]
             kwargs = {k: _fill(v, values) for k, v in s.kwargs.items()}
-            with torch.no_grad() if s.quiet else contextlib.nullcontext():
-                if s.random:
-                    result = self._draw(s, args, kwargs, draw_seed(self._seed, step, micro_batch, s.name))
-                else:
-                    result = s.call(*args, **kwargs)
+            try:
+                with torch.no_grad() if s.quiet else contextlib.nullcontext():
+                    if s.random:
+                        result = self._draw(s, args, kwargs, draw_seed(self._seed, step, micro_batch, s.name))
+                    else:
+                        result = s.call(*args, **kwargs)
+            except Exception as e:
+                raise_if_jobs(s.described, e)
+                raise
             if isinstance(result, Tensor):
                 values[Ref(s.name)] = result
             else:

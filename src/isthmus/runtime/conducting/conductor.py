@@ -12,6 +12,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import Diverged, IsthmusError, PeerError, UserError
+from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
     Advance,
@@ -49,6 +50,7 @@ from isthmus.protocol.coordinator_events import (
     Release,
     Reported,
     Retire,
+    StepFailed,
 )
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.crew import NoWork, Work
@@ -262,6 +264,8 @@ class Conductor:
             self._failure = PeerError(finish.reason) if self.machine.survives else self._verdict
         elif finish is not None and finish.outcome == "diverged":
             self._failure = Diverged(finish.reason)
+        elif finish is not None and finish.outcome == "failed":
+            self._failure = UserError(finish.reason)
         return finish
 
     def _guard(self, device: str, message: AnyMessage) -> None:
@@ -321,6 +325,11 @@ class Conductor:
             case Failed(fault="other"):
                 if epoch == self.machine.epoch:
                     self._losses.blames(device, message.reason)
+            case Failed(failure=StepFailure() as failure):
+                if epoch == self.machine.epoch:
+                    self._losses.settled(device)  # whoever worked with it blames it now
+                    self._verdict = PeerError(f"device {device!r}: {failure.reason}")
+                    return [StepFailed(device=device, failure=failure, epoch=epoch)]
             case Failed():
                 family = UserError if message.fault == "user" else PeerError
                 self._losses.told(device, family(f"device {device!r}: {message.reason}"))

@@ -73,7 +73,7 @@ def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
     return RunSpec(
         steps=t.steps, micro_batches=t.micro_batches, micro_batch_size=job.micro_batch_size, eval_every=t.eval_every,
         eval_micro_batches=count, save_every=t.save_every, lease_ahead=job.runtime.lease_ahead, start_step=start_step,
-        non_finite_steps=t.most_non_finite_steps,
+        non_finite_steps=t.most_non_finite_steps, recovery_attempts=job.runtime.recovery_attempts,
     )  # fmt: skip
 
 

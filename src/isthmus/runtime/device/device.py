@@ -23,7 +23,8 @@ import torch
 from torch import Tensor
 
 from isthmus.data import Dataset
-from isthmus.errors import InternalError, IsthmusError, PeerError, UserError
+from isthmus.errors import InternalError, IsthmusError, PeerError, StepError, UserError
+from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
 from isthmus.runtime.device.control import Control, CoordinatorGone
 from isthmus.runtime.device.data import stage_data
@@ -145,6 +146,11 @@ class Device:
                 return self._executor.run()
             except CoordinatorGone:
                 raise
+            except StepError as e:  # of the job's: the coordinator says whether somebody, or this device, tries again
+                print(f"device {self._site.device}: {e}", file=sys.stderr, flush=True)
+                traceback.print_exc()
+                self._say_failed(e)
+                self._give_up()
             except PeerError as e:
                 self._give_up()
                 self._say_failed(e)
@@ -308,7 +314,12 @@ class Device:
         self._control.say(message, tensors)
 
     def _say_failed(self, error: Exception) -> None:
-        self._say(Failed(run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error)))
+        failure: StepFailure | None = None
+        if isinstance(error, StepError):
+            failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
+        self._say(Failed(
+            run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error), failure=failure
+        ))  # fmt: skip
 
 
 def _reason(error: Exception) -> str:

@@ -13,9 +13,9 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.data import Dataset, SampleOrder
-from isthmus.errors import InternalError
-from isthmus.graph import Ref, StageGraph
+from isthmus.data import Dataset
+from isthmus.errors import InternalError, StepError
+from isthmus.graph import Ref
 from isthmus.plan import Packing
 from isthmus.protocol.events import (
     Arrived,
@@ -47,6 +47,7 @@ from isthmus.protocol.events import (
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
+from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.expected import label, sent_packings
 from isthmus.runtime.device.finite import FiniteWatch
 from isthmus.runtime.device.following import Lender
@@ -112,7 +113,7 @@ class Executor:
         self.assignment = assignment
         self.engine = engine
         self.links: Links
-        self._data = data
+        self._batches = Batches(assignment, data)
         self._inbox = inbox
         self._report = report
         self._machine = Worker(assignment.view, assignment.epoch)
@@ -138,7 +139,6 @@ class Executor:
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
         self._packings = sent_packings(assignment)
-        self._order = SampleOrder(assignment.train_samples, assignment.engine.seed, assignment.shuffle)
 
     def record(self, span: Span) -> None:
         if self.assignment.trace:
@@ -204,9 +204,17 @@ class Executor:
             if isinstance(event, Order):
                 return event
             for instruction in self._machine.handle(event):
-                result = self._carry_out(instruction)
+                try:
+                    result = self._carry_out(instruction)
+                except StepError as e:
+                    raise self._placed(e, instruction) from e
                 if result is not None:
                     self._done.append(result)
+
+    def _placed(self, error: StepError, instruction: WorkerInstruction) -> StepError:
+        assert not isinstance(instruction, Stop), "to stop computes nothing"
+        micro_batch = instruction.micro_batch if isinstance(instruction, Compute) else -1
+        return self._batches.placed(error, self._items[instruction.item], micro_batch)
 
     def _next(self) -> WorkerEvent | Order:
         """The next event. Arrivals go before the end of a tasklet, so that the next choice sees all of them."""
@@ -275,7 +283,7 @@ class Executor:
         number = item.first_micro_batch + work.micro_batch
         stage = self.assignment.train if training else self.assignment.evaluation
         self._take_shared(work.item)
-        inputs = self._columns(stage, item, work.micro_batch)
+        inputs = self._batches.columns(stage, item, work.micro_batch)
         view = self.assignment.view
         for source in view.forward_from if training else view.eval_from:
             tensors = self.links.take("forward", source, work.item, work.micro_batch)
@@ -326,24 +334,6 @@ class Executor:
             step=item, micro_batch=micro_batch,
         ))  # fmt: skip
 
-    def _columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
-        """This stage's own columns of one micro-batch: raw data never leaves the device that reads it."""
-        if not stage.columns:
-            return {}
-        size = self.assignment.engine.micro_batch_size
-        start = item.first_sample + micro_batch * size
-        if item.kind == "train":
-            if "train" not in self._data:
-                raise InternalError(f"stage {stage.index} reads columns {stage.columns} and has no data")
-            found = self._data["train"].batch(self._order.indices(start, size), stage.columns)
-        else:
-            found = self._data["heldout"].batch(range(start, start + size), stage.columns)
-        dtypes = self.assignment.column_dtypes
-        return {
-            Ref(self.assignment.placeholders[name]): found[name].to(getattr(torch, dtypes[name]))
-            for name in stage.columns
-        }
-
     def _take_shared(self, item: int) -> None:
         borrowed = self.assignment.train.borrows
         for owner in self.assignment.view.borrows_from:
@@ -367,7 +357,7 @@ class Executor:
                     packings = {}  # no codec takes it, and whoever receives it must know
                 if any(packing.feedback for packing in packings.values()):
                     tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
-                    samples = self._samples(self._items[send.item], send.micro_batch)
+                    samples = self._batches.samples(self._items[send.item], send.micro_batch)
             case "shared":
                 tensors = self.engine.shared_values([n for n, users in stage.lends.items() if send.target in users])
             case "shared_gradient":
@@ -378,11 +368,6 @@ class Executor:
                 assert self._norms is not None, "norms are sent after collect"
                 tensors, finite = {"norms": self._norms}, self._all_finite
         self.links.send(send, tensors, number, packings, samples, finite=finite)
-
-    def _samples(self, item: Item, micro_batch: int) -> list[int]:
-        """Which training samples a micro-batch is of: any stage can tell, whether it reads data or not."""
-        size = self.assignment.engine.micro_batch_size
-        return self._order.indices(item.first_sample + micro_batch * size, size).tolist()
 
     def _gather(self, item: int) -> None:
         """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""

@@ -4,18 +4,25 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
+
 from isthmus.graph import Ref
+from isthmus.graph.opgraph import TensorSpec
 from isthmus.graph.partition import Crossing
 from isthmus.plan import Packing
 from isthmus.protocol.events import Parcel
 from isthmus.runtime.device.links import Signature
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.training.engine import received_spec, sent_spec
+from isthmus.training.engine import gradient_dtype, received_spec, sent_spec
 
 
 def label(ref: Ref) -> str:
     """How a value is called in a frame."""
     return f"{ref.op}:{ref.index}"
+
+
+def _gradient_type(parameter: TensorSpec) -> str:
+    return str(gradient_dtype(getattr(torch, parameter.dtype))).removeprefix("torch.")
 
 
 def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
@@ -76,7 +83,8 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
         allow("shared", owner, tuple((n, specs[n].dtype, specs[n].shape_at(size), None) for n in names))
     for user in view.lends_to:
         names = [n for n, users in train.lends.items() if user in users]
-        allow("shared_gradient", user, tuple((n, "float32", specs[n].shape_at(size), None) for n in names))
+        lent = tuple((n, _gradient_type(specs[n]), specs[n].shape_at(size), None) for n in names)
+        allow("shared_gradient", user, lent)
     for other in view.others:
         allow("count", other, ())
         if view.agrees:

@@ -6,6 +6,7 @@ from typing import Annotated, Literal
 
 import msgspec
 
+from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.events import Parcel
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import Holding
@@ -101,6 +102,8 @@ class Failed(Message, frozen=True, kw_only=True):
     reason: str
     fault: Literal["user", "device", "other"]
     """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
+    failure: StepFailure | None = None
+    """Of a step, by the job's model or data: the device can go on with another stage, or try again."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

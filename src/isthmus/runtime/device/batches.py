@@ -1,0 +1,61 @@
+"""The samples of a stage's micro-batches: which they are, and what the stage reads of them."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+
+import torch
+from torch import Tensor
+
+from isthmus.data import Dataset, SampleOrder
+from isthmus.data.dataset import Indices
+from isthmus.errors import InternalError, StepError
+from isthmus.graph import Ref, StageGraph
+from isthmus.protocol.work import Item
+from isthmus.runtime.messages.assignment import Assignment
+from isthmus.training.faults import raise_if_jobs
+
+MOST_NAMED = 8
+"""Samples that an error names."""
+
+
+class Batches:
+    def __init__(self, assignment: Assignment, data: Mapping[str, Dataset]) -> None:
+        """`data` holds the `train` and `heldout` sets when this stage reads columns."""
+        self._assignment = assignment
+        self._data = data
+        self._size = assignment.engine.micro_batch_size
+        self._order = SampleOrder(assignment.train_samples, assignment.engine.seed, assignment.shuffle)
+
+    def samples(self, item: Item, micro_batch: int) -> list[int]:
+        """Which samples a micro-batch is of: any stage can tell, whether it reads data or not."""
+        return [int(index) for index in self._indices(item, micro_batch)]
+
+    def _indices(self, item: Item, micro_batch: int) -> Indices:
+        start = item.first_sample + micro_batch * self._size
+        return self._order.indices(start, self._size) if item.kind == "train" else range(start, start + self._size)
+
+    def columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
+        """This stage's own columns of one micro-batch: raw data never leaves the device that reads it."""
+        if not stage.columns:
+            return {}
+        split = "train" if item.kind == "train" else "heldout"
+        if split not in self._data:
+            raise InternalError(f"stage {stage.index} reads columns {stage.columns} and has no data")
+        try:
+            found = self._data[split].batch(self._indices(item, micro_batch), stage.columns)
+        except Exception as e:
+            raise_if_jobs(f"data {self._assignment.data.kind!r}", e)
+            raise
+        dtypes, placeholders = self._assignment.column_dtypes, self._assignment.placeholders
+        return {Ref(placeholders[name]): found[name].to(getattr(torch, dtypes[name])) for name in stage.columns}
+
+    def placed(self, error: StepError, item: Item, micro_batch: int) -> StepError:
+        """With the step and the samples in whose work it was raised; the micro-batch is -1 where all had part."""
+        where = f"step {item.step + 1}" if item.kind == "train" else f"the evaluation after step {item.step}"
+        if micro_batch >= 0:
+            samples = self.samples(item, micro_batch)
+            more = ", ..." if len(samples) > MOST_NAMED else ""
+            split = "training" if item.kind == "train" else "held-out"
+            where += f", samples {', '.join(map(str, samples[:MOST_NAMED]))}{more} of the {split} data"
+        return StepError(error.what, f"{error.reason} ({where})", item.step)
