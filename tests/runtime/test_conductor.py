@@ -107,7 +107,8 @@ class NotedScript:
         assert torch.equal(state["w"], STATE["w"])
         self.saved_by.append((item.step, device))
 
-    def commit(self, item: Item) -> None:
+    def commit(self, item: Item, *, finite: bool) -> None:
+        assert finite
         self.commits.append(item.step)
 
 
