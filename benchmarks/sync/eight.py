@@ -15,13 +15,14 @@ from rich.table import Table
 from run import LATEST, MBIT, Report
 from workload import PERIOD
 
+from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
 from isthmus.simulator.sync_modes import SyncChoices, SyncedModel, simulate_sync
-from isthmus.sync import Options
+from isthmus.sync.dream import OURS, PAPER
 
 WORKERS = 8
-MODES = ("every-step", "local", "streaming", "partial", "dream")
-PLANNERS = {"partial": "equal-number", "dream": Options().planner}
+MODES = ("s-sgd", "asc-wfbp", "every-step", "local", "streaming", "partial", "dreamddp", "dream")
+PLANNERS = {"partial": "equal-number", "dreamddp": PAPER.planner, "dream": OURS.planner}
 
 
 def of_eight(model: SyncedModel, measured_workers: int) -> SyncedModel:
@@ -37,19 +38,24 @@ def steps_s(model: SyncedModel) -> tuple[dict[str, float], float]:
     layers = model.layers[::-1]
     # What precedes the first layer's forward is charged to it: a plan knows of no other place.
     forward_s = (layers[0].forward_s + model.forward_s, *(x.forward_s for x in layers[1:]))
-    problem = SyncProblem(
-        layers=tuple(x.name for x in layers), iterations=PERIOD, forward_overlap=True, spare=1.0,
-        workers=(WorkerProfile(
-            worker="all", forward_s=forward_s, backward_s=tuple(x.backward_s for x in layers),
-            average_s=tuple(x.average_s for x in layers),
-        ),),
+    profile = WorkerProfile(
+        worker="all", forward_s=forward_s, backward_s=tuple(x.backward_s for x in layers),
+        average_s=tuple(x.average_s for x in layers),
     )  # fmt: skip
-    plans = {mode: plan_sync(name, problem) for mode, name in PLANNERS.items()}
-    schedules = {mode: [frozenset(plan.averaged(step)) for step in range(PERIOD)] for mode, plan in plans.items()}
-    found = {
-        mode: simulate_sync(mode, model, SyncChoices(schedule=schedules.get(mode, ()), forward_overlap=True))
-        for mode in MODES
-    }
+    plans: dict[str, SyncPlan] = {}
+    found: dict[str, float] = {}
+    for mode in MODES:
+        choices = SyncChoices()
+        if mode in PLANNERS:
+            papers = mode == "dreamddp"
+            problem = SyncProblem(
+                layers=tuple(x.name for x in layers), iterations=PERIOD, forward_overlap=not papers,
+                spare=PAPER.spare if papers else OURS.spare, workers=(profile,),
+            )  # fmt: skip
+            plans[mode] = plan_sync(PLANNERS[mode], problem)
+            schedule = [frozenset(plans[mode].averaged(step)) for step in range(PERIOD)]
+            choices = SyncChoices(schedule=schedule, forward_overlap=not papers)
+        found[mode] = simulate_sync(mode, model, choices)
     return found, plans["dream"].certificate.lower_bound / PERIOD
 
 

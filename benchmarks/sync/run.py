@@ -25,7 +25,7 @@ from isthmus.runtime.lab.lab import Lab, lab_unavailable
 
 HERE = Path(__file__).parent
 LATEST = HERE / "results" / "latest.json"
-MODES = ["torch DDP", "every-step", "local", "outer", "streaming", "partial", "dream"]
+MODES = ["torch DDP", "s-sgd", "asc-wfbp", "every-step", "local", "outer", "streaming", "partial", "dreamddp", "dream"]
 MBIT = 1e6
 BANDWIDTHS_BIT_PER_S = (10 * MBIT, 100 * MBIT, 300 * MBIT, 1000 * MBIT)
 WORKERS = 4

@@ -90,7 +90,7 @@ def test_replicas_equal_the_plain_loop(
 
 
 ONCE_A_STEP = [
-    SyncPolicy(mode="local"), SyncPolicy(mode="partial"), SyncPolicy(mode="dream"),
+    SyncPolicy(mode="local"), SyncPolicy(mode="partial"), SyncPolicy(mode="dream"), SyncPolicy(mode="dreamddp"),
     SyncPolicy(mode="outer", outer_rate=1.0, outer_momentum=0.0),
     SyncPolicy(mode="streaming", outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0),
 ]  # fmt: skip

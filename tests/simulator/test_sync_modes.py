@@ -89,9 +89,23 @@ def test_no_mode_beats_the_bound(layers: list[tuple[float, float]], period: int)
     model = model_of(layers, period)
     everything = frozenset(layer.name for layer in model.layers)
     schedule = [everything if step == 0 else frozenset[str]() for step in range(period)]
-    for mode in ("every-step", "local", "outer", "partial", "dream", "streaming"):
+    for mode in ("every-step", "local", "outer", "partial", "dream", "dreamddp", "streaming"):
         taken_s = simulate_sync(mode, model, SyncChoices(schedule=schedule, bucket_bytes=1))
         assert taken_s >= model.bound_s * (1 - 1e-9)
+
+
+@given(layer_times, st.floats(0, 0.05), st.integers(1, 4))
+def test_of_s_sgd_the_more_is_hidden_the_sooner(
+    layers: list[tuple[float, float]], latency_s: float, at_once: int
+) -> None:  # fmt: skip
+    model = model_of(layers, 1, latency_s)
+    openly_s = simulate_sync("s-sgd", model, SyncChoices())
+    assert openly_s == pytest.approx(model.compute_s + model.message_s(model.layers))  # Eq. 3 of the paper
+    planned_s = simulate_sync("asc-wfbp", model, SyncChoices(at_once=at_once))
+    wfbp_s = min(simulate_sync("every-step", model, SyncChoices(bucket_bytes=size)) for size in range(1, 9))
+    assert planned_s <= wfbp_s * (1 + 1e-9)  # some message for each, or all in one, among its choices
+    assert wfbp_s <= openly_s * (1 + 1e-9)
+    assert planned_s >= max(model.compute_s, sum(max(0.0, layer.average_s - latency_s) for layer in model.layers))
 
 
 def test_bad_use() -> None:

@@ -58,6 +58,9 @@ def loss_of(made: nn.Module, step: int, worker: int) -> Tensor:
     return nn.functional.cross_entropy(made(inputs), labels)
 
 
+EACH_STEP = ("every-step", "s-sgd", "asc-wfbp")
+"""Modes that average gradients."""
+
 Optimizers = Callable[[nn.Module], torch.optim.Optimizer]
 OPTIMIZERS: dict[str, Optimizers] = {
     "sgd": lambda m: torch.optim.SGD(m.parameters(), lr=0.1),
@@ -121,8 +124,8 @@ def parity(found: dict[str, float]) -> None:
     """With a period of 1 every mode is S-SGD."""
     small = Options(smallest_layer_bytes=0, bucket_bytes=512)
     plain = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0)
-    cases = [("every-step", small), ("local", plain), ("partial", plain), ("dream", plain), ("outer", plain),
-             ("streaming", plain)]  # fmt: skip
+    cases = [("every-step", small), ("s-sgd", small), ("asc-wfbp", small), ("local", plain), ("partial", plain),
+             ("dream", plain), ("dreamddp", plain), ("outer", plain), ("streaming", plain)]  # fmt: skip
     overlapped = Options(smallest_layer_bytes=0, overlap=True, forward_overlap=True)
     for name in ("sgd", "momentum", "adamw") if dist.get_world_size() == 2 else ("momentum",):
         make = OPTIMIZERS[name]
@@ -130,7 +133,7 @@ def parity(found: dict[str, float]) -> None:
         for mode, options in [*cases, ("partial", overlapped)]:
             if name == "adamw" and mode == "streaming":
                 continue
-            if name == "adamw" and mode != "every-step":
+            if name == "adamw" and mode not in EACH_STEP:
                 options = _with_state(options)
             made, _ = synced(make, mode, 1, options, STEPS)
             found[f"{mode}{' overlapped' if options.overlap else ''}, {name}"] = apart(made, expected)
@@ -167,8 +170,13 @@ def _named(layers: tuple[str, ...], parameters: list[str]) -> list[str]:
 
 
 def planned(found: dict[str, float]) -> None:
-    """`dream` measures, plans, and all workers follow one plan."""
-    made, sync = synced(OPTIMIZERS["momentum"], "dream", 3, Options(smallest_layer_bytes=0, drift=1e9))
+    """`dream` and `dreamddp` measure, plan, and all workers follow one plan."""
+    for mode, planner in (("dream", "dream-spread"), ("dreamddp", "dream-dfs")):
+        _planned(mode, planner)
+
+
+def _planned(mode: str, planner: str) -> None:
+    made, sync = synced(OPTIMIZERS["momentum"], mode, 3, Options(smallest_layer_bytes=0, drift=1e9))
     statistics = sync.statistics()
     assert statistics.plan is not None and statistics.plans == 1 and statistics.link is not None
     assert dist.group.WORLD is not None
@@ -179,6 +187,7 @@ def planned(found: dict[str, float]) -> None:
     assert len(statistics.last_period.compute_s) == dist.get_world_size()
     assert all(torch.isfinite(p).all() for p in made.parameters())
     assert sync.steps == FEWER
+    assert statistics.plan.planner == planner
 
 
 def shared(found: dict[str, float]) -> None:

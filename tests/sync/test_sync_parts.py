@@ -357,4 +357,6 @@ def test_public_names() -> None:
     assert sorted(isthmus.sync.__all__) == [
         "DeltaCodec", "Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker",
     ]  # fmt: skip
-    assert isthmus.sync.mode_names() == ["dream", "every-step", "local", "outer", "partial", "streaming"]
+    assert isthmus.sync.mode_names() == [
+        "asc-wfbp", "dream", "dreamddp", "every-step", "local", "outer", "partial", "s-sgd", "streaming",
+    ]  # fmt: skip

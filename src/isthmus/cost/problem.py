@@ -52,12 +52,13 @@ def parameter_state(optimizer: str, *, momentum: bool = False, precision: Precis
 class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What replicas sum, and how often."""
 
-    mode: Literal["every-step", "local", "partial", "dream", "outer", "streaming"] = "every-step"
+    mode: Literal["every-step", "local", "partial", "dream", "dreamddp", "outer", "streaming"] = "every-step"
     """`every-step`: gradients, in each step. Then those that average parameters, each once in a period: `local` all of
     them in its last step (LSGD), `partial` the same number in each step (PLSGD-ENP), `dream` so many in each step that
-    the period is short, more than once where that costs nothing (DreamDDP). `outer` and `streaming` exchange what
-    parameters have moved and make an outer step on its mean: all in the last step of a period (DiLoCo), or in fragments
-    that take turns, on their way while the next steps compute (Streaming DiLoCo)."""
+    the period is short, more than once where that costs nothing; `dreamddp` does so by the paper's search and fillings.
+    `outer` and `streaming` exchange what parameters have moved and make an outer step on its mean: all in the last step
+    of a period (DiLoCo), or in fragments that take turns, on their way while the next steps compute (Streaming
+    DiLoCo)."""
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Steps; 1 for `every-step`."""
     outer_rate: Annotated[float, msgspec.Meta(gt=0)] = 0.7

@@ -19,6 +19,9 @@ from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.plan import Plan, Terms
 from isthmus.planners.bounds import step_certificate
 from isthmus.planners.price_bound import price_certificate
+from isthmus.planners.sync.dream import dream
+from isthmus.planners.sync.dream_dfs import dream_dfs
+from isthmus.planners.sync.registry import SyncPlanner
 from isthmus.planners.sync.replicas import dream_replicas
 
 if TYPE_CHECKING:
@@ -45,6 +48,8 @@ _OURS: Mapping[str, str] = {
 }
 """Module and function."""
 
+_SCHEDULED: Mapping[str, SyncPlanner] = {"dream": dream, "dreamddp": dream_dfs}
+"""Sync modes that leave open in which step of a period a parameter is averaged."""
 
 _PINNING = ("auto", "chain", "even")
 """Those that put the first stage, and where labels stay the last, where the data are."""
@@ -112,9 +117,9 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
 
 def scheduled(problem: Problem, made: Plan) -> Plan:
     """The plan with what its replicas sum put in the steps where it costs least, if the policy leaves a choice."""
-    if problem.sync.mode != "dream" or len(made.replicas) < 2:
+    if problem.sync.mode not in _SCHEDULED or len(made.replicas) < 2:
         return made
-    dreamt = dream_replicas(problem, made)
+    dreamt = dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
     proven = dreamt.certificate
     if proven is None or proven.objective == "stage":
         return dreamt

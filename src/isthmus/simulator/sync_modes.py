@@ -11,8 +11,10 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import accumulate
 
 from isthmus.errors import UserError, unknown_name
+from isthmus.planners.sync import fused
 
 
 @dataclass(frozen=True, kw_only=True)
@@ -66,12 +68,15 @@ class SyncChoices:
     """What the modes can be told; each looks at its own."""
 
     bucket_bytes: int = 1 << 20
+    """`every-step`."""
+    at_once: int = 2
+    """`asc-wfbp`: messages that may be on their way together, at most."""
     schedule: Sequence[frozenset[str]] = ()
-    """`partial`, `dream`: the layers that each iteration of the period averages."""
+    """`partial`, `dream`, `dreamddp`: the layers that each iteration of the period averages."""
     in_backward: bool = True
     """`partial`: whether averages start inside backward."""
     forward_overlap: bool = False
-    """`partial`, `dream`: whether a step ends before its averages have, which the next forward then waits for."""
+    """`partial`, `dream`, `dreamddp`: whether a step ends before its averages have: the next forward waits for them."""
     delay: int = 1
     fragments: int = 0
     """`streaming`: 0 for one per step of the period."""
@@ -123,6 +128,24 @@ def _every_step(run: _Run, choices: SyncChoices, steps: int) -> None:
         run.wait(through[-1])
 
 
+def _s_sgd(run: _Run, choices: SyncChoices, steps: int) -> None:
+    for _ in range(steps):
+        run.compute()
+        run.wait(run.send(run.model.layers))
+
+
+def _asc_wfbp(run: _Run, choices: SyncChoices, steps: int) -> None:
+    model = run.model
+    ready_s = list(accumulate(layer.backward_s for layer in model.layers))
+    wire_s = [max(0.0, layer.average_s - model.latency_s) for layer in model.layers]
+    # Each step waits for its averages, so all steps are alike.
+    through_s = fused(ready_s, wire_s, model.latency_s, choices.at_once).through_s
+    for _ in range(steps):
+        start_s = run.now_s + model.compute_s - ready_s[-1]
+        run.compute()
+        run.wait(start_s + through_s)
+
+
 def _local(run: _Run, choices: SyncChoices, steps: int) -> None:
     for step in range(steps):
         run.compute()
@@ -167,8 +190,8 @@ def _streaming(run: _Run, choices: SyncChoices, steps: int) -> None:
 
 
 _MODES: Mapping[str, Callable[[_Run, SyncChoices, int], None]] = {
-    "every-step": _every_step, "local": _local, "outer": _local, "partial": _scheduled, "dream": _scheduled,
-    "streaming": _streaming,
+    "s-sgd": _s_sgd, "asc-wfbp": _asc_wfbp, "every-step": _every_step, "local": _local, "outer": _local,
+    "partial": _scheduled, "dream": _scheduled, "dreamddp": _scheduled, "streaming": _streaming,
 }  # fmt: skip
 
 

@@ -16,9 +16,10 @@ from torch.optim import Optimizer
 
 from isthmus.errors import UserError, unknown_name
 from isthmus.planners.sync import sync_planner_names
+from isthmus.sync.asc_wfbp import AscWfbp
 from isthmus.sync.averaging import Averager
 from isthmus.sync.compressed import DeltaCodec, codec_name
-from isthmus.sync.dream import Dream
+from isthmus.sync.dream import OURS, PAPER, Dream
 from isthmus.sync.every_step import EveryStep
 from isthmus.sync.exchange import gather
 from isthmus.sync.layers import flatten
@@ -28,11 +29,14 @@ from isthmus.sync.monitor import Monitor
 from isthmus.sync.options import Options
 from isthmus.sync.outer import Outer
 from isthmus.sync.partial import OverlappedPartial, Partial
+from isthmus.sync.s_sgd import SSgd
 from isthmus.sync.streaming import Streaming
 from isthmus.sync.sync import Sync
 from isthmus.sync.updates import Updates, attached
 
 _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
+    "s-sgd": lambda setting, _: SSgd(setting),
+    "asc-wfbp": lambda setting, _: AscWfbp(setting),
     "every-step": lambda setting, _: EveryStep(setting),
     "local": lambda setting, _: Local(setting),
     "outer": lambda setting, _: Outer(setting),
@@ -40,7 +44,8 @@ _MODES: Mapping[str, Callable[[Setting, nn.Module], Mode]] = {
     "partial": lambda setting, module: (
         OverlappedPartial(setting, module) if setting.options.overlap else Partial(setting)
     ),
-    "dream": Dream,
+    "dream": lambda setting, module: Dream(setting, module, OURS),
+    "dreamddp": lambda setting, module: Dream(setting, module, PAPER),
 }
 
 DEFAULT_OPTIONS = Options()
@@ -65,8 +70,8 @@ def attach(
 
     Every worker of `group` (the default group if None) must call it with the same model, mode, period and options.
     All start from worker 0's parameters. They are averaged over a group of their own, so the caller's is free for
-    other use. `period` is H: the steps in which everything is averaged once; 'every-step' averages gradients in each
-    and uses it for its reports only. `codec` packs what `outer` and `streaming` exchange.
+    other use. `period` is H: the steps in which everything is averaged once; 'every-step', 's-sgd' and 'asc-wfbp'
+    average gradients in each and use it for their reports only. `codec` packs what `outer` and `streaming` exchange.
 
     Raises UserError without a process group, for an unknown mode, a period below 1, a model that differs between
     workers, or an optimizer that does not fit.
@@ -81,7 +86,7 @@ def attach(
         raise unknown_name("sync mode", str(mode), _MODES)
     if not isinstance(period, int) or isinstance(period, bool) or not 1 <= period < 1 << 31:  # pyright: ignore[reportUnnecessaryIsInstance]
         raise UserError(f"period: got {period!r}, expected at least 1 step, in whole numbers")
-    if mode == "dream" and options.planner not in sync_planner_names():
+    if options.planner is not None and options.planner not in sync_planner_names():
         raise unknown_name("sync option 'planner'", options.planner, sync_planner_names())
     if not dist.is_initialized():
         raise UserError(
@@ -105,7 +110,7 @@ def attach(
     _start_alike(model, private)
     flat = flatten(model, options.smallest_layer_bytes)
     updates = Updates(optimizer, flat)
-    averager = Averager(private, options.weight)
+    averager = Averager(private, options.weight, options.at_once if mode == "asc-wfbp" else 1)
     setting = Setting(
         model=flat, updates=updates, averager=averager, monitor=Monitor(averager, workers), period=period,
         options=options, codec=codec,

@@ -24,11 +24,12 @@ _BROKEN_OFF_S = 5.0
 
 
 class Averager:
-    """Weighted averages in a process group of their own."""
+    """Weighted averages in a process group of their own: on Gloo so many at once as there are lanes, each in turn."""
 
-    def __init__(self, group: dist.ProcessGroup, weight: float) -> None:
+    def __init__(self, group: dist.ProcessGroup, weight: float, lanes: int = 1) -> None:
         self.group = group
         self.workers = dist.get_world_size(group)
+        self.lanes = lanes
         self.sent_bytes = 0
         """What this worker sent in a ring: 2 (K - 1) / K of every tensor."""
         self.busy_s = 0.0
@@ -39,9 +40,9 @@ class Averager:
         self.shares = [one / sum(self._weights) for one in self._weights]
         """Every worker's part of an average."""
         self._others: list[dist.Work] = []
-        self._sums: DirectSums | None = None
+        self._lanes: list[DirectSums] = []
         if self.workers > 1 and dist.get_backend(group) == "gloo":
-            self._sums = DirectSums(group)
+            self._lanes = [DirectSums(group, lane, lanes) for lane in range(lanes)]
             opened(self)
 
     def count_steps(self, steps: Sequence[int]) -> None:
@@ -50,19 +51,19 @@ class Averager:
         self.shares = [part / sum(parts) for part in parts]
 
     @torch.no_grad()
-    def start(self, tensors: Sequence[Tensor]) -> Pending:
+    def start(self, tensors: Sequence[Tensor], lane: int = 0) -> Pending:
         """Begin to average contiguous tensors in place: they may not be touched before `Pending.wait`."""
         if self.workers > 1:
             self.sent_bytes += sum(2 * (self.workers - 1) * tensor.nbytes // self.workers for tensor in tensors)
-        return self.sum(tensors, self.shares[self._rank])
+        return self.sum(tensors, self.shares[self._rank], lane)
 
     @torch.no_grad()
-    def sum(self, tensors: Sequence[Tensor], share: float = 1.0) -> Pending:
+    def sum(self, tensors: Sequence[Tensor], share: float = 1.0, lane: int = 0) -> Pending:
         """As `start`, but scaled by `share`, and not counted as sent."""
         pending = Pending(self)
         for tensor in tensors:
-            if self._sums is not None and tensor.device.type == "cpu":
-                pending.add(*self._sums.start(tensor, share))
+            if self._lanes and tensor.device.type == "cpu":
+                pending.add(*self._lanes[lane].start(tensor, share))
             elif self.workers > 1:
                 work = dist.all_reduce(tensor.mul_(share), group=self.group, async_op=True)
                 assert work is not None, "this process is not in its own group"
@@ -85,22 +86,21 @@ class Averager:
     def leave(self, patience_s: float) -> None:
         """Send and receive no more. What is on the way has so long to arrive, and is broken off then."""
         closed(self)
-        sums, self._sums = self._sums, None
-        if sums is None:
-            return
-        sums.end()
-        if not self._ended(sums, patience_s):
-            sums.break_off()
-            self._ended(sums, _BROKEN_OFF_S)
+        lanes, self._lanes = self._lanes, []
+        for lane in lanes:
+            lane.end()
+        if lanes and not self._ended(lanes, patience_s):
+            lanes[0].break_off()
+            self._ended(lanes, _BROKEN_OFF_S)
 
-    def _ended(self, sums: DirectSums, within_s: float) -> bool:
+    def _ended(self, lanes: Sequence[DirectSums], within_s: float) -> bool:
         until_s = time.monotonic() + within_s
-        ended = sums.join(within_s)
+        ended = [lane.join(max(0.0, until_s - time.monotonic())) for lane in lanes]
         for work in self._others:
             left = timedelta(seconds=max(1e-3, until_s - time.monotonic()))
             with suppress(RuntimeError):  # it ran out of time, or its group is broken: then it has ended as well
                 work.wait(left)
-        return ended and all(work.is_completed() for work in self._others)
+        return all(ended) and all(work.is_completed() for work in self._others)
 
     def took(self, started_s: float, ended_s: float) -> None:
         """Count a time in which something was on the way."""

@@ -120,11 +120,14 @@ class DirectSum:
 
 
 class DirectSums:
-    """The sums of one group in turn. All workers must start the same ones in the same order."""
+    """The sums of one group in turn. All workers must start the same ones in the same order.
 
-    def __init__(self, group: dist.ProcessGroup) -> None:
+    Several take turns for themselves: `lane` of so many `lanes`, so that nobody takes one's messages for another's.
+    """
+
+    def __init__(self, group: dist.ProcessGroup, lane: int = 0, lanes: int = 1) -> None:
         self._group = group
-        self._started = 0
+        self._started, self._lanes = lane, lanes
         self._space = [torch.empty(0, dtype=torch.uint8)] * 2
         """For what arrives in turn: allocating it anew each time would leave holes of many megabytes."""
         self._offered = 0
@@ -138,7 +141,7 @@ class DirectSums:
         found: list[DirectSum] = []
         for piece in tensor.view(-1).split(max(1, LARGEST_BYTES // tensor.element_size())):
             found.append(DirectSum(piece, share, self._group, self._started))
-            self._started += 1
+            self._started += self._lanes
             self._queue.put(found[-1])
         return found
 

@@ -8,6 +8,7 @@ each period      link time is compared with that of the plan's first periods; an
 from __future__ import annotations
 
 import logging
+import math
 import statistics
 from collections import deque
 from collections.abc import Mapping, Sequence
@@ -32,10 +33,24 @@ _WATCHED_PERIODS = 3
 _NOTICEABLE = 0.01
 """Of the computation. A change below that is not worth a plan, however large a share it is of next to nothing."""
 
-_LEAST_LATENCIES = (4.0, 2.0, 1.0, 0.5, 0.0)
-"""Layers are joined until their bytes take so many latencies: the best of these plans is followed,"""
 _AS_GOOD = 1.003
-"""or one that takes no more than this and has fewer messages: each costs processor time, which no plan counts."""
+"""A plan is followed that takes no more than this and has the fewest messages: each costs processor time, which no plan
+counts."""
+
+
+class Method(msgspec.Struct, frozen=True, kw_only=True):
+    """What an option that is not given means."""
+
+    planner: str
+    spare: float
+    drift: float
+    least_latencies: tuple[float, ...]
+    """Layers are joined until their bytes take so many latencies: each of these is planned for."""
+
+
+OURS = Method(planner="dream-spread", spare=1.0, drift=0.2, least_latencies=(4.0, 2.0, 1.0, 0.5, 0.0))
+PAPER = Method(planner="dream-dfs", spare=0.0, drift=math.inf, least_latencies=(0.0,))
+"""Algorithm 2 on single layers, with the fillings of Eq. 12, for times that are profiled once."""
 
 
 class _Saved(msgspec.Struct, frozen=True, kw_only=True):
@@ -47,8 +62,15 @@ class _Saved(msgspec.Struct, frozen=True, kw_only=True):
 class Dream(Scheduled):
     """Plans, and follows the plan."""
 
-    def __init__(self, setting: Setting, module: nn.Module) -> None:
+    def __init__(self, setting: Setting, module: nn.Module, method: Method) -> None:
         super().__init__(setting, module)
+        given = setting.options
+        self._method = msgspec.structs.replace(
+            method,
+            planner=method.planner if given.planner is None else given.planner,
+            spare=method.spare if given.spare is None else given.spare,
+            drift=method.drift if given.drift is None else given.drift,
+        )
         self.link: LinkModel | None = None
         """Of the newest probe."""
         self.plans = 0
@@ -93,7 +115,7 @@ class Dream(Scheduled):
         if self._busy_s is None:
             self._busy_s = busy_s
         change_s = abs(busy_s - self._busy_s)
-        if change_s > max(s.options.drift * self._busy_s, _NOTICEABLE * s.period * max(told.compute_s)):
+        if change_s > max(self._method.drift * self._busy_s, _NOTICEABLE * s.period * max(told.compute_s)):
             if dist.get_rank(s.averager.group) == 0:
                 LOG.info(
                     "averages take %.0f ms of a period, %.0f when the plan was made: planning again",
@@ -123,16 +145,17 @@ class Dream(Scheduled):
         copies = 2 + len(s.updates.state_of(s.model.layers[0].parameters[0])) if s.options.average_state else 1
         size_bytes = {layer.name: copies * layer.size_bytes for layer in s.model.layers}
         plans: list[SyncPlan] = []
-        for units in {tuple(joined(times[0].layers, size_bytes, link, least)): None for least in _LEAST_LATENCIES}:
+        found = [tuple(joined(times[0].layers, size_bytes, link, least)) for least in self._method.least_latencies]
+        for units in dict.fromkeys(found):
             average_s = [link.average_s(sum(size_bytes[layer] for layer in unit)) for unit in units]
             workers = tuple(
                 worker_profile(name, of, units, average_s) for name, of in zip(s.monitor.workers, times, strict=True)
             )
             problem = SyncProblem(
                 layers=tuple(JOINED.join(unit) for unit in reversed(units)), workers=workers, iterations=s.period,
-                forward_overlap=self.overlaps_forward, spare=s.options.spare,
+                forward_overlap=self.overlaps_forward, spare=self._method.spare,
             )  # fmt: skip
-            plans.append(plan_sync(s.options.planner, problem))
+            plans.append(plan_sync(self._method.planner, problem))
         least_s = min(plan.period_s for plan in plans)
         return next(plan for plan in plans if plan.period_s <= _AS_GOOD * least_s)
 

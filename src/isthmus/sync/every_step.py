@@ -6,6 +6,8 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 import torch
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
@@ -26,18 +28,23 @@ class EveryStep(Mode):
 
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
-        self._buckets = _buckets([layer.size_bytes for layer in setting.model.layers], setting.options.bucket_bytes)
+        self.buckets = _buckets([layer.size_bytes for layer in setting.model.layers], setting.options.bucket_bytes)
+        """Layers by number that travel together, in the order in which they leave."""
         self._ready: set[int] = set()
         self._sent: list[tuple[list[nn.Parameter], Packed, Pending]] = []
         self._averaged = False
 
     def ready(self, number: int) -> None:
         self._ready.add(number)
-        while len(self._sent) < len(self._buckets) and self._ready.issuperset(self._buckets[len(self._sent)]):
-            layers = [self.setting.model.layers[n] for n in self._buckets[len(self._sent)]]
-            packed = pack([grad for layer in layers for grad in gradients(layer)])
-            parameters = [p for layer in layers for p in layer.parameters]
-            self._sent.append((parameters, packed, self.setting.averager.start(packed.flats)))
+        while len(self._sent) < len(self.buckets) and self._ready.issuperset(self.buckets[len(self._sent)]):
+            self._send(self.buckets[len(self._sent)])
+
+    def _send(self, bucket: Sequence[int]) -> None:
+        layers = [self.setting.model.layers[n] for n in bucket]
+        packed = pack([grad for layer in layers for grad in gradients(layer)])
+        parameters = [p for layer in layers for p in layer.parameters]
+        lane = len(self._sent) % self.setting.averager.lanes
+        self._sent.append((parameters, packed, self.setting.averager.start(packed.flats, lane)))
 
     def backward_ended(self) -> None:
         for parameters, packed, pending in self._sent:

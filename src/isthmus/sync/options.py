@@ -20,7 +20,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     last five, and has a share in the average to match. Loop while `sync.periods` is below a number: steps differ."""
     average_state: bool = False
     """Average the optimizer's state as well, and make an averaged step as S-SGD would: gradients, parameters and
-    state are averaged, then updated. Modes `local`, `partial`, `dream` and `outer`."""
+    state are averaged, then updated. Modes `local`, `partial`, `dream`, `dreamddp` and `outer`."""
     smallest_layer_bytes: int = 65536
     """Smaller modules are averaged together with the next one: a message costs its latency, however short."""
     bucket_bytes: int = 1 << 20
@@ -28,21 +28,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     overlap: bool = False
     """`partial`: update inside backward and average at once, as `dream` does and with its restrictions."""
     forward_overlap: bool = False
-    """`dream`, and `partial` with `overlap`: averages may reach into the next forward, where each layer waits for its
-    own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read or written in another
-    way than by a forward or a state dict: what is on the way is in pieces. Without effect with `average_state`."""
-    spare: float = 1.0
-    """`dream`: share of the computation that fillings leave free: 1 for no fillings, 0 to average layers once more
-    wherever the wire would be idle. That brings workers nearer to each other, but keeps processors and links busy."""
+    """`dream`, `dreamddp`, and `partial` with `overlap`: averages may reach into the next forward, where each layer
+    waits for its own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read or written
+    in another way than by a forward or a state dict: what is on the way is in pieces. Without effect with
+    `average_state`."""
+    spare: float | None = None
+    """`dream`, `dreamddp`: share of the computation that fillings leave free: 1 for no fillings, 0 to average layers
+    once more wherever the wire would be idle. That brings workers nearer to each other, but keeps processors and links
+    busy. None: 1 for `dream`, 0 for `dreamddp`."""
     warm_up_steps: int = 4
-    """`dream`: steps that are measured before the first plan. The first of them is thrown away."""
-    drift: float = 0.2
-    """`dream`: plan again when the link's time changes by more than this share, and that is not a mere flicker."""
-    planner: str = "dream-spread"
-    """`dream`: a sync planner by name. The default begins with `dream`'s exact schedule in intervals, and stays
-    with it where nothing else can hide more."""
+    """`dream`, `dreamddp`, `asc-wfbp`: steps that are measured before the first plan. The first is thrown away."""
+    drift: float | None = None
+    """`dream`, `dreamddp`: plan again when the link's time changes by more than this share, and that is not a mere
+    flicker. None: 0.2 for `dream`, never for `dreamddp`."""
+    planner: str | None = None
+    """`dream`, `dreamddp`: a sync planner by name. None: `dream-spread`, which begins with `dream`'s exact schedule in
+    intervals, and stays with it where nothing else can hide more; for `dreamddp` the paper's search, `dream-dfs`."""
+    at_once: int = 2
+    """`asc-wfbp`: messages that may be on their way together, at most."""
     plan: SyncPlan | None = None
-    """`dream`: a plan made earlier for this model, which is kept: nothing is measured, and no other plan made."""
+    """`dream`, `dreamddp`: a plan made earlier for this model, which is kept: nothing is measured or planned."""
     outer_rate: float = 0.7
     outer_momentum: float = 0.9
     """`outer` and `streaming`: Nesterov SGD on the averaged deltas. The defaults are DiLoCo's."""
@@ -67,13 +72,13 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise UserError(f"sync option {field.name!r}: got {value}, expected a finite number")
         at_least: dict[str, float] = {
             "smallest_layer_bytes": 0, "bucket_bytes": 1, "warm_up_steps": 2, "drift": 0, "outer_rate": 0,
-            "outer_momentum": 0, "error_decay": 0, "fragments": 0, "delay": 0, "mixing": 0, "spare": 0,
+            "outer_momentum": 0, "error_decay": 0, "fragments": 0, "delay": 0, "mixing": 0, "spare": 0, "at_once": 1,
         }  # fmt: skip
         for field, least in at_least.items():
-            if not getattr(self, field) >= least:
+            if (value := getattr(self, field)) is not None and not value >= least:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at least {least}")
         for field in ("spare", "error_decay"):
-            if getattr(self, field) > 1:
+            if (value := getattr(self, field)) is not None and value > 1:
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected at most 1")
         for field in ("outer_momentum", "mixing"):
             if getattr(self, field) >= 1:

@@ -1,10 +1,11 @@
 """Which layers to average in which iteration: DreamDDP's schedules, one algorithm per file, and their registry."""
 
+from isthmus.planners.sync.fusion import Fusion, fused
 from isthmus.planners.sync.links import LayerWork, profiles_on_fleet
 from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
 from isthmus.planners.sync.registry import describe_sync, plan_sync, sync_planner_names
 
 __all__ = [
-    "LayerWork", "SyncProblem", "WorkerProfile", "describe_sync", "plan_sync", "profiles_on_fleet",
+    "Fusion", "LayerWork", "SyncProblem", "WorkerProfile", "describe_sync", "fused", "plan_sync", "profiles_on_fleet",
     "sync_planner_names",
 ]  # fmt: skip

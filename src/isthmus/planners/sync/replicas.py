@@ -6,15 +6,15 @@ from isthmus.cost import Placement, Problem, layouts_of, place, with_sync
 from isthmus.cost.sync import buffer_bytes, grouped, owners
 from isthmus.fleet import Fleet
 from isthmus.plan import Plan
-from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
+from isthmus.planners.sync.registry import SyncPlanner
 
 
-def dream_replicas(problem: Problem, plan: Plan) -> Plan:
-    """The plan with each parameter averaged where `dream` puts it.
+def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:
+    """The plan with each parameter averaged where a sync planner puts it.
 
-    To `dream` a replica is a worker: what its stages do for the last micro-batch is the backward, stage by stage, and
-    a stage's parameters are ready together. Messages of a step travel together, so latency counts for none of them.
+    To the planner a replica is a worker: what its stages do for the last micro-batch is the backward, stage by stage,
+    and a stage's parameters are ready together. Messages of a step travel together, so latency counts for none of them.
     """
     placed = [place(problem, x.order, x.boundaries, x.recompute or ()) for x in layouts_of(plan)]
     held = owners([(p.order, p.graphs) for p in placed])
@@ -24,7 +24,7 @@ def dream_replicas(problem: Problem, plan: Plan) -> Plan:
         layers=names, iterations=problem.sync.period,
         workers=tuple(_profile(f"replica {r}", p, names, average_s) for r, p in enumerate(placed)),
     )  # fmt: skip
-    made = dream(asked)
+    made = planner(asked)
     steps: dict[str, list[int]] = {name: [] for name in names}
     for step, iteration in enumerate(made.iterations):
         for name in {*iteration.scheduled, *iteration.filled}:
