@@ -107,6 +107,7 @@ def _in_folder(job: FederatedJob, choices: FederatedChoices, begin: Begin, out: 
         folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
     else:
         folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
+    folder.check_kind(federated=True)
     with folder.claimed(LEAVING_S if choices.resume else 0.0):
         try:
             return _watched(job, choices, folder.path, begin, out, notes)

@@ -157,8 +157,23 @@ class RunFolder:
         same &= all(getattr(before.training, f) == getattr(job.training, f) for f in ("batch_size", "precision"))
         return self.path / PLAN if same and self.fleet() == fleet else None
 
+    @property
+    def is_federated(self) -> bool:
+        """Whether the run is of a federated job."""
+        return "federated" in self._decode(JOB, dict[str, object])
+
+    def check_kind(self, *, federated: bool) -> None:
+        """UserError where a run of the other kind has begun here."""
+        if self.begun and self.is_federated != federated:
+            found, expected = ("a pipeline", "a federated job") if federated else ("a federated job", "a pipeline")
+            raise UserError(f"run folder {self.path}: holds a run of {found}, expected one of {expected}")
+
     def job(self) -> Job:
         return self._decode(JOB, Job)
+
+    def read(self, kind: type[Decoded]) -> Decoded:
+        """The job, as one of this kind."""
+        return self._decode(JOB, kind)
 
     def fleet(self) -> Fleet:
         return self._decode(FLEET, Fleet)

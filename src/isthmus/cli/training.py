@@ -52,6 +52,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
     """The whole command: results go to `out`, progress to `notes`. Returns the exit code."""
     folder = _folder(job, choices)
+    folder.check_kind(federated=False)
     with folder.claimed():
         try:
             return _train(job, choices, folder, out, notes)

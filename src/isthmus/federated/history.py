@@ -66,6 +66,11 @@ class History:
     def __init__(self, path: Path) -> None:
         self._path = path
 
+    @classmethod
+    def of(cls, run: Path) -> History:
+        """Of the run in this folder."""
+        return cls(run / "rounds.jsonl")
+
     def keep(self, rounds: int) -> None:
         """Forget what comes after so many rounds: a resumed run makes them again."""
         kept = [line for line in self.lines() if line.record.round < rounds]

@@ -33,6 +33,8 @@ from isthmus.federated.past import with_past, without_past
 from isthmus.protocol.federated_events import Opening, Turn
 
 STATES = "states"
+ROUNDS = "rounds"
+"""The folder of commits, in a run's."""
 _SERVER = "server/"
 _RUN, _SHA256 = "run", "sha256"
 KEPT = 2
@@ -224,7 +226,8 @@ class _DamagedError(UserError):
 class Commits:
     """The committed rounds of a run on disk."""
 
-    def __init__(self, folder: Path, identity: Identity) -> None:
+    def __init__(self, folder: Path, identity: Identity | None = None) -> None:
+        """Without an `identity`, whatever run they are of: to be read only."""
         self._folder = folder
         self._identity = identity
 
@@ -233,6 +236,7 @@ class Commits:
         tensors = {_SERVER + name: value for name, value in _apart(values).items()}
         if states is not None:
             tensors[STATES] = torch.from_numpy(states)
+        assert self._identity is not None, "whose rounds they are"
         run = msgspec.json.encode(self._identity).decode()
         metadata = {_RUN: run, _SHA256: _digest(run, round_, tensors)}
         path = self._folder / f"round-{round_:06d}.safetensors"
@@ -293,6 +297,8 @@ class Commits:
             saved = msgspec.json.decode(run, type=Identity)
         except msgspec.MsgspecError:
             raise UserError(f"round file {path}: does not say which run it is of") from None
+        if self._identity is None:
+            return
         for field in self._identity.__struct_fields__:
             got, expected = getattr(saved, field), getattr(self._identity, field)
             if got != expected:

@@ -17,7 +17,7 @@ from isthmus.federated.algorithms import BUFFERS, Values
 from isthmus.federated.evaluation import Evaluation, Evaluator
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import FederatedJob
-from isthmus.federated.server import Commits, Identity, Server
+from isthmus.federated.server import ROUNDS, Commits, Identity, Server
 from isthmus.protocol.federated_events import Record
 from isthmus.protocol.federated_rules import RoundRules
 from isthmus.runtime.federated.conductor import RoundMeasure
@@ -42,12 +42,12 @@ class Books:
         """UserError for a folder of another job."""
         self.server = server
         self.folder = folder
-        self.history = History(folder / "rounds.jsonl")
+        self.history = History.of(folder)
         self.first_round = 0
         self.evaluator: Evaluator | None = None
         self._job = job
         self._clients = identity.clients
-        self._commits = Commits(folder / "rounds", identity)
+        self._commits = Commits(folder / ROUNDS, identity)
         self.states: NDArray[np.int32] | None = None
         """(population,), of algorithms whose clients keep something."""
         if server.keeps:

@@ -1,0 +1,187 @@
+"""What commands make of a federated run's folder."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+import torch
+from safetensors.torch import load_file, load_model
+from torch import nn
+
+from isthmus.federated.history import History, RoundLine
+from isthmus.federated.job import build, load_federated_job
+from isthmus.federated.resident import Resident
+from isthmus.models import ModelSpec, build_model
+from isthmus.protocol.federated_events import Record, Timed
+from isthmus.report.federated_trace import trace_of
+from tests.runtime.commands import isthmus, refused
+
+JOB = """
+name = "small"
+run_dir = "{folder}/runs"
+
+[model]
+name = "mlp"
+options = {{ features = 64, width = 4, layers = 1, classes = 10 }}
+
+[data]
+kind = "digits"
+options = {{ flat = true }}
+
+[partition]
+scheme = "iid"
+clients = 5
+
+[federated]
+algorithm = "fedavg"
+rounds = 3
+evaluate_every = 0
+
+[participation]
+clients = 3
+
+[execution]
+scheme = "sp"
+"""
+PIPELINE = """
+name = "small"
+run_dir = "{folder}/runs"
+fleet = "dtfm-case1"
+
+[model]
+name = "mlp"
+options = {{ features = 64, width = 4, layers = 1, classes = 10 }}
+
+[data]
+kind = "digits"
+options = {{ flat = true }}
+
+[training]
+steps = 1
+batch_size = 8
+micro_batches = 2
+"""
+
+
+class Normed(nn.Module):
+    """Running means, a frozen parameter and one that is used twice."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.first = nn.Linear(64, 64)
+        self.norm = nn.BatchNorm1d(64)
+        self.frozen = nn.Parameter(torch.randn(64), requires_grad=False)
+        self.again = nn.Linear(64, 64)
+        self.again.weight = self.first.weight
+        self.last = nn.Linear(64, 10)
+
+    def forward(self, pixel_values: torch.Tensor, labels: torch.Tensor) -> dict[str, torch.Tensor]:
+        x = self.norm(self.first(pixel_values)) + self.frozen
+        logits = self.last(self.again(x.relu()))
+        return {"loss": nn.functional.cross_entropy(logits, labels), "logits": logits}
+
+
+@pytest.fixture(scope="module")
+def run(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    folder = tmp_path_factory.mktemp("run-folders")
+    (folder / "job.toml").write_text(JOB.format(folder=folder))
+    done = isthmus("train", folder / "job.toml")
+    assert done.code == 0, done.err
+    return folder / "runs" / "small"
+
+
+def server_model(run: Path) -> torch.Tensor:
+    return load_file(run / "rounds" / "round-000002.safetensors")["server/model"]
+
+
+def test_the_servers_model_is_exported(run: Path, tmp_path: Path) -> None:
+    done = isthmus("export", run, tmp_path / "out")
+    assert (done.code, done.err) == (0, "") and done.out.endswith("the model after 3 rounds\n")
+    spec = json.loads((tmp_path / "out" / "model.json").read_text())
+    module = build_model(ModelSpec(name=spec["name"], options=spec["options"]))
+    load_model(module, tmp_path / "out" / "model.safetensors")
+    assert torch.equal(Resident(module).vector(), server_model(run))
+    told = json.loads(isthmus("export", run, tmp_path / "again", "--json").out)
+    assert told == {"directory": str(tmp_path / "again"), "round": 3}
+
+
+def test_means_ties_and_what_does_not_train_are_exported(tmp_path: Path) -> None:
+    text = JOB.format(folder=tmp_path).replace('name = "mlp"', 'name = "tests.federated.test_run_folders:Normed"')
+    text = text.replace("options = { features = 64, width = 4, layers = 1, classes = 10 }", "")
+    (tmp_path / "job.toml").write_text(text)
+    assert isthmus("train", tmp_path / "job.toml").code == 0
+    assert isthmus("export", tmp_path / "runs" / "small", tmp_path / "out").code == 0
+    torch.manual_seed(7)
+    module = Normed()
+    load_model(module, tmp_path / "out" / "model.safetensors")
+    kept = load_file(tmp_path / "runs" / "small" / "rounds" / "round-000002.safetensors")
+    resident = Resident(module)
+    assert torch.equal(resident.vector(), kept["server/model"])
+    assert torch.equal(resident.buffers(), kept["server/buffers"]) and resident.buffers().abs().sum() > 0
+    begun = build(load_federated_job(tmp_path / "job.toml"))
+    assert torch.equal(module.frozen, begun.get_parameter("frozen"))
+
+
+def test_the_rounds_are_traced(run: Path) -> None:
+    done = isthmus("trace", run, "--json")
+    assert done.code == 0, done.err
+    told = json.loads(done.out)
+    assert told["rounds"] == 3
+    events = json.loads(Path(told["perfetto"]).read_text())["traceEvents"]
+    names = [event["name"] for event in events if event["ph"] == "X"]
+    assert [name for name in names if name.startswith("round")] == ["round 1", "round 2", "round 3"]
+    assert sum(name.startswith("client") for name in names) == 9
+    assert "round time" in isthmus("trace", run).out
+
+
+def test_spans_follow_one_another() -> None:
+    timed = {"e0": (Timed(4, 9, 0.5), Timed(2, 3, 0.25)), "e1": (Timed(7, 9, 1.0),)}
+    lines = [
+        RoundLine(record=Record(round=3, attempt=0, trained=timed), seconds=2.0, sent_bytes=5, received_bytes=6),
+        RoundLine(record=Record(round=4, attempt=0, trained=timed, earlier_s={"e0": 0.5}), seconds=3.0),
+    ]
+    found = [(s.device, s.name, s.start_s, s.end_s, s.step) for s in trace_of("x", lines).spans]
+    assert found == [
+        ("coordinator", "round 4", 0.0, 2.0, 4),
+        ("e0", "client 4", 0.0, 0.5, 4),
+        ("e0", "client 2", 0.5, 0.75, 4),
+        ("e1", "client 7", 0.0, 1.0, 4),
+        ("coordinator", "round 5", 2.0, 5.0, 5),
+        ("e0", "earlier passes", 2.0, 2.5, 5),
+        ("e0", "client 4", 2.5, 3.0, 5),
+        ("e0", "client 2", 3.0, 3.25, 5),
+        ("e1", "client 7", 2.0, 3.0, 5),
+    ]
+
+
+def test_a_run_without_rounds_says_so(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "job.json").write_bytes((run / "job.json").read_bytes())
+    for command in (("export", tmp_path, tmp_path / "out"), ("trace", tmp_path)):
+        refused(isthmus(*command), 2, "no round was committed yet")
+
+
+def test_a_model_of_another_form_is_refused(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "rounds").mkdir()
+    name = "rounds/round-000002.safetensors"
+    (tmp_path / name).write_bytes((run / name).read_bytes())
+    (tmp_path / "job.json").write_text((run / "job.json").read_text().replace('"width":4', '"width":5'))
+    (tmp_path / "job.json").write_text((tmp_path / "job.json").read_text().replace('"width": 4', '"width": 5'))
+    refused(isthmus("export", tmp_path, tmp_path / "out"), 2, "a model of another form than that of job.json")
+
+
+def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
+    (tmp_path / "pipeline.toml").write_text(PIPELINE.format(folder=run.parent.parent))
+    before = (run / "job.json").read_bytes()
+    refused(isthmus("train", tmp_path / "pipeline.toml", "--resume"), 2, "a run of a federated job")
+    assert (run / "job.json").read_bytes() == before
+    other = tmp_path / "other"
+    other.mkdir()
+    (other / "job.json").write_text('{"name": "small", "training": {}}')
+    refused(
+        isthmus("train", run.parent.parent / "job.toml", "--resume", "--run", other),
+        2,
+        "holds a run of a pipeline, expected one of a federated job",
+    )
+    assert len(History.of(run).lines()) == 3
