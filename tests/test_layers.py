@@ -19,8 +19,8 @@ WITHOUT_TORCH = [
 PUBLIC = {
     "cli": "app main",
     "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem Room broken_term "
-    "build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place preference "
-    "step_price SyncPolicy with_edges with_sync",
+    "build_again build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place "
+    "plan_compression preference repeat_compression step_price SyncPolicy with_edges with_sync",
     "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity Local LocalConfig Pass Server "
     "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
@@ -29,9 +29,9 @@ PUBLIC = {
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
-    "plan": "Averages Certificate Collective Compression Edge Objective Outer Packing Plan Prediction Replica "
-    "SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet "
-    "Terms classic_in_flight load_plan save_plan",
+    "plan": "Averages Certificate Collective Compression CompressionConfig Edge Objective Outer Packing Plan "
+    "Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan "
+    "SyncWorker Tasklet Terms classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled "
     "whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",

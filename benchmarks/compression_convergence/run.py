@@ -25,12 +25,11 @@ from pipeline import Stages
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cost import build_plan, with_edges
+from isthmus.cost import build_plan, plan_compression, with_edges
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
 from isthmus.plan import Plan
-from isthmus.planners.compression import plan_compression, with_feedback
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s
@@ -99,11 +98,11 @@ def planned(case: Case, prepared: Prepared, method: str) -> Plan:
         return dense
     name, *choices = method.split(", ")
     problem = prepared.problem(case.fleet())
-    packed = plan_compression(name, problem, dense, RATIO)
+    packed = plan_compression(name, problem, dense, RATIO, feedback="feedback" in choices)
     if "gradients" in choices:
         edges = [msgspec.structs.replace(e, forward_compression=None) for e in packed.replica.edges]
         packed = with_edges(problem, packed, [edges])
-    return with_feedback(packed) if "feedback" in choices else packed
+    return packed
 
 
 def train(case: Case, prepared: Prepared, plan: Plan, method: str, seed: int) -> Trained:

@@ -23,12 +23,11 @@ from cases import CASES, equal_compute
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cost import Problem
+from isthmus.cost import Problem, plan_compression
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import topology
 from isthmus.plan import Compression, Plan
 from isthmus.planners.chain import chain
-from isthmus.planners.compression import plan_compression
 from isthmus.planners.even import even
 from isthmus.planners.op_fence import op_fence
 from isthmus.protocol import RunSpec

@@ -16,6 +16,7 @@ from msgspec import Meta
 from torch import nn
 
 from isthmus.cost import ParameterState, Problem, SyncPolicy, parameter_state
+from isthmus.cost.compression import ratio_planner_names
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
 from isthmus.documents import check_is_local, convert, read_toml
@@ -25,8 +26,7 @@ from isthmus.fleet import Change, Fleet, changed, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.models import ModelSpec, as_eager, build_model
-from isthmus.plan import SCHEDULES, Objective, Terms
-from isthmus.planners.compression import ratio_planner_names
+from isthmus.plan import SCHEDULES, CompressionConfig, Objective, Terms
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
@@ -114,17 +114,6 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of the emulated fleet, along the run: to see what becomes of it."""
 
 
-class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """What training's messages between stages are packed with. Without this table they travel as they are."""
-
-    method: str
-    """A ratio planner."""
-    ratio: Annotated[float, Meta(ge=1)] = 100.0
-    """Elements per element that is sent; what it bounds is the method's."""
-    feedback: bool = False
-    """Whether what is left out of a sample's gradients is added when the sample comes again."""
-
-
 class Hooks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Callables as `package.module:name`, or names registered under the entry-point group `isthmus.hooks`."""
 
@@ -150,6 +139,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     schedule: str = "1f1b"
     plan: PlanConfig = PlanConfig()
     compression: CompressionConfig | None = None
+    """Without this table messages travel as they are."""
     run_dir: str = "runs"
     training: TrainingConfig = TrainingConfig()
     optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
@@ -249,7 +239,10 @@ def terms_of(job: Job, fleet: Fleet) -> Terms:
             thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
             raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {error}") from None
     holders = tuple(name for name in fleet.names if name in found)
-    return Terms(objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay)
+    return Terms(
+        objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay,
+        compression=job.compression,
+    )  # fmt: skip
 
 
 class Samples(msgspec.Struct, frozen=True, kw_only=True):

@@ -15,13 +15,13 @@ from transformers import GPT2LMHeadModel
 
 from isthmus.cli.folder import RunFolder
 from isthmus.cli.planning import plan_for
+from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.plan import Plan, Schedule, load_plan, save_plan
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names
-from isthmus.planners.compression import ratio_planner_names
 from isthmus.planners.sync import sync_planner_names
 from isthmus.training.plain import plain_loss
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -10,14 +11,13 @@ import torch
 from torch import Tensor
 
 from isthmus.cli.planning import simulation_options
-from isthmus.cost import Layout, Problem, build_plan, build_replicas
+from isthmus.cost import Layout, Problem, build_plan, build_replicas, plan_compression, repeat_compression, with_edges
+from isthmus.cost.compression.messages import messages_of, packed_edges, sender_of
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare
-from isthmus.plan import Compression, Packing, Plan
-from isthmus.planners.compression import plan_compression, repeat_compression, with_feedback
-from isthmus.planners.compression.messages import compressed, messages_of
+from isthmus.plan import Compression, Edge, Packing, Plan
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate
@@ -59,8 +59,11 @@ def in_one_process(job: Job, prepared: Prepared, plan: Plan) -> tuple[dict[str, 
 def mixed(problem: Problem, plan: Plan) -> Plan:
     """Another codec on every message."""
     kinds = [Packing(codec="topk", ratio=20.0), Packing(codec="int8"), Packing(codec="bf16"), None]
-    packings = {m: kinds[i % 4] for i, m in enumerate(messages_of(problem, plan))}
-    return compressed(problem, plan, packings, planner="mixed")
+    turn, edges = itertools.count(), list[tuple[Edge, ...]]()
+    for replica in plan.replicas:
+        sender = sender_of(problem, replica)
+        edges.append(packed_edges(sender, {m: kinds[next(turn) % 4] for m in messages_of(problem, sender)}))
+    return with_edges(problem, plan, edges)
 
 
 def sent(trace: Trace) -> dict[tuple[str, str], int]:
@@ -114,7 +117,7 @@ def test_what_a_samples_gradients_left_out_follows_in_the_next_pass(tmp_path: Pa
     problem = prepared.problem(fleet)
     dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
     packed = plan_compression("uniform", problem, dense, 10.0)
-    plan = with_feedback(packed)
+    plan = plan_compression("uniform", problem, dense, 10.0, feedback=True)
     assert repeat_compression(problem, dense, plan).replicas == plan.replicas
     losses: list[float | None] = []
     watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
@@ -132,7 +135,7 @@ class TestRefusedFeedback:
         problem = prepared.problem(fleet)
         dense = build_plan(problem, fleet.names, random_cut(prepared, 2, seed=1, once=True), planner="test")
         small = tuple(msgspec.structs.replace(d, memory_bytes=memory_bytes) for d in fleet.devices)
-        plan = with_feedback(plan_compression("uniform", problem, dense, 10.0))
+        plan = plan_compression("uniform", problem, dense, 10.0, feedback=True)
         return prepared, plan, msgspec.structs.replace(fleet, devices=small)
 
     def test_for_one_pass(self) -> None:

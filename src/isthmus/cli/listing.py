@@ -8,13 +8,13 @@ import msgspec
 import typer
 
 from isthmus.cli.options import JsonOption, out
+from isthmus.cost.compression import describe_ratios, ratio_planner_names
 from isthmus.errors import UserError
 from isthmus.fleet import RANDOM, topology_names
 from isthmus.fleet import describe as describe_topology
 from isthmus.planners import describe as describe_planner
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names, describe_cohort
-from isthmus.planners.compression import describe_ratios, ratio_planner_names
 from isthmus.planners.sync import describe_sync, sync_planner_names
 from isthmus.report.fleet_tables import planners_table, topologies_table
 

@@ -7,14 +7,13 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from isthmus.cost import Problem, build_replicas, layouts_of
+from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, Replica, load_plan
 from isthmus.planners import check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
-from isthmus.planners.compression import plan_compression, repeat_compression, with_feedback
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.stages import refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
@@ -40,8 +39,7 @@ def fleet_for(job: Job) -> Fleet:
 
 
 def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
-    """The plan of the job's planner, or of another, with the compression that the job asks for, and with the best of
-    the job's numbers of micro-batches."""
+    """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches."""
 
     def simulated_s(candidate: Plan) -> float:
         spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.sync.period)
@@ -50,11 +48,7 @@ def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
         return steady_step_s(simulate(candidate, problem.fleet, spec, options))
 
     def planned(cut: Problem) -> Plan:
-        plan = make_plan(planner or job.planner, cut, simulated_s)
-        if job.compression is None:
-            return plan
-        packed = plan_compression(job.compression.method, cut, plan, job.compression.ratio)
-        return with_feedback(packed) if job.compression.feedback else packed
+        return make_plan(planner or job.planner, cut, simulated_s)
 
     return over_counts(problem, job.counts, planned, simulated_s)
 
@@ -75,8 +69,7 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     for number, replica in enumerate(plan.replicas):
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:
-        dense = scheduled(problem, build_replicas(problem, layouts_of(plan), planner=plan.planner))
-        again = repeat_compression(problem, dense, plan)
+        again = scheduled(problem, build_again(problem, layouts_of(plan), plan))
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
     as_limited = tuple(

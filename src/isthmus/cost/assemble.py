@@ -10,6 +10,7 @@ from typing import NamedTuple
 
 import msgspec
 
+from isthmus.cost.compressed import packed_note, repeat_compression
 from isthmus.cost.in_flight import in_flight_limits
 from isthmus.cost.placement import Placement, place, rooms
 from isthmus.cost.problem import Problem
@@ -91,19 +92,31 @@ def build_replicas(
     limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
     sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
+    replicas = tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True))
+    told = [_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names]
+    if problem.terms.compression is not None:
+        told.append(packed_note(problem.terms.compression, replicas))
     return Plan(
         model=problem.flow.graph.name,
         fleet=problem.fleet.name,
         planner=planner,
         micro_batch_size=problem.micro_batch_size,
         micro_batches=problem.micro_batches,
-        replicas=tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True)),
+        replicas=replicas,
         sync=sync,
         terms=problem.terms,
         predicted=together(predicted, sync_s(problem.fleet, sync)),
         certificate=certificate,
-        notes=tuple(_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names),
+        notes=tuple(told),
     )
+
+
+def build_again(problem: Problem, layouts: Sequence[Layout], document: Plan) -> Plan:
+    """The plan of these layouts with the codecs that the document names, whatever the problem asks for: all figures
+    are made anew, as `build_replicas` makes them."""
+    dense = build_replicas(problem.uncompressed(), layouts, planner=document.planner)
+    packed = repeat_compression(problem, dense, document)
+    return msgspec.structs.replace(packed, terms=problem.terms)
 
 
 def _check_layouts(problem: Problem, layouts: Sequence[Layout]) -> None:

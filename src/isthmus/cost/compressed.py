@@ -7,20 +7,71 @@ from dataclasses import replace
 
 import msgspec
 
+from isthmus.cost.compression.asked import as_asked
+from isthmus.cost.compression.messages import Message, messages_of, packed_edges, sender_of
 from isthmus.cost.in_flight import Room, in_flight_limits
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import UserError
-from isthmus.plan import Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory
+from isthmus.plan import CompressionConfig, Edge, Packing, Plan, Prediction, Replica, Schedule, Stage, StageMemory
+
+
+def plan_compression(
+    name: str, problem: Problem, plan: Plan, ratio: float, *, feedback: bool = False
+) -> Plan:
+    """The same stages, packed by another ratio planner than the problem's, with a new prediction.
+
+    `ratio` is elements per element that is sent; what it bounds is the planner's. Raises UserError for an unknown
+    planner, a ratio below 1 or a plan of another problem.
+    """
+    check_same_problem(problem, plan)
+    Packing(codec="topk", ratio=ratio)  # refuses a bad one even where it does not matter
+    asked = CompressionConfig(method=name, ratio=ratio, feedback=feedback)
+    other = replace(problem, terms=msgspec.structs.replace(problem.terms, compression=asked))
+    made = with_edges(other, plan, [as_asked(other, sender_of(other, replica)) for replica in plan.replicas])
+    note = packed_note(asked, made.replicas)
+    return msgspec.structs.replace(made, terms=other.terms, notes=(*made.notes, note))
+
+
+def packed_note(asked: CompressionConfig, replicas: Sequence[Replica]) -> str:
+    """What of all messages is packed, in words."""
+    edges = [edge for replica in replicas for edge in replica.edges]
+    packed = sum(c is not None for e in edges for c in (e.forward_compression, e.backward_compression))
+    sent = sum(size > 0 for e in edges for size in (e.forward_bytes, e.backward_bytes))
+    return f"compression {asked.method!r} packs {packed} of {sent} messages"
+
+
+def repeat_compression(problem: Problem, plan: Plan, document: Plan) -> Plan:
+    """The plan, packed by the codecs that the document names for edges between the same stages; bytes are made anew.
+
+    What the document does not pack travels as it is. Raises UserError for a plan of another problem.
+    """
+    named = {
+        (number, edge.source, edge.target): (edge.forward_compression, edge.backward_compression)
+        for number, replica in enumerate(document.replicas) for edge in replica.edges
+    }  # fmt: skip
+    edges: list[Sequence[Edge]] = []
+    for number, replica in enumerate(plan.replicas):
+        sender = sender_of(problem, replica)
+        packings: dict[Message, Packing | None] = {}
+        for message in messages_of(problem, sender):
+            edge = replica.edges[message.edge]
+            packed = named.get((number, edge.source, edge.target), (None, None))[message.backward]
+            packings[message] = packed.packing if packed else None
+        edges.append(packed_edges(sender, packings))
+    return with_edges(problem, plan, edges)
 
 
 def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) -> Plan:
     """The plan with these edges, one sequence per replica; limits in flight, memory and prediction are made anew.
 
-    Shorter messages mean a shorter period, and then more micro-batches in flight hide the latency. The certificate is
-    dropped: it bounds plans that send the same bytes. Raises UserError for a plan of another problem.
+    Shorter messages mean a shorter period, and then more micro-batches in flight hide the latency. Where an edge is
+    another the certificate is dropped: it bounds plans that pack by the problem's method. Raises UserError for a plan
+    of another problem.
     """
     check_same_problem(problem, plan)
+    if all(tuple(e) == r.edges for r, e in zip(plan.replicas, edges, strict=True)):
+        return plan
     made = [_replica(problem, r, tuple(e)) for r, e in zip(plan.replicas, edges, strict=True)]
     return msgspec.structs.replace(
         plan, replicas=tuple(replica for replica, _ in made), certificate=None,

@@ -6,6 +6,8 @@ import itertools
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
 
+from isthmus.cost.compression import as_asked
+from isthmus.cost.compression.messages import Sender
 from isthmus.cost.compute import compute_s, stage_flops
 from isthmus.cost.in_flight import Room
 from isthmus.cost.memory import StageBytes, bytes_of
@@ -33,6 +35,7 @@ class Placement:
     """(forward, backward) of one micro-batch; a stage that recomputes has its forward in both."""
     sizes: tuple[StageBytes, ...]
     edges: tuple[Edge, ...]
+    """Packed as the problem asks."""
     shared: tuple[SharedParameter, ...]
     times: Pipeline
 
@@ -57,10 +60,10 @@ def place(
     flops = tuple(stage_flops(problem, g) for g in graphs)
     edges = edges_of(flow, graphs, problem.micro_batch_size)
     shared = shared_parameters(flow, graphs)
-    placed = Placement(
+    placed = _packed(Placement(
         problem, tuple(order), (0, *boundaries, len(flow.operators)), graphs, (False,) * len(graphs), flops,
         tuple(bytes_of(problem, g) for g in graphs), edges, shared, pipeline(problem, order, flops, edges, shared),
-    )  # fmt: skip
+    ))  # fmt: skip
     return recomputing(placed, recompute) if recompute else placed
 
 
@@ -75,7 +78,18 @@ def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
     flops = tuple((f, b + f * (int(now) - int(was))) for (f, b), was, now in changes)
     backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b) in zip(placed.order, flops, strict=True))
     times = replace(placed.times, backward_s=backward_s)
-    return replace(placed, recompute=tuple(recompute), flops=flops, times=times)
+    return _packed(replace(placed, recompute=tuple(recompute), flops=flops, times=times))
+
+
+def _packed(placed: Placement) -> Placement:
+    """With edges as the problem asks: a method may look at all stages and messages of a pipeline."""
+    if placed.problem.terms.compression is None:
+        return placed
+    edges = as_asked(placed.problem, Sender(placed.order, placed.edges, max(placed.times.device_s.values())))
+    if edges == placed.edges:
+        return placed
+    times = pipeline(placed.problem, placed.order, placed.flops, edges, placed.shared)
+    return replace(placed, edges=edges, times=times)
 
 
 def least_in_flight(problem: Problem) -> int:

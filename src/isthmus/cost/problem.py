@@ -171,6 +171,12 @@ class Problem:
             return self
         return replace(self, terms=msgspec.structs.replace(self.terms, objective="time"))
 
+    def uncompressed(self) -> Problem:
+        """The same with messages that travel as they are."""
+        if self.terms.compression is None:
+            return self
+        return replace(self, terms=msgspec.structs.replace(self.terms, compression=None))
+
     def on(self, fleet: Fleet, micro_batches: int | None = None) -> Problem:
         """The same on a part of the fleet, with so many micro-batches. UserError where no data holder is in it."""
         return replace(

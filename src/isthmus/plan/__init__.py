@@ -21,10 +21,11 @@ from isthmus.plan.plan import (
 )
 from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
-from isthmus.plan.terms import Objective, Terms
+from isthmus.plan.terms import CompressionConfig, Objective, Terms
 
 __all__ = [
-    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "Edge", "Objective", "Outer", "Packing",
-    "Plan", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync", "SyncGroup",
-    "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan", "save_plan",
+    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "CompressionConfig", "Edge", "Objective",
+    "Outer", "Packing", "Plan", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync",
+    "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan",
+    "save_plan",
 ]  # fmt: skip

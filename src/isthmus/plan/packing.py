@@ -11,6 +11,7 @@ import math
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
+from isthmus.graph.opgraph import DTYPE_BYTES
 
 INT8_BLOCK = 256
 """Elements that share a float32 scale."""
@@ -19,6 +20,8 @@ SPARSE_CHUNK = 4096
 CODECS = ("none", "bf16", "int8", "topk", "sparse2bit")
 SPARSE = ("topk", "sparse2bit")
 """Those whose ratio is more than 1."""
+PACKED_DTYPES = frozenset({"float16", "bfloat16", "float32", "float64"})
+"""What codecs take; all else travels as it is."""
 
 
 class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, forbid_unknown_fields=True):
@@ -54,6 +57,13 @@ class Packing(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True, for
                 count = kept_in_chunks(elements, self.ratio)
                 chunks = -(-elements // SPARSE_CHUNK)
                 return 4 * chunks + -(-2 * count // 8) + position_bytes(elements, count)
+
+    def saves(self, elements: int, dtype: str) -> int:
+        """Bytes by which packing makes a tensor shorter; 0 where it would not, and the tensor travels as it is."""
+        if dtype not in PACKED_DTYPES:
+            return 0
+        element_bytes = DTYPE_BYTES[dtype]
+        return max(0, elements * element_bytes - self.wire_bytes(elements, element_bytes))
 
     def bytes_per_element(self, element_bytes: int = 4) -> float:
         """Of a large tensor."""

@@ -1,15 +1,30 @@
-"""What a plan must respect besides time: what is minimised, and where the data may be read."""
+"""What is asked of a plan: what it minimises, where the data may be read, what messages are packed with."""
 
 from __future__ import annotations
 
 from collections.abc import Collection
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.errors import UserError
 
 Objective = Literal["time", "cost"]
+
+
+class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What training's messages between stages are packed with."""
+
+    method: str
+    """A ratio planner (`cost.compression`)."""
+    ratio: Annotated[float, Meta(ge=1)] = 100.0
+    """Elements per element that is sent; what it bounds is the method's."""
+    feedback: bool = False
+    """Whether what is left out of a sample's gradients is added when the sample comes again."""
+
+    def __str__(self) -> str:
+        return f"{self.method} at {self.ratio:g}"
 
 
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
@@ -22,6 +37,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     take. None where every device has the data: then each stage reads its own columns."""
     labels_stay: bool = False
     """The last stage runs on a data holder too, and with it every operator that takes labels."""
+    compression: CompressionConfig | None = None
+    """How messages between stages are packed. None sends them as they are."""
 
     def __post_init__(self) -> None:
         if self.labels_stay and not self.data_holders:

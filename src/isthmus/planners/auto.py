@@ -16,6 +16,7 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference
+from isthmus.cost.compression import packs_alike
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
@@ -32,6 +33,7 @@ from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.replica_search import PROMISING, ReplicaSearch
+from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
 
 MOST_STARTS = 4
 """Plans from which the descent starts."""
@@ -90,16 +92,18 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         refused = error
     search = ReplicaSearch(problem, network, blocks)
     bound = _bound(problem, network, blocks, plans[0] if plans else None)
+    alike = packs_alike(problem)
+    plans += () if alike else _of_surrogates(problem)
     if not _is_plain(problem):
         plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
     elif (settled := every_plan(problem, network, blocks, _best_s(plans))) is not None:
         bound = _Bound(settled.step_s, EVERY_PLAN_SCOPE)
         plans += [settled.plan] if settled.plan else []
-        plans += _others(problem) if score is not None else ()
+        plans += _others(problem) if score is not None or not alike else ()
     else:
         plans += _others(problem)
         plans += search.cut(_best_s(plans))
-        plans += _descended(problem, network, plans)
+        plans += _descended(problem, network, plans) if alike else ()
     if not plans:
         assert refused is not None, "a plan of chain is a plan"
         raise refused
@@ -131,7 +135,14 @@ def _others(problem: Problem) -> Iterator[Plan]:
     small = len(problem.fleet.names) <= MOST_PLACED
     for planner in (*OTHERS, *((islands,) if small else ())):
         with contextlib.suppress(UserError):  # it does not fit their way, or the devices do not factor
-            yield planner(problem)
+            yield over_surrogates(problem, planner)
+
+
+def _of_surrogates(problem: Problem) -> Iterator[Plan]:
+    """Where messages depend on the plan: the best plans where they do not, packed as they will be."""
+    for surrogate in surrogates(problem):
+        with contextlib.suppress(FleetTooSmall):
+            yield rebuilt(problem, auto(surrogate))
 
 
 def _step_s(plan: Plan) -> float:
@@ -181,10 +192,11 @@ def _certified(problem: Problem, plan: Plan, bound: _Bound, looked_at: Sequence[
     found = "" if certificate is not None and not certificate.gap else " that was found"
     near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it"
     far = f"it is not among the {len(known)} that are fastest, or nearest to those, and was not looked at"
+    names = problem.fleet.names
+    notes = [
+        note if name in used else f"{name} is left out: {near if name in known else far}"
+        for name, note in zip(names, plan.notes, strict=False)
+    ]
     return msgspec.structs.replace(
-        plan, planner="auto", certificate=certificate,
-        notes=tuple(
-            note if name in used else f"{name} is left out: {near if name in known else far}"
-            for name, note in zip(problem.fleet.names, plan.notes, strict=True)
-        ),
-    )  # fmt: skip
+        plan, planner="auto", certificate=certificate, notes=(*notes, *plan.notes[len(names) :])
+    )

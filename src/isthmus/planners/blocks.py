@@ -14,6 +14,7 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.cost import Problem
+from isthmus.cost.compression import least_bytes
 from isthmus.cost.memory import elements, trainable, variable_bytes
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.graph import Op, Ref, cuts
@@ -27,7 +28,10 @@ class Item(NamedTuple):
     birth: int
     uses: tuple[int, ...]
     """Blocks after `birth` that take it, ascending."""
+    held_bytes: int
+    """In the memory of whoever received it."""
     forward_bytes: int
+    """On the wire: where the problem's compression depends on the plan, at least."""
     backward_bytes: int
     per_step: bool
 
@@ -84,7 +88,7 @@ class Blocks:
 
     @cached_property
     def items(self) -> tuple[Item, ...]:
-        flow, batch = self.problem.flow, self.problem.micro_batch_size
+        flow, batch, least = self.problem.flow, self.problem.micro_batch_size, least_bytes(self.problem)
         found: list[Item] = []
         for op in flow.graph.ops:
             if op.kind not in ("placeholder", "operator") or op.name in flow.free:
@@ -92,13 +96,14 @@ class Blocks:
             for index, spec in enumerate(op.outputs):
                 ref = Ref(op.name, index)
                 uses = [self._position[c] for c in flow.consumers.get(ref, ())]
-                size = spec.nbytes(batch)
+                held = spec.nbytes(batch)
+                sent = (least(spec),) * 2 if ref in flow.differentiable else (held, 0)
                 made = 0 if op.kind == "placeholder" and flow.columns_first else self._position.get(op.name)
-                item = self._item(made, uses, size, size if ref in flow.differentiable else 0)
+                item = self._item(made, uses, held, *sent)
                 found += [item] if item else []
         for op in filter(trainable, flow.graph.ops):
             size = op.outputs[0].nbytes(1)
-            item = self._item(None, self._users(op), size, size)
+            item = self._item(None, self._users(op), size, size, size)
             found += [item._replace(per_step=True)] if item else []
         return tuple(found)
 
@@ -112,13 +117,13 @@ class Blocks:
                 found[self.block_of(min(uses)) + 1] += self.problem.column_bytes[op.target]
         return found.cumsum()
 
-    def _item(self, made: int | None, uses: list[int], forward: int, backward: int) -> Item | None:
+    def _item(self, made: int | None, uses: list[int], held: int, forward: int, backward: int) -> Item | None:
         """None where no cut can separate the uses. What no operator makes is held by its first user."""
         if not uses:
             return None
         birth = self.block_of(min(uses) if made is None else made)
         later = tuple(sorted({self.block_of(u) for u in uses} - {birth}))
-        return Item(birth, later, forward, backward, False) if later else None
+        return Item(birth, later, held, forward, backward, False) if later else None
 
     @cached_property
     def variables(self) -> tuple[Variable, ...]:

@@ -9,8 +9,10 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Sequence
+from functools import partial
 
 from isthmus.cost import Problem, build_plan
+from isthmus.cost.compression import packs_alike
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
@@ -21,6 +23,7 @@ from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.narrowing import narrowed
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.order_search import Found, OrderSearch
+from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.threshold_search import TOLERANCE
 
 EXACT_SCOPE = (
@@ -44,6 +47,8 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     """
     problem = problem.timed()
     network, blocks = network_of(problem), Blocks(problem)
+    if not packs_alike(problem):
+        return _packed(problem, network, blocks, settle)
     near = narrowed(problem, network, blocks)
     if near is not problem:
         plan = fastest(near, settle=False)
@@ -77,6 +82,18 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     if best and classic.exhaustive and not tight:
         return _certified(problem, chosen, best.bound_s, EXACT_SCOPE)
     return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+
+
+def _packed(problem: Problem, network: Network, blocks: Blocks, settle: bool) -> Plan:
+    """Where what a message takes depends on the plan."""
+    best = over_surrogates(problem, partial(fastest, settle=False))
+    plans = [best, *_baseline(problem)]
+    best = min(plans, key=lambda p: p.predicted.step_s)
+    if settle and OrderSearch(problem, network, blocks).exhaustive:
+        proven = every_pipeline(problem, network, blocks, best.predicted.step_s)
+        if proven is not None:
+            return _certified(problem, proven.plan or best, proven.bound, THROTTLED_SCOPE)
+    return _certified(problem, best, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
 
 
 def _memory_binds(problem: Problem, network: Network, blocks: Blocks) -> bool:

@@ -133,5 +133,5 @@ def stage_bytes(blocks: Blocks, start: int, end: int, in_flight: int) -> int:
     kept = int(blocks.saved[end] - blocks.saved[start])
     for number, use in blocks.live[start]:
         item = blocks.items[number]
-        kept += item.forward_bytes if use < end and not item.per_step else 0
+        kept += item.held_bytes if use < end and not item.per_step else 0
     return fixed + in_flight * kept

@@ -19,6 +19,7 @@ from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.plan import Plan, Terms
 from isthmus.planners.bounds import step_certificate
 from isthmus.planners.price_bound import price_certificate
+from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
 from isthmus.planners.sync.registry import SyncPlanner
@@ -55,6 +56,9 @@ _PINNING = ("auto", "chain", "even")
 """Those that put the first stage, and where labels stay the last, where the data are."""
 _PRICING = ("auto", "chain")
 """Those that can minimise the price of a step."""
+
+_PACKING = ("auto", "chain", "even")
+"""Those that look at what is sent in each plan, or at none of it."""
 
 
 def can_price(name: str) -> bool:
@@ -99,7 +103,7 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
     check_honoured(name, problem.terms)
     try:
-        made = cast(object, planner(problem))
+        made = cast(object, planner(problem) if name in _PACKING else over_surrogates(problem, planner))
     except IsthmusError:
         raise
     except Exception as error:

@@ -23,6 +23,8 @@ from isthmus.planners.network import Floats
 class Received:
     """Bytes per stage. `empty` when nothing is ever received this way."""
 
+    held: Floats
+    """Per micro-batch in flight; those of the next two are as they are sent."""
     forward: Floats
     backward: Floats
     shared: Floats
@@ -39,7 +41,7 @@ class Received:
 
     def __add__(self, other: Received) -> Received:
         return Received(
-            self.forward + other.forward, self.backward + other.backward,
+            self.held + other.held, self.forward + other.forward, self.backward + other.backward,
             self.shared + other.shared, self.shared_count + other.shared_count,
         )  # fmt: skip
 
@@ -57,7 +59,7 @@ class StageTables:
         self.other = self._received("other")
         self.total = self.near + self.early + self.other
         self.fixed_bytes = self._variables() + self._span(blocks.once)
-        self.micro_batch_bytes = self._span(blocks.saved) + self.total.forward
+        self.micro_batch_bytes = self._span(blocks.saved) + self.total.held
 
     def _span(self, cumulative: Floats) -> Floats:
         """cumulative[b] - cumulative[a]; stages past the end repeat the last block, and are never reached."""
@@ -65,11 +67,12 @@ class StageTables:
         return cumulative[ends] - cumulative[: self.count, None]
 
     def _received(self, kind: str) -> Received:
-        tables = [np.zeros((self.count, self.width)) for _ in range(4)]
+        tables = [np.zeros((self.count, self.width)) for _ in range(5)]
         for item in self.blocks.items:
             amounts = (
-                (0, 0, item.forward_bytes, 1) if item.per_step else (item.forward_bytes, item.backward_bytes, 0, 0)
-            )
+                (0, 0, 0, item.forward_bytes, 1) if item.per_step
+                else (item.held_bytes, item.forward_bytes, item.backward_bytes, 0, 0)
+            )  # fmt: skip
             for first, last, use in _segments(item, kind):
                 for table, amount in zip(tables, amounts, strict=True):
                     self._charge(table, first, last, use, amount)

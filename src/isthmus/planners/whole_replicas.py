@@ -10,10 +10,9 @@ from collections.abc import Collection, Sequence
 
 import msgspec
 
-from isthmus.cost import Problem, build_replicas, layouts_of
+from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
-from isthmus.planners.compression import repeat_compression
 from isthmus.planners.registry import scheduled
 
 
@@ -25,11 +24,10 @@ def whole_replicas(problem: Problem, plan: Plan, devices: Collection[str]) -> Pl
     counts = dealt(plan.micro_batches, [layout.micro_batches for layout, _ in kept])
     layouts = [layout._replace(micro_batches=count) for (layout, _), count in zip(kept, counts, strict=True)]
     try:
-        found = build_replicas(problem, layouts, planner=plan.planner)
+        again = build_again(problem, layouts, msgspec.structs.replace(plan, replicas=tuple(r for _, r in kept)))
     except FleetTooSmall:
         return None
-    packed = repeat_compression(problem, found, msgspec.structs.replace(plan, replicas=tuple(r for _, r in kept)))
-    return scheduled(problem, packed)
+    return scheduled(problem, again)
 
 
 def dealt(total: int, shares: Sequence[int]) -> list[int]:

@@ -13,6 +13,7 @@ import bisect
 import itertools
 from typing import NamedTuple
 
+from isthmus.verify.packing import least_bytes
 from isthmus.verify.price import SECONDS_PER_HOUR
 from isthmus.verify.question import FLOAT32_BYTES
 from isthmus.verify.reading import Reading
@@ -85,12 +86,16 @@ def _received_s(reading: Reading, facts: _Facts) -> list[float]:
     """For each place to cut: the messages that a stage starting there exchanges with earlier ones, at least."""
     starts = (0, *reading.places)
     forward, backward = [0] * len(starts), [0] * len(starts)
+    asked = reading.question.terms.compression
     for value in reading.values:
+        size_bytes = value.size_bytes
+        if value.returns:
+            size_bytes = least_bytes(asked, value.elements, value.dtype, size_bytes)
         home = bisect.bisect_right(starts, value.made) - 1
         returns = {bisect.bisect_right(starts, position) - 1 for position in value.returns}
         for block in {bisect.bisect_right(starts, position) - 1 for position in value.uses} - {home}:
-            forward[block] += value.size_bytes
-            backward[block] += value.size_bytes if block in returns else 0
+            forward[block] += size_bytes
+            backward[block] += size_bytes if block in returns else 0
     return [
         sum(facts.latency_s + size * facts.byte_s for size in pair if size)
         for pair in zip(forward[1:], backward[1:], strict=True)

@@ -17,6 +17,7 @@ from isthmus.errors import UserError
 from isthmus.plan import Certificate
 from isthmus.verify.bound import own_bound_s, own_price_bound
 from isthmus.verify.cutting import CutGraph, Part, cut
+from isthmus.verify.packing import as_asked
 from isthmus.verify.price import paid
 from isthmus.verify.reading import Reading
 from isthmus.verify.sums import in_shards, sums_s
@@ -120,7 +121,7 @@ class _Maker:
         graphs = [self._cut(setup.starts) for setup in setups]
         if None in graphs:
             return float("inf")
-        cuts = [graph for graph in graphs if graph is not None]
+        cuts = [as_asked(self._question, g, s.devices) for s, g in zip(setups, graphs, strict=True) if g is not None]
         slowest_s = max(self._pipeline_s(s, g) for s, g in zip(setups, cuts, strict=True))
         sync = in_shards([(s.devices, g) for s, g in zip(setups, cuts, strict=True)])
         sync = msgspec.structs.replace(sync, period=self._question.period)  # once in so many steps

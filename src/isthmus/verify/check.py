@@ -11,9 +11,11 @@ from collections import Counter
 from collections.abc import Iterator, Sequence
 
 from isthmus.errors import UserError
-from isthmus.plan import Compression, Plan, Prediction, Replica, Stage, Sync
+from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.plan import Plan, Prediction, Replica, Stage, Sync
 from isthmus.verify.certificate import Found, Setup, check_certificate
 from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
+from isthmus.verify.packing import least_bytes, packed_bytes
 from isthmus.verify.price import paid
 from isthmus.verify.question import Question
 from isthmus.verify.reading import Reading
@@ -42,7 +44,7 @@ def verify(plan: Plan, question: Question) -> Verdict:
             ledger.judge(f"{where}.stages[{index}].recompute", allowed, stage.recompute, "false: the job forbids it")
             _ends(ledger, f"{where}.stages[{index}]", stage, reading)
         _memory(ledger, where, replica, graph, question)
-        _edges(ledger, where, replica, graph)
+        _edges(ledger, where, replica, graph, question if plan.certificate is not None else None)
         _shared(ledger, where, replica, graph)
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
         again = [stage.recompute for stage in replica.stages]
@@ -69,6 +71,7 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     ledger.same("model", plan.model, question.graph.name)
     ledger.same("fleet", plan.fleet, question.fleet.name)
     ledger.same("terms.objective", plan.terms.objective, question.terms.objective)
+    ledger.same("terms.compression", str(plan.terms.compression), str(question.terms.compression))
     held = [
         ledger.same("terms.data_holders", ", ".join(plan.terms.data_holders), ", ".join(question.terms.data_holders)),
         ledger.same("terms.labels_stay", plan.terms.labels_stay, question.terms.labels_stay),
@@ -172,7 +175,8 @@ def _ends(ledger: Ledger, where: str, stage: Stage, reading: Reading) -> None:
     ledger.same(f"{where}.last_op", stage.last_op, reading.operators[stage.last].name)
 
 
-def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> None:
+def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, bounded: Question | None) -> None:
+    """`bounded`: the question of a document that states a bound, which is one of what the question's method packs."""
     stated = sorted((edge.source, edge.target) for edge in replica.edges)
     needed = {(f.source, f.target): f for f in graph.flowing}
     ledger.same(f"{where}.edges", _arrows(stated), _arrows(sorted(needed)))
@@ -184,16 +188,27 @@ def _edges(ledger: Ledger, where: str, replica: Replica, graph: CutGraph) -> Non
             ledger.same(f"{name}.gradients", ", ".join(edge.gradients), ", ".join(flow.gradients))
             ledger.same(f"{name}.forward_bytes", edge.forward_bytes, flow.forward_bytes)
             ledger.same(f"{name}.backward_bytes", edge.backward_bytes, flow.backward_bytes)
-            exact_bytes = flow.forward_bytes - flow.backward_bytes  # what has no gradient is not packed
-            _compression(ledger, f"{name}.forward_compression", edge.forward_compression, flow, exact_bytes)
-            _compression(ledger, f"{name}.backward_compression", edge.backward_compression, flow, 0)
+            for field, stated, size_bytes in (
+                ("forward_compression", edge.forward_compression, flow.forward_bytes),
+                ("backward_compression", edge.backward_compression, flow.backward_bytes),
+            ):
+                if stated is not None:
+                    expected = packed_bytes(flow, size_bytes, stated.packing)
+                    ledger.same(f"{name}.{field}.wire_bytes", stated.wire_bytes, expected)
+                    if bounded is not None:
+                        _not_below(ledger, f"{name}.{field}.wire_bytes", stated.wire_bytes, flow, size_bytes, bounded)
 
 
-def _compression(ledger: Ledger, where: str, stated: Compression | None, flow: Flowing, exact_bytes: int) -> None:
-    """The bytes of the codec that the document names."""
-    if stated is not None:
-        packed_bytes = sum(map(stated.packing.wire_bytes, flow.packable))
-        ledger.same(f"{where}.wire_bytes", stated.wire_bytes, exact_bytes + packed_bytes)
+def _not_below(
+    ledger: Ledger, where: str, wire_bytes: int, flow: Flowing, size_bytes: int, question: Question
+) -> None:  # fmt: skip
+    asked = question.terms.compression
+    dense_bytes = [count * DTYPE_BYTES[dtype] for count, dtype in flow.packable]
+    least = size_bytes - sum(dense_bytes) + sum(
+        least_bytes(asked, *tensor, dense) for tensor, dense in zip(flow.packable, dense_bytes, strict=True)
+    )
+    method = "no compression" if asked is None else str(asked)
+    ledger.judge(where, wire_bytes >= least, wire_bytes, f"at least {least}: the bound is one for {method}")
 
 
 def _packed(flow: Flowing, replica: Replica) -> Flowing:

@@ -46,8 +46,8 @@ class Flowing(NamedTuple):
     gradients: tuple[str, ...]
     forward_bytes: int
     backward_bytes: int
-    packable: tuple[int, ...]
-    """Elements of each tensor whose gradient comes back: a codec may pack these, and the gradients."""
+    packable: tuple[tuple[int, str], ...]
+    """Elements and dtype of each tensor whose gradient comes back: a codec may pack these, and the gradients."""
 
 
 class Lent(NamedTuple):
@@ -116,7 +116,7 @@ def _flowing(reading: Reading, starts: Sequence[int]) -> tuple[Flowing, ...]:
             gradients=tuple(value.name for value, back in sent if back),
             forward_bytes=sum(value.size_bytes for value, _ in sent),
             backward_bytes=sum(value.size_bytes for value, back in sent if back),
-            packable=tuple(value.elements for value, back in sent if back),
+            packable=tuple((value.elements, value.dtype) for value, back in sent if back),
         )
         for (target, source), sent in sorted(found.items())
     )

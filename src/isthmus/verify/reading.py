@@ -27,6 +27,7 @@ class Value(NamedTuple):
     returns: tuple[int, ...]
     """Those of the users that send a gradient back."""
     elements: int
+    dtype: str
     size_bytes: int
     column: bool
     """Of the batch: read where it is first used."""
@@ -117,6 +118,7 @@ class Reading:
                             uses=tuple(sorted(uses)),
                             returns=tuple(sorted(self.position[n] for n in takers if self._sends_back(ref, n))),
                             elements=math.prod(spec.shape_at(size)),
+                            dtype=spec.dtype,
                             size_bytes=spec.nbytes(size),
                             column=op.kind == "placeholder",
                         )

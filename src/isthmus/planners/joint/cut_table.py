@@ -34,7 +34,7 @@ class CutTable:
     received_bytes: Floats
     """[cuts, stages]: kept either way."""
     forward: Floats
-    """[cuts, source, target]: bytes of values."""
+    """[cuts, source, target]: bytes of values, as they are sent."""
     backward: Floats
     """[cuts, source, target]: bytes of the gradients that target returns to source."""
     shared: Floats
@@ -59,12 +59,13 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
     stage_of = (numbers[None, :, None] >= ends[:, None, 1:-1]).sum(axis=2)
     forward_work = _between(blocks.forward_work, ends)
     shape = (len(ends), stages, stages)
-    forward, backward, shared, shared_count = (np.zeros(shape) for _ in range(4))
+    held, forward, backward, shared, shared_count = (np.zeros(shape) for _ in range(5))
     for item in blocks.items:
         if item.per_step:
             _add(shared, stage_of, item, item.forward_bytes)
             _add(shared_count, stage_of, item, 1)
         else:
+            _add(held, stage_of, item, item.held_bytes)
             _add(forward, stage_of, item, item.forward_bytes)
             _add(backward, stage_of, item, item.backward_bytes)
     return CutTable(
@@ -72,7 +73,7 @@ def cut_table(blocks: Blocks, ends: Ints) -> CutTable:
         backward_work=_between(blocks.work, ends) - forward_work,
         fixed_bytes=_fixed_bytes(blocks, stage_of, stages),
         saved_bytes=_between(blocks.saved, ends), column_bytes=_between(blocks.columns, ends),
-        received_bytes=forward.sum(axis=1),
+        received_bytes=held.sum(axis=1),
         forward=forward, backward=backward, shared=shared, shared_count=shared_count,
     )  # fmt: skip
 

@@ -7,14 +7,13 @@ from collections.abc import Collection, Mapping, Sequence
 
 import msgspec
 
-from isthmus.cost import build_replicas, layouts_of, with_sync
+from isthmus.cost import build_again, layouts_of, with_sync
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet, Link, changed
 from isthmus.job import Prepared
 from isthmus.plan import Packing, Plan, Stage
 from isthmus.planners import whole_replicas
-from isthmus.planners.compression import repeat_compression
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.conducting.feedback import check_feedback
@@ -85,8 +84,8 @@ class Deployment:
     def repriced(self, fleet: Fleet) -> float:
         """Seconds per step of this very plan on a fleet with other figures, in closed form."""
         problem = self._prepared.problem(fleet).cut_into(self.plan.micro_batches)
-        alike = build_replicas(problem, layouts_of(self.plan), planner=self.plan.planner)
-        return with_sync(problem, repeat_compression(problem, alike, self.plan), self.plan.sync).predicted.step_s
+        alike = build_again(problem, layouts_of(self.plan), self.plan)
+        return with_sync(problem, alike, self.plan.sync).predicted.step_s
 
     def of_whole_replicas(self, fleet: Fleet) -> Plan | None:
         """Of several replicas, those that lost no device: they go on at once, and a better plan is made meanwhile.

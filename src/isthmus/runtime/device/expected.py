@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Sequence
 
 import torch
@@ -39,11 +40,12 @@ def expected_parts(assignment: Assignment) -> dict[tuple[int, int, int], int]:
 def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, Packing]]:
     """How training packs what it sends to each stage, by label: only what carries a gradient, or is one."""
     train, sent = assignment.train, {n.stage: n.sent for n in assignment.neighbours}
+    size = assignment.engine.micro_batch_size
     found: dict[tuple[Parcel, int], dict[str, Packing]] = {}
 
     def note(parcel: Parcel, stage: int, crossing: Crossing) -> None:
-        named, packing = found.setdefault((parcel, stage), {}), sent.get(stage)
-        if packing is not None and crossing.gradient:
+        named, packing = found.setdefault((parcel, stage), {}), _packing(crossing, sent.get(stage), size)
+        if packing is not None:
             named[label(crossing.value)] = packing
 
     for c in train.sends:
@@ -51,6 +53,14 @@ def sent_packings(assignment: Assignment) -> dict[tuple[Parcel, int], dict[str, 
     for c in train.receives:
         note("backward", c.source, c)
     return found
+
+
+def _packing(crossing: Crossing, packing: Packing | None, size: int) -> Packing | None:
+    """What has no gradient, what no codec takes and what none would make shorter travels as it is."""
+    if packing is None or not crossing.gradient:
+        return None
+    spec = crossing.spec
+    return packing if packing.saves(math.prod(spec.shape_at(size)), spec.dtype) else None
 
 
 def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozenset[Signature]]:
@@ -68,7 +78,7 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
         """Packed, or as it is: what is not finite is not packed."""
         for packed in {packing, None}:
             allow(parcel, other, tuple(
-                (label(c.value), c.spec.dtype, c.spec.shape_at(size), packed if c.gradient else None) for c in crossings
+                (label(c.value), c.spec.dtype, c.spec.shape_at(size), _packing(c, packed, size)) for c in crossings
             ))  # fmt: skip
 
     for stage in (train, assignment.evaluation):

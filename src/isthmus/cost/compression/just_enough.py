@@ -9,30 +9,26 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.cost import Problem
-from isthmus.cost.compute import compute_s
-from isthmus.plan import Packing, Plan
-from isthmus.planners.compression.messages import Message, compressed, messages_of
+from isthmus.cost.compression.messages import Message, Packings, Sender, messages_of
+from isthmus.cost.problem import Problem
+from isthmus.plan import Packing
 
 RATIOS = (4, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 SLACK = 1 + 1e-9
 """Rounding: a message that takes the aim exactly is no bottleneck."""
 
 
-def just_enough(problem: Problem, plan: Plan, ratio: float, codecs: Sequence[Packing] | None = None) -> Plan:
+def just_enough(
+    problem: Problem, sender: Sender, ratio: float, codecs: Sequence[Packing] | None = None
+) -> Packings:
     """The mildest codec per message with which its link is not the bottleneck.
 
     `codecs` are the candidates, the mildest first; by default bf16, int8 and top-K at ratios up to `ratio`. Latency and
     the memory that holds micro-batches in flight are not looked at: bytes do not change them. Raises UserError for a
-    ratio below 1 or a plan of another problem.
+    ratio below 1.
     """
     candidates = ladder(ratio) if codecs is None else tuple(codecs)
-    chosen: dict[Message, Packing | None] = {}
-    messages = messages_of(problem, plan)
-    for number, replica in enumerate(plan.replicas):
-        slowest_s = max(compute_s(problem, s.device, s.flops_forward + s.flops_backward) for s in replica.stages)
-        chosen |= _Replica(problem, [m for m in messages if m.replica == number], candidates).choose(slowest_s)
-    return compressed(problem, plan, chosen, planner="just-enough")
+    return _Choice(problem, messages_of(problem, sender), candidates).choose(sender.slowest_s)
 
 
 def ladder(ratio: float) -> tuple[Packing, ...]:
@@ -43,7 +39,7 @@ def ladder(ratio: float) -> tuple[Packing, ...]:
     return (*dense, *milder, *([harshest] if ratio >= RATIOS[0] else []))
 
 
-class _Replica:
+class _Choice:
     """The messages of one pipeline; `None` is the mildest candidate."""
 
     def __init__(self, problem: Problem, messages: Sequence[Message], candidates: Sequence[Packing]) -> None:

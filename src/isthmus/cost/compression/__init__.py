@@ -1,0 +1,8 @@
+"""How much each message of a pipeline is compressed: ratio planners, one per file, and their registry."""
+
+from isthmus.cost.compression.asked import as_asked, harshest_codec, least_bytes, packs_alike
+from isthmus.cost.compression.registry import RatioPlanner, describe_ratios, ratio_planner_names
+
+__all__ = [
+    "RatioPlanner", "as_asked", "describe_ratios", "harshest_codec", "least_bytes", "packs_alike", "ratio_planner_names"
+]  # fmt: skip

@@ -1,0 +1,60 @@
+"""The ratio planners by name: how each chooses a codec for every message of a pipeline."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Mapping
+from typing import NamedTuple
+
+from isthmus.cost.compression.adatopk import PAPER_FACTOR, adatopk, adatopk_paper, harshest_ratio
+from isthmus.cost.compression.alike import bf16, int8, uniform
+from isthmus.cost.compression.just_enough import just_enough, ladder
+from isthmus.cost.compression.messages import Packings, Sender
+from isthmus.cost.problem import Problem
+from isthmus.errors import unknown_name
+from isthmus.plan import Packing
+
+
+class RatioPlanner(NamedTuple):
+    choose: Callable[[Problem, Sender, float], Packings]
+    offers: Callable[[Problem, float], tuple[Packing, ...]]
+    """Codecs of which one makes any tensor as short as `choose` ever does, whatever the pipeline."""
+    alike: bool = False
+    """Whether every message is packed by the one codec that it offers, whatever the pipeline."""
+
+
+def _topk(ratio: float) -> tuple[Packing, ...]:
+    return (Packing(codec="topk", ratio=ratio),)
+
+
+def _harshest(problem: Problem, ratio: float) -> tuple[Packing, ...]:
+    flow = problem.flow
+    dtypes = {flow.by_name[ref.op].outputs[ref.index].dtype for ref in flow.differentiable}
+    return _topk(harshest_ratio(ratio, dtypes | {"float32"}))
+
+
+_PLANNERS: Mapping[str, RatioPlanner] = {
+    "adatopk": RatioPlanner(adatopk, _harshest),
+    "adatopk-paper": RatioPlanner(adatopk_paper, lambda _, ratio: _topk(PAPER_FACTOR * ratio)),
+    "bf16": RatioPlanner(bf16, lambda *_: (Packing(codec="bf16"),), alike=True),
+    "int8": RatioPlanner(int8, lambda *_: (Packing(codec="int8"),), alike=True),
+    "just-enough": RatioPlanner(just_enough, lambda _, ratio: ladder(ratio)),
+    "uniform": RatioPlanner(uniform, lambda _, ratio: _topk(ratio), alike=True),
+}
+
+
+def ratio_planner_names() -> list[str]:
+    """Every name that `[compression]` takes, sorted."""
+    return sorted(_PLANNERS)
+
+
+def describe_ratios(name: str) -> str:
+    """One line on what a ratio planner does. Raises UserError for an unknown name."""
+    return (inspect.getdoc(ratio_planner(name).choose) or "").partition("\n")[0]
+
+
+def ratio_planner(name: str) -> RatioPlanner:
+    """Raises UserError for an unknown name."""
+    if name not in _PLANNERS:
+        raise unknown_name("ratio planner", name, _PLANNERS)
+    return _PLANNERS[name]

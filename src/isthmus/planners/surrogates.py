@@ -1,0 +1,49 @@
+"""Where a message's bytes depend on the whole plan (AdaTopK, just-enough): problems like it in which they do not.
+
+A search must price a message before it has a plan. So it looks for the best plan with messages as they are, and with
+all of them as short as the method ever makes them; what is found is then packed as it will be, and compared.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator
+from dataclasses import replace
+
+import msgspec
+
+from isthmus.cost import Problem, build_replicas, layouts_of, preference
+from isthmus.cost.compression import harshest_codec, packs_alike
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Plan
+
+
+def surrogates(problem: Problem) -> Iterator[Problem]:
+    """The problem itself where every plan packs alike."""
+    if packs_alike(problem):
+        yield problem
+        return
+    yield problem.uncompressed()
+    yield replace(problem, terms=msgspec.structs.replace(problem.terms, compression=harshest_codec(problem)))
+
+
+def rebuilt(problem: Problem, plan: Plan) -> Plan:
+    """A surrogate's plan, packed as the problem asks; what was proven of the surrogate is dropped."""
+    made = build_replicas(problem, [x._replace(recompute=None) for x in layouts_of(plan)], planner=plan.planner)
+    return msgspec.structs.replace(made, notes=(*plan.notes[: len(problem.fleet.names)], *made.notes[-1:]))
+
+
+def over_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Plan:
+    """The best of what the planner makes of each. Raises what it raises where it makes nothing of any."""
+    if packs_alike(problem):
+        return planner(problem)
+    found: list[Plan] = []
+    refused: FleetTooSmall | None = None
+    for surrogate in surrogates(problem):
+        try:
+            found.append(rebuilt(problem, planner(surrogate)))
+        except FleetTooSmall as error:
+            refused = error
+    if not found:
+        assert refused is not None, "there are surrogates"
+        raise refused
+    return min(found, key=lambda plan: preference(problem, plan))

@@ -1,0 +1,100 @@
+"""Bytes of messages under the compression that is asked for: of a pipeline's as far as that is known, and at least."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from functools import cache
+
+from isthmus.graph.opgraph import DTYPE_BYTES
+from isthmus.plan import CompressionConfig, Packing
+from isthmus.verify.cutting import CutGraph, Flowing
+from isthmus.verify.question import Question
+
+MILDER = 1 - 1e-6
+"""Factor on a ratio that is a quotient of sums: what is sent is no less than with the planner's."""
+LARGE = 1 << 40
+HALVINGS = 50
+
+
+def offers(asked: CompressionConfig | None) -> tuple[Packing, ...]:
+    """Codecs of which one makes any tensor at least as short as the method ever does."""
+    if asked is None:
+        return ()
+    match asked.method:
+        case "bf16" | "int8":
+            return (Packing(codec=asked.method),)
+        case "uniform":
+            return (Packing(codec="topk", ratio=asked.ratio),)
+        case "just-enough":
+            return Packing(codec="bf16"), Packing(codec="int8"), Packing(codec="topk", ratio=asked.ratio)
+        case _:  # of AdaTopK: its factor is 3 at most, the paper's
+            return (Packing(codec="topk", ratio=3 * asked.ratio),)
+
+
+def least_bytes(asked: CompressionConfig | None, elements: int, dtype: str, size_bytes: int) -> int:
+    """Of a tensor that carries a gradient."""
+    return size_bytes - max((packing.saves(elements, dtype) for packing in offers(asked)), default=0)
+
+
+def as_asked(question: Question, graph: CutGraph, devices: Sequence[str]) -> CutGraph:
+    """The graph with the bytes that cross its links, never less than a planner's: where the method looks further than
+    this check does, as if nothing were packed."""
+    asked = question.terms.compression
+    if asked is None or asked.method == "just-enough" or not graph.flowing:
+        return graph
+    if asked.method in ("adatopk", "adatopk-paper"):
+        codecs = _in_proportion(question, asked, graph, devices)
+    else:
+        codecs = [offers(asked) * 2] * len(graph.flowing)
+    return graph._replace(flowing=tuple(
+        f._replace(
+            forward_bytes=packed_bytes(f, f.forward_bytes, there),
+            backward_bytes=packed_bytes(f, f.backward_bytes, back),
+        )
+        for f, (there, back) in zip(graph.flowing, codecs, strict=True)
+    ))  # fmt: skip
+
+
+def packed_bytes(flow: Flowing, size_bytes: int, packing: Packing) -> int:
+    """Of one direction of an edge: each tensor that a codec makes shorter is packed."""
+    return size_bytes - (sum(packing.saves(*tensor) for tensor in flow.packable) if size_bytes else 0)
+
+
+def _in_proportion(
+    question: Question, asked: CompressionConfig, graph: CutGraph, devices: Sequence[str]
+) -> list[tuple[Packing, ...]]:
+    """Of FusionLLM's Eq. 7, there and back: max(1, c r R_i / max R)."""
+
+    def seconds(source: str, target: str, size_bytes: int) -> float:
+        if source == target or not size_bytes:
+            return 0.0
+        link = question.fleet.link(source, target)
+        return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
+
+    times = [
+        (seconds(devices[f.source], devices[f.target], f.forward_bytes),
+         seconds(devices[f.target], devices[f.source], f.backward_bytes))
+        for f in graph.flowing
+    ]  # fmt: skip
+    slowest_s, flow = max(((max(pair), f) for pair, f in zip(times, graph.flowing, strict=True)), key=lambda x: x[0])
+    most = 3 * asked.ratio if asked.method == "adatopk-paper" else _shortening(asked.ratio, _element_bytes(flow))
+    per_s = MILDER * most / slowest_s if slowest_s else 0.0
+    return [tuple(Packing(codec="topk", ratio=max(1.0, per_s * s)) for s in pair) for pair in times]
+
+
+def _element_bytes(flow: Flowing) -> float:
+    elements = sum(count for count, _ in flow.packable)
+    return sum(count * DTYPE_BYTES[dtype] for count, dtype in flow.packable) / elements if elements else 4.0
+
+
+@cache
+def _shortening(ratio: float, each: float) -> float:
+    """The ratio, at least 1, at which a large message of elements of so many bytes is so many times shorter."""
+    low, high = 1.0, 3 * ratio
+    for _ in range(HALVINGS):
+        middle = (low + high) / 2
+        if Packing(codec="topk", ratio=middle).wire_bytes(LARGE) * ratio > each * LARGE:
+            low = middle
+        else:
+            high = middle
+    return low
