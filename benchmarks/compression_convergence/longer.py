@@ -1,6 +1,6 @@
 """Losses over thousands of steps, dense and under top-K: FusionLLM's Fig. 8.
 
-`python benchmarks/compression_convergence/longer.py [--steps N] [--json PATH]`
+`python benchmarks/compression_convergence/longer.py [--only MODEL] [--steps N] [--ratio R] [--json PATH]`
 
 The ResNet and the GPT of `models.py`, one seed, a constant learning rate after warm-up, so that a curve does not depend
 on where it ends. All methods advance together from one point of the curve to the next, and the file is written at every
@@ -102,11 +102,19 @@ class Training:
         return Curve(model=self.model, method=self.method, points=points, trained_s=self._trained_s)
 
 
-def trainings(case: Case, steps: int) -> list[Training]:
+def trainings(case: Case, steps: int, ratio: float) -> list[Training]:
     job = longer(case).job(SEED, steps)
     rate = LearningRate(schedule="constant", warmup_steps=50)
     prepared = prepare(msgspec.structs.replace(job, learning_rate=rate))
-    return [Training(case, prepared, planned(case, prepared, method), method) for method in METHODS]
+    return [Training(case, prepared, planned(case, prepared, method, ratio), method) for method in METHODS]
+
+
+def frequencies(case: Case) -> float:
+    """Nats a byte of a model that knows nothing but how often each byte comes."""
+    data = load_dataset(case.data, "train")
+    columns = data.batch(range(min(len(data), 5000)), ["input_ids"])["input_ids"]
+    shares = torch.bincount(columns.flatten()).double() / columns.numel()
+    return float(-torch.special.xlogy(shares, shares).sum())
 
 
 def table(found: Curves) -> Table:
@@ -123,24 +131,29 @@ def table(found: Curves) -> Table:
 
 def main() -> int:
     parser = argparse.ArgumentParser(description=__doc__, formatter_class=argparse.RawDescriptionHelpFormatter)
+    names = tuple(case.name for case in CASES[:2])
+    parser.add_argument("--only", nargs="*", choices=names, default=names, help="these models; both")
     parser.add_argument("--steps", type=int, default=POINTS[-1], help="the longest curve (default 3000)")
+    parser.add_argument("--ratio", type=float, default=RATIO, help="what top-K leaves out (default 100)")
     parser.add_argument("--json", type=Path, default=LONGER, metavar="PATH", help="where the figures go")
     options = parser.parse_args()
     torch.set_num_threads(1)
-    models = [t for case in CASES[:2] for t in trainings(case, options.steps)]
+    models = [t for case in CASES if case.name in options.only for t in trainings(case, options.steps, options.ratio)]
     found = None
     for steps in sorted({p for p in POINTS if p < options.steps} | {options.steps}):
         for training in models:
             training.advance(steps)
         found = Curves(
             when=datetime.now(UTC).isoformat(timespec="seconds"),
-            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", ratio=RATIO,
+            host=f"{platform.system()} {platform.machine()}, {os.cpu_count()} cores", ratio=options.ratio,
             curves=tuple(t.curve() for t in models),
         )  # fmt: skip
         options.json.write_bytes(msgspec.json.format(msgspec.json.encode(found), indent=1))
         print(f"{steps:,} steps", file=sys.stderr)
     assert found is not None
     Console(width=150).print(table(found))
+    if "GPT" in options.only:
+        print(f"the bytes' frequencies alone: {frequencies(CASES[1]):.2f} nats a byte")
     return 0
 
 

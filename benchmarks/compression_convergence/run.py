@@ -92,13 +92,13 @@ def plan_of(case: Case, prepared: Prepared) -> Plan:
     return build_plan(problem, fleet.names, places, planner="equal FLOPs")
 
 
-def planned(case: Case, prepared: Prepared, method: str) -> Plan:
+def planned(case: Case, prepared: Prepared, method: str, ratio: float = RATIO) -> Plan:
     dense = plan_of(case, prepared)
     if method == "dense":
         return dense
     name, *choices = method.split(", ")
     problem = prepared.problem(case.fleet())
-    packed = plan_compression(name, problem, dense, RATIO, feedback="feedback" in choices)
+    packed = plan_compression(name, problem, dense, ratio, feedback="feedback" in choices)
     if "gradients" in choices:
         edges = [msgspec.structs.replace(e, forward_compression=None) for e in packed.replica.edges]
         packed = with_edges(problem, packed, [edges])

@@ -1,0 +1,113 @@
+"""docs/papers.md: every figure and table has a row, what it names exists, and its newer benchmarks run in small."""
+
+from __future__ import annotations
+
+import json
+import os
+import re
+import shlex
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+ROOT = Path(__file__).parents[1]
+PAGE = (ROOT / "docs" / "papers.md").read_text()
+SECTIONS = {part.partition("\n")[0]: part for part in PAGE.split("\n## ")[1:]}
+CONTENTS = {
+    "Sky Computing": (11, 0),
+    "FusionLLM": (11, 6),
+    "FedML Parrot": (11, 5),
+    "DT-FM": (7, 2),
+    "DreamDDP": (16, 2),
+}
+"""How many figures and tables each paper has."""
+COMMANDS = re.findall(r"`(python [^`]+)`", PAGE)
+
+
+def items(section: str, kind: str) -> list[int]:
+    """Numbers of the rows that name this kind: `Figure 3`, `Figures 1-4`, `Tables 2, 3`."""
+    found: list[int] = []
+    for numbers in re.findall(rf"^\| {kind}s? ([\d, -]+)", section, re.MULTILINE):
+        for part in numbers.split(","):
+            ends = [int(end) for end in part.split("-")]
+            found += range(ends[0], ends[-1] + 1)
+    return found
+
+
+@pytest.mark.parametrize("paper", CONTENTS)
+def test_every_figure_and_table_has_a_row(paper: str) -> None:
+    section = next(text for title, text in SECTIONS.items() if title.startswith(paper))
+    figures, tables = CONTENTS[paper]
+    assert sorted(set(items(section, "Figure"))) == [*range(1, figures + 1)]
+    assert sorted(set(items(section, "Table"))) == [*range(1, tables + 1)]
+
+
+def test_rows_are_whole() -> None:
+    for line in PAGE.splitlines():
+        if line.startswith("| "):
+            cells = [cell.strip() for cell in line.strip("|").split(" | ")]
+            assert len(cells) == 5 and all(cells), line
+
+
+def test_links_lead_somewhere() -> None:
+    targets = re.findall(r"\]\(([^)#]+)", PAGE)
+    local = [target for target in targets if "://" not in target]
+    assert len(local) > 10
+    assert not [target for target in local if not (ROOT / "docs" / target).exists()]
+
+
+@pytest.mark.parametrize("command", sorted(set(COMMANDS)))
+def test_commands_name_scripts_and_their_options(command: str) -> None:
+    _, script, *rest = shlex.split(command)
+    text = (ROOT / script).read_text()
+    for option in (word for word in rest if word.startswith("--")):
+        assert f'"{option}"' in text, f"{script} has no {option}"
+
+
+def run(script: str, *options: str) -> None:
+    environment = {**os.environ, "PYTHONPATH": str(ROOT / "src"), "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, ROOT / "benchmarks" / script, *options], capture_output=True, text=True, env=environment,
+        timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, done.stderr
+
+
+def test_the_iteration_of_sky_computing_is_all_stages_together(tmp_path: Path) -> None:
+    run("sky/iteration.py", "--quick", "--json", str(tmp_path / "found.json"))
+    found = json.loads((tmp_path / "found.json").read_text())
+    uniform = [r for r in found["rows"] if r["setting"]["slow_downs"] == "uniform"]
+    of = {(r["planner"], r["setting"]["memory"], r["setting"]["parts"]): r for r in uniform}
+    even, balanced = of["even", True, 5], of["certified", True, 5]
+    (limit,) = [x for x in found["limits"] if x["setting"]["slow_downs"] == "uniform"]
+    assert limit["balanced"] < limit["stopped"] < limit["fastest"]
+    saved = 1 - balanced["step_s"] / even["step_s"]
+    assert saved == pytest.approx(limit["balanced"], abs=0.02), "the limit leaves messages and whole layers out"
+    assert balanced["pipelined_s"] < balanced["step_s"] / 3, "8 micro-batches keep devices busy at once"
+
+
+def test_search_curves_start_with_the_population_and_only_fall(tmp_path: Path) -> None:
+    where = str(tmp_path / "found.json")
+    options = ("--cases", "5", "--candidates", "102", "--json", where, "--picture", str(tmp_path / "found.png"))
+    run("dtfm/search_curves.py", *options)
+    curves = json.loads(Path(where).read_text())["curves"]
+    assert len(curves) == 4 * 3 and (tmp_path / "found.png").stat().st_size > 10_000
+    for curve in curves:
+        seen, _, costs = zip(*curve["improved"], strict=True)
+        assert seen[0] == 1 and seen[-1] == 102 and list(costs) == sorted(costs, reverse=True)
+    starts = {(c["search"], c["seed"]): c["improved"][0][2] for c in curves}
+    for seed in range(3):
+        assert starts["dtfm-kl", seed] == starts["dtfm-genetic", seed] == starts["dtfm-genetic-code", seed]
+        assert starts["random", seed] > starts["dtfm-kl", seed], "its shuffles match nobody"
+
+
+def test_longer_curves_of_compression_begin_alike(tmp_path: Path) -> None:
+    run("compression_convergence/longer.py", "--only", "GPT", "--steps", "2", "--json", str(tmp_path / "found.json"))
+    curves = json.loads((tmp_path / "found.json").read_text())["curves"]
+    assert [c["method"] for c in curves] == ["dense", "adatopk", "uniform"]
+    for curve in curves:
+        (point,) = curve["points"]
+        assert point["steps"] == 2 and 4 < point["training_loss"] < 7
+        assert (point["loss"] == point["packed_loss"]) == (curve["method"] == "dense")
