@@ -91,6 +91,7 @@ def _no_tls(fleet: Fleet, folder: Path) -> None:
 def _other_fleet(fleet: Fleet, folder: Path) -> None:
     identity, other = Identity(folder), Authority(folder / "other")
     identity.keep(other.certify(identity.request(), "device")[1], other.der())
+    _moved(folder, "127.0.0.1", fleet.service.port)
 
 
 def _expired(fleet: Fleet, folder: Path) -> None:

@@ -65,7 +65,9 @@ def test_a_device_joins_stays_and_leaves(fleet: Fleet, tmp_path: Path) -> None:
         fleet.service.wait_for(["desk"])
         assert fleet.service.present == {"desk"}
     soon(lambda: not fleet.service.present)
-    assert membership_in(tmp_path / "desk") == Membership("desk", (("127.0.0.1", fleet.service.port),))
+    assert membership_in(tmp_path / "desk") == Membership(
+        "desk", (("127.0.0.1", fleet.service.port),), fleet.state.authority.fingerprint.hex()
+    )  # fmt: skip
     again = _agent(fleet, tmp_path / "desk")  # without a ticket
     with in_background(again.run, again.stop):
         fleet.service.wait_for(["desk"])

@@ -14,7 +14,6 @@ runs/NAME/
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import itertools
 import os
 import shutil
@@ -29,6 +28,7 @@ from isthmus.cli.losses import LOSSES, LossPoint, losses_in
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
+from isthmus.locking import locked
 from isthmus.plan import Plan, load_plan
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
@@ -98,7 +98,7 @@ class RunFolder:
         handle = os.open(self.path, os.O_RDONLY)
         try:
             deadline_s = time.monotonic() + patience_s
-            while not _locked(handle):
+            while not locked(handle):
                 if time.monotonic() >= deadline_s:
                     raise UserError(f"run folder {self.path}: another process runs in it")
                 time.sleep(0.02)
@@ -203,14 +203,6 @@ class RunFolder:
 
     def losses(self) -> list[LossPoint]:
         return losses_in(self.path)
-
-
-def _locked(handle: int) -> bool:
-    try:
-        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
-    except BlockingIOError:
-        return False
-    return True
 
 
 def _document(value: msgspec.Struct) -> bytes:

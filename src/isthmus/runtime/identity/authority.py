@@ -13,9 +13,9 @@ from cryptography.hazmat.primitives.asymmetric.types import CertificatePublicKey
 from cryptography.hazmat.primitives.hashes import SHA256
 from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 
-from isthmus.errors import PeerError
+from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.files import private_folder, write_private
-from isthmus.runtime.identity.keys import Role, id_of, load_key, pem_of, role_uri, utc
+from isthmus.runtime.identity.keys import Role, id_of, load_certificate, load_key, pem_of, role_uri, utc
 
 AUTHORITY_LIFE_S = 10 * 365 * 86400.0
 CERTIFICATE_LIFE_S = 86400.0
@@ -23,6 +23,7 @@ CERTIFICATE_LIFE_S = 86400.0
 SKEW_S = 2 * 3600.0
 """Certificates begin earlier by this much: clocks of other machines may be behind."""
 _KEY, _CERTIFICATE = "authority.key", "authority.pem"
+_REMEDY = "put back a copy of both files, or begin a new fleet in another --state folder, which all devices join anew"
 
 
 class Authority:
@@ -35,8 +36,10 @@ class Authority:
             key = ec.generate_private_key(ec.SECP256R1())
             write_private(folder / _KEY, pem_of(key))
             write_private(folder / _CERTIFICATE, _self_signed(key).public_bytes(serialization.Encoding.PEM))
-        self._key = load_key(folder / _KEY)
-        self._certificate = x509.load_pem_x509_certificate((folder / _CERTIFICATE).read_bytes())
+        self._key = load_key(folder / _KEY, _REMEDY)
+        self._certificate = load_certificate(folder / _CERTIFICATE, _REMEDY)
+        if id_of(self._certificate.public_key()) != id_of(self._key.public_key()):
+            raise UserError(f"certificate {folder / _CERTIFICATE}: is of another key than {folder / _KEY}: {_REMEDY}")
 
     def der(self) -> bytes:
         return self._certificate.public_bytes(serialization.Encoding.DER)
@@ -67,6 +70,14 @@ class Authority:
             .add_extension(x509.SubjectKeyIdentifier.from_public_key(key), critical=False)
         )
         return name, builder.sign(self._key, SHA256()).public_bytes(serialization.Encoding.DER)
+
+
+def fingerprint_in(folder: Path) -> bytes:
+    """Of the authority in this folder; b"" where there is none. UserError for one that is damaged."""
+    path = folder / _CERTIFICATE
+    if not path.exists():
+        return b""
+    return hashlib.sha256(load_certificate(path, _REMEDY).public_bytes(serialization.Encoding.DER)).digest()
 
 
 def requested_key(request_der: bytes) -> CertificatePublicKeyTypes:

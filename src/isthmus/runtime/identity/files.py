@@ -35,15 +35,17 @@ def write_private(path: Path, data: bytes, *, durable: bool = True) -> None:
                 os.fsync(file.fileno())
         new.replace(path)
     except OSError as e:
-        raise UserError(f"{path}: cannot be written: {e.strerror or e}") from None
+        remedy = ": remove it" if path.is_dir() else ""
+        raise UserError(f"{path}: cannot be written: {e.strerror or e}{remedy}") from None
 
 
-def read_private(path: Path, what: str) -> bytes:
-    """A file with a secret in it; UserError when it is missing, or others may read it."""
+def read_private(path: Path, what: str, remedy: str = "") -> bytes:
+    """A file with a secret in it; UserError when it cannot be read, or others may read it."""
     try:
         found = path.read_bytes()
     except OSError as e:
-        raise UserError(f"{what} {path}: cannot be read: {e.strerror or e}") from None
+        reason = f"{what} {path}: cannot be read: {e.strerror or e}"
+        raise UserError(f"{reason}: {remedy}" if remedy else reason) from None
     _refuse_open(path, what, "0600")
     return found
 

@@ -21,6 +21,7 @@ Role = Literal["coordinator", "device"]
 ID_DIGITS = 32
 """Hexadecimal: 128 bits, so nobody finds a second key with the id of another's."""
 _URI = "isthmus:"
+REJOIN = "join again with a new ticket (--ticket-file) in another --state folder"
 KEY, CERTIFICATE, AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 
 
@@ -63,16 +64,18 @@ class Identity:
     Read anew wherever it is used: a certificate is renewed while processes run.
     """
 
-    def __init__(self, folder: Path) -> None:
+    def __init__(self, folder: Path, remedy: str = REJOIN) -> None:
+        """`remedy` is what a person can do about a file that is damaged."""
         self.folder = folder
+        self._remedy = remedy
         self.key_path = folder / KEY
         self.certificate_path = folder / CERTIFICATE
         self.authority_path = folder / AUTHORITY
 
     @classmethod
-    def made(cls, folder: Path) -> Identity:
+    def made(cls, folder: Path, remedy: str = REJOIN) -> Identity:
         """The identity in this folder, with a new key where there is none. UserError when it cannot be kept there."""
-        identity = cls(private_folder(folder))
+        identity = cls(private_folder(folder), remedy)
         if not identity.key_path.exists():
             key = ec.generate_private_key(ec.SECP256R1())
             write_private(identity.key_path, pem_of(key))
@@ -82,6 +85,11 @@ class Identity:
     def complete(self) -> bool:
         """Whether an authority has certified the key."""
         return all(path.is_file() for path in (self.key_path, self.certificate_path, self.authority_path))
+
+    @property
+    def begun(self) -> bool:
+        """Whether there is anything that an authority has sent, be it damaged."""
+        return any(path.exists() for path in (self.certificate_path, self.authority_path))
 
     @property
     def id(self) -> str:
@@ -116,26 +124,30 @@ class Identity:
         write_private(self.authority_path, authority.public_bytes(serialization.Encoding.PEM))
         write_private(self.certificate_path, certificate.public_bytes(serialization.Encoding.PEM))
 
-    def check(self) -> None:
-        """UserError unless key, certificate and authority can be read and belong together."""
-        certificate, authority = self._certificate(), _load(self.authority_path)
+    def check(self, authority_der: bytes | None = None) -> None:
+        """UserError unless key, certificate and authority can be read and belong together, and the authority is the
+        expected one, if one is."""
+        certificate, authority = self._certificate(), load_certificate(self.authority_path, self._remedy)
         if id_of(certificate.public_key()) != self.id:
-            raise UserError(f"certificate {self.certificate_path}: is of another key than {self.key_path}")
+            raise UserError(
+                f"certificate {self.certificate_path}: is of another key than {self.key_path}: {self._remedy}"
+            )
         try:
             certificate.verify_directly_issued_by(authority)
         except Exception:  # what the library raises has no common base
-            raise UserError(
-                f"certificate {self.certificate_path}: was issued by another authority than {self.authority_path}"
-            ) from None
+            other = f"was issued by another authority than {self.authority_path}"
+            raise UserError(f"certificate {self.certificate_path}: {other}: {self._remedy}") from None
+        if authority_der not in (None, self.authority_der()):
+            raise UserError(f"certificate {self.authority_path}: is of another fleet: {self._remedy}")
 
     def authority_der(self) -> bytes:
-        return _load(self.authority_path).public_bytes(serialization.Encoding.DER)
+        return load_certificate(self.authority_path, self._remedy).public_bytes(serialization.Encoding.DER)
 
     def _key(self) -> ec.EllipticCurvePrivateKey:
-        return load_key(self.key_path)
+        return load_key(self.key_path, self._remedy)
 
     def _certificate(self) -> x509.Certificate:
-        return _load(self.certificate_path)
+        return load_certificate(self.certificate_path, self._remedy)
 
 
 def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
@@ -145,24 +157,26 @@ def pem_of(key: ec.EllipticCurvePrivateKey) -> bytes:
     )
 
 
-def load_key(path: Path) -> ec.EllipticCurvePrivateKey:
-    """UserError for a file that holds no such key, or that others may read."""
+def load_key(path: Path, remedy: str) -> ec.EllipticCurvePrivateKey:
+    """UserError for a file that holds no such key, or that others may read; it ends with the remedy."""
+    data = read_private(path, "key", remedy)
     try:
-        key = serialization.load_pem_private_key(read_private(path, "key"), password=None)
-    except (ValueError, TypeError) as e:
-        raise UserError(f"key {path}: not a private key: {e}") from None
+        key = serialization.load_pem_private_key(data, password=None)
+    except Exception:  # what the library raises for bad bytes has no common base
+        raise UserError(f"key {path}: is none, or is damaged: {remedy}") from None
     if not isinstance(key, ec.EllipticCurvePrivateKey):
-        raise UserError(f"key {path}: got {type(key).__name__}, expected one on an elliptic curve")
+        raise UserError(f"key {path}: got {type(key).__name__}, expected one on an elliptic curve: {remedy}")
     return key
 
 
-def _load(path: Path) -> x509.Certificate:
+def load_certificate(path: Path, remedy: str) -> x509.Certificate:
+    """UserError for a file that holds none; it ends with the remedy."""
     try:
         return x509.load_pem_x509_certificate(path.read_bytes())
     except OSError as e:
-        raise UserError(f"certificate {path}: cannot be read: {e.strerror or e}") from None
-    except ValueError:
-        raise UserError(f"certificate {path}: is none, or is damaged") from None
+        raise UserError(f"certificate {path}: cannot be read: {e.strerror or e}: {remedy}") from None
+    except Exception:  # what the library raises for bad bytes has no common base
+        raise UserError(f"certificate {path}: is none, or is damaged: {remedy}") from None
 
 
 def utc(time_s: float) -> datetime.datetime:

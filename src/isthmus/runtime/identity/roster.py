@@ -40,9 +40,10 @@ class Member(msgspec.Struct, frozen=True):
 class Roster:
     """Safe to use from several threads and processes."""
 
-    def __init__(self, folder: Path) -> None:
-        """UserError when the folder cannot hold it."""
-        self._database = Database(folder / "roster.sqlite", _SCHEMA)
+    def __init__(self, folder: Path, fleet: bytes = b"") -> None:
+        """`fleet` is the fingerprint of its authority. UserError when the folder cannot hold it, or holds another
+        fleet's."""
+        self._database = Database(folder / "roster.sqlite", _SCHEMA, fleet)
 
     def close(self) -> None:
         self._database.close()

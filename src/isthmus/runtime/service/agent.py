@@ -4,6 +4,7 @@ for each run that it is called to."""
 from __future__ import annotations
 
 import contextlib
+import hashlib
 import socket
 import threading
 import time
@@ -16,6 +17,7 @@ import msgspec
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
+from isthmus.runtime.identity.keys import REJOIN
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import Disengage, Dismissed, Ended, Engage, Present, Renew, Renewed, Welcome
 from isthmus.runtime.messages.probe import Compute, Expect, Measure
@@ -42,29 +44,35 @@ class Membership(msgspec.Struct, frozen=True):
     name: str
     coordinators: tuple[tuple[str, int], ...]
     """Addresses, to be tried in this order."""
+    fleet: str = ""
+    """The SHA-256 of its authority's certificate, in hexadecimal; empty for one that was kept without."""
 
 
 def join_fleet(ticket: Ticket, folder: Path, name: str, patience_s: float) -> Membership:
     """Redeem a ticket: afterwards the folder holds key, certificate and membership. PeerError, UserError."""
     answered = join(ticket, Identity.made(folder), name, patience_s)
     others = tuple(a for a in ticket.addresses if a != answered)
-    membership = Membership(name, (answered, *others))
+    membership = Membership(name, (answered, *others), ticket.fingerprint.hex())
     write_private(folder / _MEMBERSHIP, msgspec.json.encode(membership))
     return membership
 
 
 def membership_in(folder: Path) -> Membership | None:
-    """None where nobody has joined yet."""
-    if not Identity(folder).complete:
-        return None
+    """None where nobody has joined yet. UserError for a file of the folder that is damaged, or another fleet's."""
+    path = folder / _MEMBERSHIP
     try:
-        found = msgspec.json.decode((folder / _MEMBERSHIP).read_bytes(), type=Membership)
+        found = msgspec.json.decode(path.read_bytes(), type=Membership)
     except FileNotFoundError:
         return None
-    except ValueError as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"{folder / _MEMBERSHIP}: cannot be read: {e}") from None
+    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
+        reason = (e.strerror or e) if isinstance(e, OSError) else e
+        raise UserError(f"{path}: cannot be read: {reason}: {REJOIN}") from None
     if not found.coordinators:
-        raise UserError(f"{folder / _MEMBERSHIP}: coordinators: got none, expected an address")
+        raise UserError(f"{path}: coordinators: got none, expected an address: {REJOIN}")
+    identity = Identity(folder)
+    identity.check()
+    if found.fleet not in ("", hashlib.sha256(identity.authority_der()).hexdigest()):
+        raise UserError(f"{path}: is of another fleet than {identity.authority_path}: {REJOIN}")
     return found
 
 

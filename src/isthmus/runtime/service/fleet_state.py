@@ -6,7 +6,6 @@ Commands of the same user on the same machine (`isthmus ticket`, `isthmus device
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Generator
 from pathlib import Path
@@ -15,12 +14,14 @@ from urllib.parse import quote, unquote
 import msgspec
 
 from isthmus.errors import UserError
+from isthmus.locking import claimed
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket, encode_ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 
 _ADDRESSES = "addresses.json"
 _LEAVING = "leaving-"
 _CLAIM = "serving.claim"
+_REMEDY = "remove the folder it is in: `isthmus serve` makes another"
 Addresses = tuple[tuple[str, int], ...]
 
 
@@ -30,13 +31,15 @@ class FleetState:
     def __init__(self, folder: Path) -> None:
         self.folder = private_folder(folder)
         self.authority = Authority(folder)
-        self.roster = Roster(folder)
-        self.identity = Identity.made(folder / "coordinator")
+        self.roster = Roster(folder, self.authority.fingerprint)
+        self.identity = Identity.made(folder / "coordinator", _REMEDY)
         self.renew()
 
     def renew(self) -> None:
-        """Certify ourselves, where that is due."""
-        if not self.identity.complete or self.identity.is_due(time.time()):
+        """Certify ourselves, where that is due. UserError for a certificate that is not of this fleet."""
+        if self.identity.begun:
+            self.identity.check(self.authority.der())
+        if not self.identity.begun or self.identity.is_due(time.time()):
             _, certificate = self.authority.certify(self.identity.request(), "coordinator")
             self.identity.keep(certificate, self.authority.der())
 
@@ -44,14 +47,8 @@ class FleetState:
     def served(self) -> Generator[None]:
         """This process alone coordinates the fleet meanwhile: a second one would put its own address into all tickets
         from then on. UserError while another process does."""
-        with (self.folder / _CLAIM).open("ab") as claim:
-            try:
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(
-                    f"state folder {self.folder}: another coordinator serves this fleet: end it first, or choose "
-                    "another folder with --state"
-                ) from None
+        taken = "another coordinator serves this fleet: end it first, or choose another folder with --state"
+        with claimed(self.folder / _CLAIM, f"state folder {self.folder}: {taken}"):
             yield
 
     def listens_at(self, addresses: Addresses) -> None:
@@ -60,10 +57,13 @@ class FleetState:
 
     def ticket(self) -> str:
         """A new ticket, as text. UserError before the fleet was ever served."""
+        path = self.folder / _ADDRESSES
         try:
-            addresses = msgspec.json.decode((self.folder / _ADDRESSES).read_bytes(), type=Addresses)
-        except (OSError, msgspec.MsgspecError):
+            addresses = msgspec.json.decode(path.read_bytes(), type=Addresses)
+        except FileNotFoundError:
             raise UserError(f"state folder {self.folder}: no fleet was served from it: start `isthmus serve`") from None
+        except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
+            raise UserError(f"{path}: cannot be read: {e}; remove it and start `isthmus serve` again") from None
         secret, expires_s = self.roster.invite(time.time())
         return encode_ticket(Ticket(addresses, self.authority.fingerprint, secret, expires_s))
 
@@ -75,6 +75,8 @@ class FleetState:
         """Who was asked to leave since this was called last."""
         found: list[str] = []
         for wish in sorted(self.folder.glob(f"{_LEAVING}*")):
+            if not wish.is_file():
+                continue
             wish.unlink(missing_ok=True)
             found.append(unquote(wish.name.removeprefix(_LEAVING)))
         return found

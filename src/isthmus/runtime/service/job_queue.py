@@ -12,7 +12,6 @@ for commands was rejected: it would be one more door, to be guarded, for what ss
 from __future__ import annotations
 
 import contextlib
-import fcntl
 import time
 from collections.abc import Collection, Generator
 from pathlib import Path
@@ -21,6 +20,8 @@ from typing import Literal
 import msgspec
 
 from isthmus.errors import UserError
+from isthmus.locking import claimed
+from isthmus.runtime.identity.authority import fingerprint_in
 from isthmus.runtime.identity.database import Database
 
 State = Literal["queued", "running", "done", "failed", "stopped"]
@@ -61,7 +62,7 @@ class JobQueue:
 
     def __init__(self, state_folder: Path) -> None:
         """UserError when the folder cannot hold it."""
-        self._database = Database(state_folder / "jobs.sqlite", _SCHEMA)
+        self._database = Database(state_folder / "jobs.sqlite", _SCHEMA, fingerprint_in(state_folder))
         self._claim = state_folder / "jobs.claim"
 
     def close(self) -> None:
@@ -126,11 +127,7 @@ class JobQueue:
         """Jobs are run by this process alone meanwhile. What one that was killed ran goes on, before all that wait, but
         for a job that somebody had wanted to stop.
         UserError while another process serves."""
-        with self._claim.open("ab") as claim:
-            try:
-                fcntl.flock(claim, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            except BlockingIOError:
-                raise UserError(f"state folder {self._claim.parent}: another coordinator runs its jobs") from None
+        with claimed(self._claim, f"state folder {self._claim.parent}: another coordinator runs its jobs"):
             with self._database.changing() as database:
                 database.execute("UPDATE jobs SET state = 'stopped' WHERE state = 'running' AND stop")
                 database.execute("UPDATE jobs SET state = 'queued', wanted_s = 0 WHERE state = 'running'")

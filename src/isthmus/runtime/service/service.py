@@ -103,6 +103,8 @@ class Service:
         self.port = self._listener.port
 
     def start(self) -> None:
+        """UserError when the state folder cannot take what is told of the fleet."""
+        post(self._state.folder, self.news())
         self._listener.start(self._greet)
         self._watching.start()
 

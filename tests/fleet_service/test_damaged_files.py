@@ -1,0 +1,153 @@
+"""Every file that a coordinator and a device keep, damaged in every way: one line that names it, and exit code 2."""
+
+from __future__ import annotations
+
+import io
+import shutil
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+from rich.console import Console
+
+from isthmus.cli import coordinating
+from isthmus.cli.joining import Joining, join
+from isthmus.cli.serving import Serving
+from isthmus.errors import IsthmusError, UserError
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
+from isthmus.runtime.service.job_queue import JobQueue
+
+from .parties import Fleet, serving
+
+SERVING = Serving(host="127.0.0.1", port=0, addresses=(), tickets=1, patience="5 s")
+STATE = (
+    "authority.key", "authority.pem", "roster.sqlite", "jobs.sqlite", "coordinator/key.pem",
+    "coordinator/certificate.pem", "coordinator/authority.pem", "addresses.json", "serving.claim", "jobs.claim",
+    "bulletin.json",
+)  # fmt: skip
+DEVICE = ("key.pem", "certificate.pem", "authority.pem", "membership.json")
+WRITTEN_ANEW = {"addresses.json", "serving.claim", "jobs.claim", "bulletin.json"}
+"""By each coordinator that starts: what was in them is of no use, and only what is no file is in the way."""
+
+
+@pytest.fixture(scope="module")
+def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
+    """What a coordinator and one device of each of two fleets have on their disks."""
+    made = tmp_path_factory.mktemp("fleets")
+    for name in ("ours", "theirs"):
+        with serving(made / name / "fleet") as fleet:
+            join_fleet(fleet.ticket(), made / name / "device", "desk", 5.0)
+            queue = JobQueue(fleet.state.folder)
+            queue.submit("small", "pipeline", b"{}", made)
+            with fleet.state.served(), queue.served():
+                pass
+            queue.close()
+            bulletin = (fleet.state.folder / "bulletin.json").read_bytes()
+        (made / name / "fleet" / "bulletin.json").write_bytes(bulletin)  # as of one that was killed
+    return {name: made / name for name in ("ours", "theirs")}
+
+
+def _empty(path: Path, theirs: Path) -> None:
+    path.write_bytes(b"")
+
+
+def _torn(path: Path, theirs: Path) -> None:
+    path.write_bytes(path.read_bytes()[: path.stat().st_size // 2])
+
+
+def _random(path: Path, theirs: Path) -> None:
+    path.write_bytes(bytes((7 * n * n + 3 * n + 1) % 251 for n in range(max(64, path.stat().st_size))))
+
+
+def _zeros(path: Path, theirs: Path) -> None:
+    path.write_bytes(bytes(max(64, path.stat().st_size)))
+
+
+def _another_fleets(path: Path, theirs: Path) -> None:
+    shutil.copy(theirs, path)
+
+
+def _directory(path: Path, theirs: Path) -> None:
+    path.unlink()
+    path.mkdir()
+
+
+def _unreadable(path: Path, theirs: Path) -> None:
+    """As a file of mode 000 is, for root too."""
+    path.unlink()
+    path.symlink_to(path.name)
+
+
+Damage = Callable[[Path, Path], None]
+DAMAGES: tuple[Damage, ...] = (_empty, _torn, _random, _zeros, _another_fleets, _directory, _unreadable)
+
+
+def _serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`isthmus serve`, ended at once."""
+    monkeypatch.setattr(coordinating, "run_queue", _look_into_queue)
+    coordinating.serve_submitted(folder, SERVING, Console(file=io.StringIO()))
+
+
+def _look_into_queue(service: object, queue: JobQueue, *_: object) -> int:
+    with queue.served():
+        return len(queue.jobs())
+
+
+def _join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """`isthmus join`, ended at once."""
+    monkeypatch.setattr(Agent, "run", lambda _: None)
+    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
+    join(Joining(state=folder, ticket_file=None, name=None, patience="5 s", place=Place()))
+
+
+def _check_refused(act: Callable[[], None], name: str) -> None:
+    with pytest.raises(IsthmusError) as found:
+        act()
+    text = str(found.value)
+    assert isinstance(found.value, UserError) and found.value.exit_code == 2
+    assert Path(name).name in text and "\n" not in text and len(text) < 600, text
+    assert any(remedy in text for remedy in ("put back", "remove", "join again")), f"what to do: {text}"
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", STATE)
+def test_a_coordinators(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Damage
+) -> None:
+    shutil.copytree(folders["ours"] / "fleet", tmp_path / "fleet")
+    damage(tmp_path / "fleet" / name, folders["theirs"] / "fleet" / name)
+    if name in WRITTEN_ANEW and damage not in (_directory, _unreadable):
+        _serve(tmp_path / "fleet", monkeypatch)
+    elif name in ("addresses.json", "bulletin.json") and damage is _unreadable:
+        _serve(tmp_path / "fleet", monkeypatch)  # a new file takes the place of the link
+    else:
+        _check_refused(lambda: _serve(tmp_path / "fleet", monkeypatch), name)
+
+
+@pytest.mark.parametrize("damage", DAMAGES)
+@pytest.mark.parametrize("name", DEVICE)
+def test_a_devices(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, damage: Damage
+) -> None:
+    shutil.copytree(folders["ours"] / "device", tmp_path / "device")
+    damage(tmp_path / "device" / name, folders["theirs"] / "device" / name)
+    _check_refused(lambda: _join(tmp_path / "device", monkeypatch), name)
+
+
+def test_what_is_whole_is_taken(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    files = {path.relative_to(folders["ours"] / "fleet").as_posix() for path in folders["ours"].glob("fleet/**/*.*")}
+    assert {name for name in files if not name.startswith("roster.sqlite-")} == set(STATE), "all of them are damaged"
+    shutil.copytree(folders["ours"], tmp_path / "ours")
+    _serve(tmp_path / "ours" / "fleet", monkeypatch)
+    _join(tmp_path / "ours" / "device", monkeypatch)
+    found = membership_in(tmp_path / "ours" / "device")
+    assert found is not None and Identity(tmp_path / "ours" / "device").complete
+
+
+@pytest.mark.parametrize("damage", [_empty, _torn, _random, _directory])
+def test_the_addresses_that_tickets_name(fleet: Fleet, tmp_path: Path, damage: Damage) -> None:
+    damage(fleet.state.folder / "addresses.json", tmp_path)
+    with pytest.raises(UserError, match=r"addresses\.json: cannot be read: .*remove it and start"):
+        fleet.ticket()
