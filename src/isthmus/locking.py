@@ -6,28 +6,16 @@ import contextlib
 import importlib
 from collections.abc import Generator
 from pathlib import Path
-from types import ModuleType
 
 from isthmus.errors import UserError
 
 
-def _system() -> ModuleType | None:
-    with contextlib.suppress(ImportError):
-        return importlib.import_module("fcntl")
-    return None
-
-
-_FCNTL = _system()
-"""None on Windows."""
-
-
 def locked(handle: int) -> bool:
-    """Take the lock of an open file; False while another process has it. UserError where the system has no such
-    locks."""
-    if _FCNTL is None:
-        raise UserError("file locks: got a system without them (fcntl), expected Linux or macOS: on Windows use WSL")
+    """Take the lock of an open file; False while another process has it. ModuleNotFoundError on Windows, where all else
+    of the modules that use this can be imported."""
+    fcntl = importlib.import_module("fcntl")
     try:
-        _FCNTL.flock(handle, _FCNTL.LOCK_EX | _FCNTL.LOCK_NB)
+        fcntl.flock(handle, fcntl.LOCK_EX | fcntl.LOCK_NB)
     except BlockingIOError:
         return False
     return True
