@@ -1,13 +1,16 @@
 """`isthmus simulate` for a federated job: the coordinator and executors of a run on a virtual clock.
 
-What a client takes is measured on this machine, with the job's model and data; how executors differ is the job's
-emulation. So no round is trained, and a population of a million is a matter of seconds.
+What clients and rounds take is measured on this machine, by a few rounds of the job itself; how executors differ is the
+job's emulation. All other rounds are not trained, so a population of a million is a matter of seconds.
 """
 
 from __future__ import annotations
 
+import contextlib
 import statistics
 import tempfile
+import time
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -15,28 +18,21 @@ import numpy as np
 import typer
 from rich.console import Console
 
-from isthmus.data.clients import ClientData
 from isthmus.errors import UserError
-from isthmus.federated.admission import first_state
 from isthmus.federated.cohorts import Cohorts
-from isthmus.federated.job import (
-    FederatedJob,
-    build,
-    check_simulation,
-    client_data,
-    emulation,
-)
-from isthmus.federated.resident import Resident
-from isthmus.federated.server import Server
-from isthmus.federated.state_form import StateForm
-from isthmus.federated.states import StateStore
-from isthmus.federated.worksite import Work, Worksite
-from isthmus.protocol.federated_events import Line, Opening, Task, Turn
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
+from isthmus.protocol.federated_events import Line
+from isthmus.protocol.federated_participation import Participation
 from isthmus.report.federated_progress import simulated_table
-from isthmus.runtime.federated.run import coordinator_of
+from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
-REPEATS = 3
+MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
+MOST_S = 3.0
+"""Measured no longer, once it has the fewest rounds."""
+CLIENTS_EACH = 5
+"""Of an executor, in a round that is measured."""
 
 
 def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
@@ -44,20 +40,21 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
     if job.scheme.per == "population":
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
-    data = client_data(job)
-    line = measured_line(job, data)
+    found = measured(job)
+    line, data = found.line, client_data(job)
     machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
     count = len(machine.executors)
     emulated = [emulation(job, k) for k in range(count)]
     costs = FederatedCosts(
-        lines=(line,) * count, noise=job.execution.noise, factor=lambda k, round_: emulated[k].factor(round_)
+        lines=(line,) * count, sums_s=found.overhead_s, noise=job.execution.noise, together=found.together,
+        factor=lambda k, round_: emulated[k].factor(round_),
     )  # fmt: skip
     rounds = simulate_federated(machine, costs, job.federated.seed)
     if json:
         told = {
             "rounds": len(rounds), "executors": count, "seconds_per_sample": line.seconds_per_sample,
-            "fixed_s": line.fixed_s, "round_s": statistics.median(r.seconds for r in rounds),
-            "total_s": sum(r.seconds for r in rounds),
+            "fixed_s": line.fixed_s, "overhead_s": found.overhead_s,
+            "round_s": statistics.median(r.seconds for r in rounds), "total_s": sum(r.seconds for r in rounds),
         }  # fmt: skip
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
     else:
@@ -65,35 +62,69 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
     return 0
 
 
-def measured_line(job: FederatedJob, data: ClientData) -> Line:
-    """Seconds for a client on this machine: the quickest of a few, for a small one and a large one, and between them
-    a line."""
-    algorithm = job.algorithm(len(data.sizes))
-    work = Work(algorithm=algorithm, local=job.local, seed=job.federated.seed)
+class Measured(msgspec.Struct, frozen=True, kw_only=True):
+    """What a few rounds took here."""
+
+    line: Line
+    """Seconds of a client, wherever it trained."""
+    overhead_s: float
+    """Of a turn: broadcast, sums, the server's step."""
+    together: int
+    """Clients that were trained as one."""
+
+
+class _EnoughError(Exception):
+    """So much was measured."""
+
+
+def measured(job: FederatedJob) -> Measured:
+    """Run the first rounds of the job for a few seconds, with small cohorts and without its emulation: with its scheme,
+    its threads and its number of clients together, on the cores that the executors share, as the run will."""
+    lines: list[RoundLine] = []
+    until_s = float("inf")
+
+    def watch(line: RoundLine) -> None:
+        nonlocal until_s
+        lines.append(line)
+        until_s = min(until_s, time.monotonic() + MOST_S)  # from the first one's end on
+        if len(lines) >= FEWEST_ROUNDS and time.monotonic() > until_s:
+            raise _EnoughError
+
     with tempfile.TemporaryDirectory() as folder:
-        module = build(job)
-        first = first_state(algorithm, Resident(module).vector())
-        states = None if first is None else StateStore(Path(folder), StateForm(first))
-        return _line(Worksite(work, module, data, states), job, data)
+        run = FederatedRun(_short(job), Path(folder), resume=False, watch=watch)
+        with contextlib.suppress(_EnoughError):
+            run.run()
+    steady = lines[1:] or lines  # the first one meets cold caches
+    points = [(t.samples, t.seconds) for line in steady for timed in line.record.trained.values() for t in timed]
+    if not points:
+        refused = [r.reason for line in lines for r in line.record.refused]
+        raise UserError(f"a client cannot be measured: {'; '.join(refused[:1]) or 'none took part'}")
+    spent = [line.seconds - max(line.busy_s().values(), default=0.0) for line in steady]
+    passes = len(job.algorithm(len(run.data.sizes)).passes)
+    return Measured(
+        line=_fitted(points), overhead_s=max(0.0, statistics.fmean(spent)) / passes, together=run.job.execution.together
+    )
 
 
-def _line(site: Worksite, job: FederatedJob, data: ClientData) -> Line:
-    algorithm = job.algorithm(len(data.sizes))
-    order = np.argsort(data.sizes, kind="stable")
-    chosen = [int(order[len(order) // 10]), int(order[-1 - len(order) // 10])]
-    site.warm_up(chosen[0])
-    told = Server(algorithm, site.resident.vector(), site.resident.buffers(), len(data.sizes)).broadcast()
-    found: list[tuple[int, float]] = []
-    for client in chosen:
-        samples = int(data.sizes[client])
-        seconds: list[float] = []
-        for _ in range(REPEATS):
-            site.open(Opening(turn=Turn(0), clients=1, samples=samples), told)
-            timed, refused = site.train([Task(client, samples)])
-            if refused:
-                raise UserError(f"a client cannot be measured: {refused[0].reason}")
-            seconds.append(timed[0].seconds)
-        found.append((samples, min(seconds)))
-    (few, few_s), (many, many_s) = found
-    per_sample = max(0.0, (many_s - few_s) / (many - few)) if many > few else many_s / many
-    return Line(per_sample, max(0.0, few_s - few * per_sample))
+def _short(job: FederatedJob) -> FederatedJob:
+    """Some rounds of it, of a few clients for each executor, on this machine as it is."""
+    rules = job.participation
+    population = len(client_data(job).sizes)
+    count = executors(job, population)
+    clients = max(CLIENTS_EACH, 2 * job.execution.together) * count if job.scheme.per == "given" else count
+    clients = min(max(clients, rules.minimum), rules.needed(population))
+    return msgspec.structs.replace(
+        job,
+        federated=msgspec.structs.replace(job.federated, rounds=min(MOST_ROUNDS, job.federated.rounds)),
+        participation=Participation(clients=clients, minimum=rules.minimum, weighted=rules.weighted),
+        execution=msgspec.structs.replace(job.execution, slow_down=(), unstable=False, noise=0.0),
+    )
+
+
+def _fitted(points: Sequence[tuple[int, float]]) -> Line:
+    """By least squares. Times are positive, and so is what each sample adds."""
+    samples, seconds = np.array(points, dtype=np.float64).T
+    spread = samples - samples.mean()
+    per_sample = float(spread @ seconds / (spread @ spread)) if spread.any() else 0.0
+    per_sample = min(max(per_sample, 0.0), float(seconds.mean() / samples.mean()))
+    return Line(per_sample, float(seconds.mean() - per_sample * samples.mean()))

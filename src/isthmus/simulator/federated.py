@@ -54,6 +54,8 @@ class FederatedCosts(msgspec.Struct, frozen=True, kw_only=True):
     """From a turn's opening until an executor has the model."""
     sums_s: float = 0.0
     """Until the coordinator has an executor's sums."""
+    together: int = 1
+    """Clients of equal numbers of samples that are trained as one."""
     factor: Callable[[int, int], float] = lambda executor, round_: 1.0
     """(executor, round) -> how much slower it is then."""
     losses: tuple[tuple[int, float], ...] = ()
@@ -83,7 +85,7 @@ class _Simulation:
         self._draws = np.random.default_rng(seed)
         self._noise: deque[float] = deque()
         self._names = machine.executors
-        self._executors = [FederatedExecutor() for _ in self._names]
+        self._executors = [FederatedExecutor(costs.together) for _ in self._names]
         self._number = {name: number for number, name in enumerate(self._names)}
         self._lost: set[int] = set()
         self._finish: Finish | None = None
