@@ -12,6 +12,7 @@ from isthmus.cli.planning import fleet_for, make
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
 from isthmus.report import draw_plan, explain, explanation_text, plan_table
+from isthmus.runtime.conducting.feedback import check_feedback
 
 
 def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json: bool) -> None:
@@ -21,6 +22,7 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
     plan = make(job, problem)
+    check_feedback(prepared, plan, fleet)
     if picture is not None:
         try:
             draw_plan(plan, fleet, picture)

@@ -15,6 +15,7 @@ from isthmus.plan import Plan, Replica, load_plan
 from isthmus.planners import check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.protocol import RunSpec
+from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.stages import refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Trace, busy_share, steady_step_s
@@ -62,6 +63,7 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     if document is None:
         plan = make(prepared.job, prepared.problem(fleet))
         refuse_shared_devices(plan, f"planner {prepared.job.planner!r}")
+        check_feedback(prepared, plan, fleet)
         return plan
     plan = read_plan(prepared.job, fleet, document)
     problem = prepared.problem(fleet).cut_into(plan.micro_batches)

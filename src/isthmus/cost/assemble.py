@@ -85,7 +85,8 @@ def build_replicas(
 ) -> Plan:
     """The plan of several pipelines that share each batch, as `build_plan` says of one.
 
-    Raises UserError where a device is in two of them, or their micro-batches are not the problem's in sum.
+    Raises UserError where a device is in two of them, their micro-batches are not the problem's in sum, or there are
+    several although replicas cannot sum the model's parameters.
     """
     _check_layouts(problem, layouts)
     placed = [_placed(problem, x) for x in layouts]
@@ -123,6 +124,8 @@ def _check_layouts(problem: Problem, layouts: Sequence[Layout]) -> None:
     for device, uses in Counter(name for x in layouts for name in set(x.order)).items():
         if uses > 1:
             raise UserError(f"plan: got device {device!r} in {uses} replicas, expected one")
+    if len(layouts) > 1 and problem.not_summed is not None:
+        raise UserError(f"plan: got {len(layouts)} replicas, expected one: {problem.not_summed}")
     got = [x.micro_batches for x in layouts]
     if sum(got) != problem.micro_batches or min(got, default=0) < 1:
         raise UserError(f"plan: got {got} micro-batches, expected {problem.micro_batches} in sum, one each at least")

@@ -20,6 +20,8 @@ from isthmus.plan import SCHEDULES, Outer, Terms
 Precision = Literal["float32", "bfloat16"]
 
 FLOAT32_BYTES = 4
+SUMMED = ("float32", "bfloat16", "float16")
+"""Types of parameters that several replicas may train."""
 
 OPTIMIZER_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}
 """fp32 tensors of the parameter's shape that each optimizer keeps."""
@@ -155,6 +157,22 @@ class Problem:
         if op.kind != "operator" or op.name in self.flow.free:
             return 0
         return op.saved_bytes.at(self.micro_batch_size)
+
+    @cached_property
+    def not_summed(self) -> str | None:
+        """The first trained parameter that replicas cannot sum, which they do in float32, in words; None where there is
+        none. Narrower ones have a float32 master copy."""
+        for op in self.flow.graph.ops:
+            if op.kind == "parameter" and any(op.requires_grad) and op.outputs[0].dtype not in SUMMED:
+                return f"parameter {op.target!r} is {op.outputs[0].dtype}, and replicas sum in float32"
+        return None
+
+    @property
+    def most_replicas(self) -> int:
+        """Each has a micro-batch at least, and a device that has the data."""
+        if self.not_summed is not None:
+            return 1
+        return min(len(self.terms.data_holders or self.fleet.names), self.micro_batches)
 
     def cut_into(self, micro_batches: int) -> Problem:
         """The same batch in so many micro-batches. UserError where they do not divide it."""

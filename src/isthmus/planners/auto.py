@@ -157,8 +157,7 @@ def _bound(problem: Problem, network: Network, blocks: Blocks, single: Plan | No
     """The lesser of a bound on one pipeline, which `chain` may have proven better, and of one on several replicas."""
     proven = single.certificate.lower_bound if single is not None and single.certificate else 0.0
     gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
-    holders = len(problem.terms.data_holders or network.names)
-    several = min(holders, problem.micro_batches) > 1
+    several = problem.most_replicas > 1
     if problem.terms.objective == "cost":
         alone = max(proven, cheapest_pipeline_bound(problem, network, blocks))
         replicated = cheapest_replicas_bound(problem, network, blocks, gradient_bytes) if several else alone

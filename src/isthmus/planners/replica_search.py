@@ -48,14 +48,9 @@ class ReplicaSearch:
         gradient_bytes = self._gradient_bytes / self.problem.sync.period
         return GroupScorer(scorer_of(self.problem, self.network, rough), self.network, gradient_bytes)
 
-    @property
-    def most_replicas(self) -> int:
-        """Each has a micro-batch at least, and a device that has the data."""
-        return min(len(self.pins.holders), self.problem.micro_batches)
-
     def replicated(self, single: Plan) -> Iterator[Plan]:
         """Plans of two replicas and more, each the best of its grouping; `single` is the best pipeline."""
-        if self.most_replicas < 2:
+        if self.problem.most_replicas < 2:
             return
         if self.problem.terms.objective == "cost":
             single_s = fastest(self.problem).predicted.step_s
@@ -70,7 +65,7 @@ class ReplicaSearch:
 
     def cut(self, known_s: float) -> Iterator[Plan]:
         """The plans of the best groupings as they are cut, where some plan takes `known_s`."""
-        for grouping in self._groupings(known_s)[:MOST_CUT] if self.most_replicas > 1 else ():
+        for grouping in self._groupings(known_s)[:MOST_CUT] if self.problem.most_replicas > 1 else ():
             if (layouts := self._cut(grouping)) is not None:
                 yield build_replicas(self.problem, layouts, planner="auto")
 
@@ -79,7 +74,7 @@ class ReplicaSearch:
 
     def _groupings(self, single_s: float) -> list[Grouping]:
         scorer = self._scorer
-        devices, most = len(self.network.names), self.most_replicas
+        devices, most = len(self.network.names), self.problem.most_replicas
         if devices <= MOST_EXHAUSTIVE:
             # Time leaves devices out where a group is cut; for money it matters already which are in a group.
             least = 2 if self.problem.terms.objective == "cost" else devices

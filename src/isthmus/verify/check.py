@@ -23,6 +23,8 @@ from isthmus.verify.sums import averaging_groups, buffer_bytes, sums_s, well_for
 from isthmus.verify.timing import Timed
 from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger, Verdict
 
+SUMMED = ("float32", "bfloat16", "float16")
+"""Parameters of these types are summed over replicas, in float32."""
 _UNCHECKED = BoundCheck(method="none", told="the bound was not checked: this is no plan for the problem")
 
 
@@ -85,6 +87,10 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     for name, uses in Counter(name for r in plan.replicas for name in {s.device for s in r.stages}).items():
         held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} replicas", "one replica"))
         held.append(ledger.judge(f"device {name!r}", name in question.fleet.names, name, "a device of the fleet"))
+    wide = [v.name for v in reading.variables if v.trained and v.dtype not in SUMMED]
+    if wide:
+        words = f"1: replicas sum in float32, and {wide[0]!r} is none"
+        held.append(ledger.judge("replicas", len(plan.replicas) <= 1, len(plan.replicas), words))
     for number, replica in enumerate(plan.replicas):
         held += _replica(ledger, f"replicas[{number}]", replica, reading)
     return all(held)

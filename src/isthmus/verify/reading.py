@@ -44,6 +44,7 @@ class Variable(NamedTuple):
     parameter: bool
     trained: bool
     written: bool
+    dtype: str
     elements: int
     size_bytes: int
 
@@ -170,6 +171,7 @@ class Reading:
                 parameter=op.kind == "parameter",
                 trained=_trained(op),
                 written=op.name in written,
+                dtype=op.outputs[0].dtype,
                 elements=math.prod(op.outputs[0].shape_at(1)),
                 size_bytes=op.outputs[0].nbytes(1),
             )

@@ -65,7 +65,7 @@ def every_plan(problem: Problem, network: Network, blocks: Blocks, known_s: floa
         search.best_s = search.longest_s()
     try:
         for groups in groupings(range(devices)):
-            if 0 < len(groups) <= problem.micro_batches:
+            if 0 < len(groups) <= problem.most_replicas:
                 for ordered in itertools.permutations(groups):  # collectives depend on who is counted first
                     search.look(ordered)
     except _TooMany:

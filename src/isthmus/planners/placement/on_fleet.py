@@ -77,9 +77,10 @@ def _planned(problem: Problem, name: str) -> Plan:
             best = plan
     if best is not None:
         return best
+    why = f"; {problem.not_summed}" if problem.not_summed is not None else ""
     raise refused or UserError(
         f"planner {name!r}: {len(problem.fleet.names)} devices do not factor into stages and replicas for a model of "
-        f"{Blocks(problem).count} parts and {problem.micro_batches} micro-batches"
+        f"{Blocks(problem).count} parts and {problem.micro_batches} micro-batches{why}"
     )
 
 
@@ -88,7 +89,7 @@ def _layouts(problem: Problem, search: Search) -> Iterator[list[Layout]]:
     blocks, devices = Blocks(problem), len(problem.fleet.names)
     for stages in range(1, min(devices, blocks.count) + 1):
         replicas = devices // stages
-        if stages * replicas != devices or replicas > problem.micro_batches:
+        if stages * replicas != devices or replicas > problem.most_replicas:
             continue
         yield equal_layouts(blocks, stages, search, SEED)
 
