@@ -90,7 +90,10 @@ def _attend(config: SiteConfig, joining: Joining, folder: Path, patience_s: floa
     agent = Agent(
         folder, membership, joining.place, patience_s=patience_s, say=say, workshop=workshop, retries_s=RETRIES_S
     )
-    agent.run()
+    try:
+        agent.run()
+    finally:
+        workshop.leave()
     if failures:
         raise failures[0]
     return 0

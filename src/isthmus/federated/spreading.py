@@ -31,9 +31,11 @@ def spread(act: Callable[[int, int], None], size: int, align: int = 1) -> None:
     others = [threading.Thread(target=run, args=each, name="spread", daemon=True) for each in ranges[1:]]
     for other in others:
         other.start()
-    for each in ranges[:1]:
-        run(*each)
-    for other in others:
-        other.join()
+    try:
+        for each in ranges[:1]:
+            run(*each)
+    finally:  # Ctrl-C as well: the memory is the caller's
+        for other in others:
+            other.join()
     for error in errors:
         raise error

@@ -26,6 +26,7 @@ from isthmus.federated.worksite import Work
 from isthmus.models import build_model
 from isthmus.protocol.federated_events import Dropped, Refused, SendSums, Told
 from isthmus.runtime.federated.executor import Executor, take_part
+from isthmus.runtime.federated.interrupting import interrupt
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.fleet import Engage
 from isthmus.runtime.messages.run import HaltMessage, Heartbeat
@@ -90,6 +91,8 @@ class SiteWorkshop:
         self._warm: tuple[Offer, Site] | None = None
         self._training = threading.Lock()
         self._work: _Work | None = None
+        self._threads: list[threading.Thread] = []
+        """Of this run and of those before that are still trained for."""
 
     def engage(self, call: Engage, coordinator: tuple[str, int]) -> None:
         if self._work is not None and self._work.run == call.run and self._work.thread.is_alive():
@@ -98,6 +101,7 @@ class SiteWorkshop:
         work = _Work(call.run)
         work.thread = threading.Thread(target=self._attend, args=(work, call, coordinator), daemon=True)
         self._work = work
+        self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
         work.thread.start()
 
     def disengage(self, run: str) -> None:
@@ -109,6 +113,12 @@ class SiteWorkshop:
         if self._work is not None:
             self._work.stop()
             self._work = None
+
+    def leave(self) -> None:
+        """At the end of the process: a client that trains is stopped where it is."""
+        self.end()
+        for thread in self._threads:
+            interrupt(thread)
 
     def _attend(self, work: _Work, call: Engage, coordinator: tuple[str, int]) -> None:
         """A run, over as many connections as it takes."""
