@@ -96,7 +96,7 @@ def curve(algorithm: str, learning_rate: float, seed: int, rounds: int) -> Curve
         ).run()  # fmt: skip
     found = [line.evaluation for line in lines if line.evaluation is not None]
     return Curve(
-        algorithm=algorithm, learning_rate=learning_rate, seed=seed, loss=[e.loss for e in found],
+        algorithm=algorithm, learning_rate=learning_rate, seed=seed, loss=[e.loss for e in found if e.loss is not None],
         accuracy=[e.accuracy or 0.0 for e in found],
     )  # fmt: skip
 

@@ -62,7 +62,7 @@ def fitted_costs(job: FederatedJob, rounds: Sequence[RoundLine]) -> FederatedCos
 
 def calm_lines(job: FederatedJob, rounds: Sequence[RoundLine]) -> tuple[tuple[Line, ...], float]:
     """Each executor's line without its emulated factor, and the noise's sigma about the lines."""
-    pace = Pace(job.execution.executors, window_rounds=None, keep_rounds=len(rounds) + 1)
+    pace = Pace(job.execution.executors, window_rounds=0)
     for k in range(job.execution.executors):
         emulated = emulation(job, k)
         for line in rounds:

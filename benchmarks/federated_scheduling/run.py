@@ -119,7 +119,7 @@ def measure(setting: str, noise: float, strategy: str, sizes: NDArray[np.int64])
     lines = tuple(Line(LINE.seconds_per_sample * s, LINE.fixed_s * s) for s in speeds)
     machine = FederatedCoordinator(
         [f"executor-{k}" for k in range(len(lines))], rules, sizes, members,
-        Pace(len(lines), window_rounds=window, keep_rounds=ROUNDS),
+        Pace(len(lines), window_rounds=window or 0),
     )  # fmt: skip
     costs = FederatedCosts(lines=lines, noise=noise, latency_s=LATENCY_S, factor=factor)
     rounds = simulate_federated(machine, costs, seed=7)[SKIPPED:]

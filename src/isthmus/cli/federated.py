@@ -149,8 +149,9 @@ def _report(lines: list[RoundLine], folder: Path, choices: FederatedChoices, out
         return
     out.print(rounds_table(lines))
     if last is not None:
-        accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
-        out.print(Text(f"held-out loss {last.loss:.4f}{accuracy} after {lines[-1].record.round + 1} rounds"))
+        if last.loss is not None:
+            accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
+            out.print(Text(f"held-out loss {last.loss:.4f}{accuracy} after {lines[-1].record.round + 1} rounds"))
         if last.clients is not None:
             worst = f"worst tenth {last.clients.worst_decile:.1%}, deviation {last.clients.deviation:.1%}"
             out.print(Text(f"clients' own data: mean accuracy {last.clients.mean:.1%}, {worst}"))

@@ -35,7 +35,7 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class _Evaluated(msgspec.Struct, frozen=True):
-    loss: float
+    loss: float | None = None
 
 
 class _Round(msgspec.Struct, frozen=True):

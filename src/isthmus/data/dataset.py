@@ -98,7 +98,11 @@ def held_out_count(size: int, holdout: float, what: str) -> int:
     return min(max(1, round(holdout * size)), size - 1)
 
 
+class NothingHeldOut(UserError):
+    """Held-out samples were asked of data that holds none out."""
+
+
 def refuse_empty_holdout(split: Split, holdout: float, what: str) -> None:
-    """Raises `UserError` where held-out samples are asked of data that holds none out."""
+    """Raises `NothingHeldOut` where held-out samples are asked of data that holds none out."""
     if split == "heldout" and holdout == 0:
-        raise UserError(f"{what}: there are no held-out samples because holdout is 0")
+        raise NothingHeldOut(f"{what}: there are no held-out samples because holdout is 0")

@@ -25,7 +25,8 @@ class ClientAccuracies(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
-    loss: float
+    loss: float | None
+    """On held-out samples; None where there are none."""
     accuracy: float | None
     """None for a model that gives no `logits`, or data without `labels` that are their classes."""
     clients: ClientAccuracies | None = None
@@ -35,12 +36,13 @@ class Evaluator:
     """Keeps a module of its own: the one that trains is elsewhere."""
 
     def __init__(
-        self, resident: Resident, test: Mapping[str, Tensor],
+        self, resident: Resident, test: Mapping[str, Tensor] | None,
         load: Callable[[int], Mapping[str, Tensor]] | None = None, clients: Sequence[int] = (),
     ) -> None:  # fmt: skip
-        """`load` gives the data of `clients`, which are evaluated one by one."""
+        """`test` are held-out samples, if there are any; `load` gives the data of `clients`, which are evaluated one by
+        one."""
         self._resident = resident
-        self._test = self._cast(test)
+        self._test = None if test is None else self._cast(test)
         self._load = load
         self._clients = clients
 
@@ -56,7 +58,7 @@ class Evaluator:
             self._resident.set_buffers(buffers)
         module.eval()
         with torch.no_grad():
-            loss, accuracy = self._on(self._test)
+            loss, accuracy = (None, None) if self._test is None else self._on(self._test)
             load = self._load
             each = [self._on(self._cast(load(c)))[1] for c in self._clients] if load is not None else []
         module.train()

@@ -19,6 +19,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.data.availability import Availability, read_availability
 from isthmus.data.client_files import TextClients
 from isthmus.data.clients import ClientData, share_out
+from isthmus.data.dataset import NothingHeldOut
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
@@ -72,8 +73,8 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """In place of the scheme's."""
     steals: bool | None = None
     """In place of the scheme's."""
-    window_rounds: Positive | None = 5
-    """Times of so many rounds are fitted (Parrot's time window)."""
+    window_rounds: NotNegative = 5
+    """Times of so many rounds are fitted (Parrot's time window); 0: of all."""
     slow_down: tuple[Annotated[float, Meta(ge=0)], ...] = ()
     """Emulation: eta of each executor, which sleeps eta T after training for T."""
     unstable: bool = False
@@ -259,13 +260,16 @@ def client_data(job: FederatedJob) -> ClientData:
     return share_out(load_dataset(job.data, "train"), job.partition, job.federated.seed)
 
 
-def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor]:
-    """Held-out samples, at most `evaluate_samples`."""
+def test_data(job: FederatedJob, data: ClientData | None) -> dict[str, Tensor] | None:
+    """Held-out samples, at most `evaluate_samples`; None where the data holds none out."""
     assert job.data is not None, "there is something to evaluate on"
     most = job.federated.evaluate_samples
     if isinstance(data, FemnistShaped):
         return data.held_out(most)
-    held = load_dataset(job.data, "heldout")
+    try:
+        held = load_dataset(job.data, "heldout")
+    except NothingHeldOut:
+        return None
     natural = {job.partition.column} if job.partition is not None and job.partition.scheme == "natural" else set[str]()
     return held.batch(np.arange(min(most, len(held))), [c for c in held.columns if c not in natural])
 
@@ -321,7 +325,8 @@ def evaluator(job: FederatedJob, data: ClientData) -> Evaluator | None:
     population = len(data.sizes)
     clients = np.unique(np.linspace(0, population - 1, min(population, config.evaluate_clients)).astype(int))
     chosen = clients.tolist() if config.evaluate_clients else []
-    return Evaluator(Resident(build(job)), test_data(job, data), data.load, chosen)
+    test = test_data(job, data)
+    return Evaluator(Resident(build(job)), test, data.load, chosen) if test is not None or chosen else None
 
 
 def site_evaluator(job: FederatedJob) -> Evaluator | None:
@@ -329,7 +334,8 @@ def site_evaluator(job: FederatedJob) -> Evaluator | None:
     if not job.federated.evaluate_every or job.data is None:
         return None
     data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
-    return Evaluator(Resident(build(job)), test_data(job, data))
+    test = test_data(job, data)
+    return None if test is None else Evaluator(Resident(build(job)), test)
 
 
 def executors(job: FederatedJob, population: int) -> int:

@@ -40,11 +40,10 @@ FEWEST = 3
 class Pace:
     """The history of a run's client times, by executor number, and what it predicts."""
 
-    def __init__(self, executors: int, *, window_rounds: int | None, keep_rounds: int = 100) -> None:
-        """`window_rounds` is the regression's window; without one, the last `keep_rounds` rounds count."""
+    def __init__(self, executors: int, *, window_rounds: int) -> None:
+        """`window_rounds` is the regression's window; 0: all rounds count."""
         self.executors = executors
         self._window = window_rounds
-        self._keep = window_rounds or keep_rounds
         self._records: list[deque[tuple[int, Floats, Floats]]] = [deque() for _ in range(executors)]
         self._lines: TimeModel | None = None
 
@@ -65,7 +64,7 @@ class Pace:
         records = self._records[executor]
         records.append((round_, sizes, seconds))
         # The last that is known of an executor stays, however old: it is better than nothing.
-        while len(records) > 1 and records[0][0] <= round_ - self._keep:
+        while self._window and len(records) > 1 and records[0][0] <= round_ - self._window:
             records.popleft()
         self._lines = None
 
@@ -91,7 +90,7 @@ class Pace:
                 seconds=np.concatenate([r[3] for r in kept]),
             ),
             len(believed),
-            window_rounds=self._window,
+            window_rounds=self._window or None,
         )
         per_sample = np.full(self.executors, float(fitted.seconds_per_sample.mean()))
         fixed_s = np.full(self.executors, float(fitted.fixed_s.mean()))

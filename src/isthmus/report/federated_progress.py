@@ -82,7 +82,9 @@ def _sentence(line: RoundLine, rounds: int) -> str:
     e = line.evaluation
     parts = [f"round {line.record.round + 1}/{rounds}", f"{line.clients} clients"]
     if e is not None:
-        parts += [f"loss {e.loss:.4f}"] + ([f"accuracy {e.accuracy:.1%}"] if e.accuracy is not None else [])
+        parts += [f"loss {e.loss:.4f}"] if e.loss is not None else []
+        parts += [f"accuracy {e.accuracy:.1%}"] if e.accuracy is not None else []
+        parts += [f"clients' own {e.clients.mean:.1%}"] if e.clients is not None and e.loss is None else []
     parts += [format_duration(line.seconds), f"makespan {format_duration(line.makespan_s)}"]
     if line.record.refused:
         parts.append(f"{len(line.record.refused)} refused")
@@ -110,7 +112,7 @@ def _cells(line: RoundLine, executors: Sequence[str]) -> tuple[RenderableType, .
     return (
         Text(f"{record.round + 1}"),
         Text(f"{line.clients}/{line.clients + lacking}" if lacking else f"{line.clients}"),
-        Text("-" if e is None else f"{e.loss:.4f}"),
+        Text("-" if e is None or e.loss is None else f"{e.loss:.4f}"),
         Text("-" if e is None or e.accuracy is None else f"{e.accuracy:.1%}"),
         Text("-" if e is None or e.clients is None else f"{e.clients.worst_decile:.1%}"),
         Text(format_duration(line.seconds)),
