@@ -16,15 +16,38 @@ from isthmus.errors import UserError, check_choice, unknown_name
 Options = TypeVar("Options", bound=msgspec.Struct)
 
 
-def import_extra(module: str, extra: str) -> ModuleType:
+EXTRAS = {
+    "torch": "train", "sympy": "train", "safetensors": "train", "sklearn": "train", "cryptography": "train",
+    "setproctitle": "train", "dp_accounting": "privacy", "transformers": "hf", "tokenizers": "hf", "datasets": "hf",
+}  # fmt: skip
+"""By importable module, the extra of ours that installs it. torch brings sympy along."""
+POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})
+"""Modules of the standard library that Windows has not."""
+
+
+def what_is_missing(owner: str, error: ModuleNotFoundError) -> str | None:
+    """What `owner` needs to be able to import what it could not; None for a module that is neither a library of an
+    extra nor one that the system lacks."""
+    module = (error.name or "").partition(".")[0]
+    if module in EXTRAS:
+        return f'{owner} needs {module}: pip install "isthmus[{EXTRAS[module]}]"'
+    if module in POSIX:
+        return f"{owner} needs Linux or macOS: Python has no {module} here; on Windows use WSL"
+    return None
+
+
+def import_extra(module: str, owner: str = "this") -> ModuleType:
     """Imports an optional library on first use, so that nothing here needs it to be installed.
 
-    Raises `UserError` with the command that installs it.
+    Raises `UserError` with the command that installs it; `owner` is what needs it.
     """
     try:
         return importlib.import_module(module)
     except ImportError as error:
-        raise UserError(f"{module} cannot be imported ({error}): pip install isthmus[{extra}]") from error
+        missing = what_is_missing(owner, error) if isinstance(error, ModuleNotFoundError) else None
+        extra = EXTRAS[module.partition(".")[0]]
+        broken = f'{module} cannot be imported ({error}): pip install "isthmus[{extra}]"'
+        raise UserError(missing or broken) from error
 
 
 def third_party(group: str) -> dict[str, EntryPoint]:

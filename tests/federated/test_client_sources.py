@@ -249,7 +249,7 @@ def test_privacy_without_its_library_is_said_before_anything_runs(
 ) -> None:
     monkeypatch.setitem(sys.modules, "dp_accounting", None)
     job = edited(write_job(tmp_path, ("a", "b", "c")), PRIVATE)
-    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, "pip install isthmus[privacy]")
+    refused(isthmus("train", job, "--scheme", "sp", "--run", tmp_path / "run"), 2, 'pip install "isthmus[privacy]"')
     assert not (tmp_path / "run").exists()
 
 

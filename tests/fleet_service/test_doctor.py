@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import io
 import socket
+import sys
 import threading
 import time
 from collections.abc import Callable
@@ -15,13 +16,14 @@ import msgspec
 import pytest
 from rich.console import Console
 
-from isthmus.cli import joining
+from isthmus.cli.doctor_commands import examined
 from isthmus.runtime.identity import Authority, Identity
 from isthmus.runtime.identity.files import write_private
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service import doctor
 from isthmus.runtime.service.agent import Membership, join_fleet
-from isthmus.runtime.service.doctor import Finding, examine_device, examine_ticket
+from isthmus.runtime.service.doctor import examine_device, examine_ticket
+from isthmus.runtime.service.machine import Finding, examine_machine
 
 from .parties import Fleet, certified
 
@@ -132,7 +134,7 @@ def test_the_broken_hop_is_named(fleet: Fleet, tmp_path: Path, breaks: Callable[
 def _printed(folder: Path) -> tuple[int, list[list[str]]]:
     """What `isthmus doctor` returns, and the cells of its table."""
     console = Console(width=1000, record=True, file=io.StringIO())
-    code = joining.doctor(folder, None, console, json=False)
+    code = examined(folder, None, console, json=False)
     lines = [line for line in console.export_text().splitlines() if line.startswith("│")]
     return code, [[cell.strip() for cell in line.strip("│").split("│")] for line in lines]
 
@@ -161,3 +163,22 @@ def test_tickets(fleet: Fleet) -> None:
 
     assert (last(expires_s=0.0).hop, last(expires_s=0.0).good) == ("ticket", False)
     assert (last(fingerprint=bytes(32)).hop, last(fingerprint=bytes(32)).good) == ("fleet", False)
+
+
+def test_a_machine_that_has_joined_nothing(tmp_path: Path) -> None:
+    code, rows = _printed(tmp_path / "new" / "device")
+    assert code == 0 and all(row[1] == "ok" for row in rows), rows
+    found = {row[0]: row[2] for row in rows}
+    assert {"Python", "torch", "cryptography", "accelerators", "port", "folder"} <= found.keys()
+    assert "stages compute on the CPU today" in found["accelerators"]
+    assert not (tmp_path / "new").exists(), "nothing is left behind"
+
+
+def test_what_stands_in_a_machines_way_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (tmp_path / "file").touch()
+    monkeypatch.setitem(sys.modules, "safetensors", None)
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        findings = examine_machine({"keys": tmp_path / "file" / "device"}, taken.getsockname()[1])
+    broken = {finding.hop: finding.remedy for finding in findings if not finding.good}
+    assert broken.keys() == {"safetensors", "folder"} and 'pip install "isthmus[train]"' in broken["safetensors"]
+    assert any("in use" in finding.detail and "--port" in finding.remedy for finding in findings)

@@ -11,6 +11,7 @@ import typer
 
 from isthmus.cli.lazy import lazy_app
 from isthmus.errors import InternalError, IsthmusError, UserError
+from isthmus.extensions import what_is_missing
 from isthmus.plain import plain
 from isthmus.runtime.processes.interrupting import terminable
 
@@ -45,7 +46,9 @@ COMMANDS = {
     },
     "device_commands": {
         "join": "Join a fleet and stay, ready to work. The first time it needs a ticket.",
-        "doctor": "Say why a device does not get to its coordinator: the hop that is broken, and what to do.",
+    },
+    "doctor_commands": {
+        "doctor": "Say what stands in the way of this machine, or of a device that joined, and what to do.",
     },
 }
 """In the order of the help, with their help; by the module of `isthmus.cli` that is imported when one is called."""
@@ -62,6 +65,7 @@ def main() -> None:
     arguments = [a for a in sys.argv[1:] if a != "--debug"]
     try:
         sys.path.insert(0, os.getcwd())  # a job may name the user's own `package.module:callable`
+        refuse_system(arguments, os.name)
         with terminable():
             code = app(arguments, prog_name="isthmus", standalone_mode=False)
     except _UsageError as e:
@@ -75,10 +79,26 @@ def main() -> None:
     except Exception as e:
         if debug:
             raise
+        if isinstance(e, ModuleNotFoundError) and (missing := what_is_missing(_called(arguments), e)) is not None:
+            e = UserError(missing)
         print(f"error: {_told(e)}", file=sys.stderr)
         family = UserError if isinstance(e, OSError) else InternalError
         code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code
     sys.exit(code if isinstance(code, int) else 0)
+
+
+def refuse_system(arguments: list[str], system: str) -> None:
+    """UserError for a command that another system than POSIX cannot carry out, by Python's name for it."""
+    modules = ("serving_commands", "fleet_commands", "device_commands")
+    needing = {"train", *(name for module in modules for name in COMMANDS[module])}
+    if system != "posix" and needing & set(arguments[:1]):
+        raise UserError(f"{_called(arguments)} needs Linux or macOS: on Windows use WSL")
+
+
+def _called(arguments: list[str]) -> str:
+    """The command, as messages name it."""
+    known = [name for named in COMMANDS.values() for name in named]
+    return " ".join(["isthmus", *(word for word in arguments[:1] if word in known)])
 
 
 def _told(error: Exception) -> str:

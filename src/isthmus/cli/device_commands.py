@@ -1,4 +1,4 @@
-"""`isthmus join` and `doctor`: a device's side of a fleet."""
+"""`isthmus join`: a device's side of a fleet."""
 
 from __future__ import annotations
 
@@ -8,7 +8,7 @@ from typing import Annotated
 import typer
 
 from isthmus.cli import joining
-from isthmus.cli.options import JsonOption, PatienceOption, local_path, out
+from isthmus.cli.options import PatienceOption, local_path
 from isthmus.errors import UserError
 from isthmus.runtime.processes.launcher import Place
 
@@ -58,21 +58,3 @@ def join(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
     )  # fmt: skip
     raise typer.Exit(joining.join(asked))
-
-
-@app.command()
-def doctor(
-    state: Annotated[
-        Path | None,
-        typer.Option(
-            "--state", parser=local_path, metavar="DIR",
-            help="Folder of the key; default ~/.local/state/isthmus/device.",
-        ),
-    ] = None,
-    ticket_file: Annotated[
-        Path | None, typer.Option("--ticket-file", help="Look with this ticket, before joining. It is not used up.")
-    ] = None,
-    json: JsonOption = False,
-) -> None:
-    """Say why a device does not get to its coordinator: the hop that is broken, and what to do."""
-    raise typer.Exit(joining.doctor(state, ticket_file, out(), json=json))

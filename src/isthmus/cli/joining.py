@@ -11,7 +11,6 @@ from pathlib import Path
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from isthmus.cli import options
 from isthmus.cli.options import state_folder
@@ -25,6 +24,7 @@ from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
+from isthmus.runtime.service.machine import Finding
 
 
 class Joining(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,20 +99,9 @@ def _attend(config: SiteConfig, joining: Joining, folder: Path, patience_s: floa
     return 0
 
 
-def doctor(state: Path | None, ticket_file: Path | None, out: Console, *, json: bool) -> int:
-    """The exit code: 0 when nothing is wrong."""
-    findings = (
-        examine_ticket(read_ticket(ticket_file)) if ticket_file is not None
-        else examine_device(state or state_folder("device"))
-    )  # fmt: skip
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(findings), indent=1).decode())
-    else:
-        drawn = Table("hop", "", "found", "what to do", title="On the way to the coordinator")
-        for finding in findings:
-            drawn.add_row(finding.hop, "ok" if finding.good else "BROKEN", finding.detail, finding.remedy)
-        out.print(drawn)
-    return 0 if findings[-1].good else 1
+def examined(folder: Path, ticket_file: Path | None) -> list[Finding]:
+    """`isthmus doctor`: the hops to the coordinator, of a device that has joined or of one with a ticket."""
+    return examine_device(folder) if ticket_file is None else examine_ticket(read_ticket(ticket_file))
 
 
 def _membership(joining: Joining, folder: Path, patience_s: float) -> Membership:

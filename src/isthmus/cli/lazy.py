@@ -39,8 +39,7 @@ def load(name: str, commands: Commands) -> Any:
     where = next(module for module, named in commands.items() if name in named)
     module = importlib.import_module(f"isthmus.cli.{where}")
     found = typer.main.get_command(module.app)
-    assert isinstance(found, TyperGroup), f"{module.__name__} has several commands"
-    return found.commands[name]
+    return found.commands[name] if isinstance(found, TyperGroup) else found  # a module may have one command
 
 
 def _not_loaded() -> None:

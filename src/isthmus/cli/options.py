@@ -37,6 +37,8 @@ StateOption = Annotated[
         help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.",
     ),
 ]
+PORT = 7433
+"""Of a coordinator."""
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 

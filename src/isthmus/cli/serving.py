@@ -22,8 +22,6 @@ from isthmus.runtime.service.fleet_state import Addresses, FleetState
 from isthmus.runtime.service.service import Service
 from isthmus.units import format_bandwidth, format_compute, format_duration
 
-PORT = 7433
-
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
     """Where a coordinator listens, and how it is reached."""

@@ -10,6 +10,7 @@ import typer
 from isthmus.cli import coordinating, federated, serving, submitting, training
 from isthmus.cli.chosen import chosen_job
 from isthmus.cli.options import (
+    PORT,
     FleetOption,
     JobFile,
     JsonOption,
@@ -36,7 +37,7 @@ AddressOption = Annotated[
 def serve(
     job_file: Annotated[Path | None, typer.Argument(metavar="JOB.toml", help="Run this, then end.")] = None,
     host: HostOption = "127.0.0.1",
-    port: PortOption = serving.PORT,
+    port: PortOption = PORT,
     address: AddressOption = None,
     tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 1,
     patience: PatienceOption = "60 s",
@@ -93,7 +94,7 @@ def probe(
         typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
     ] = None,
     host: HostOption = "127.0.0.1",
-    port: PortOption = serving.PORT,
+    port: PortOption = PORT,
     address: AddressOption = None,
     tickets: Annotated[int, typer.Option("--tickets", min=0, help="Print so many tickets at the start.")] = 0,
     patience: PatienceOption = "60 s",

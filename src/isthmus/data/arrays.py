@@ -156,7 +156,7 @@ def _bundled_digits() -> tuple[Array, Array]:
     found = importlib.util.find_spec("sklearn")
     file = Path(found.origin).parent / "datasets" / "data" / "digits.csv.gz" if found and found.origin else None
     if file is None or not file.is_file():
-        bundled = import_extra("sklearn.datasets", "train").load_digits()
+        bundled = import_extra("sklearn.datasets", "data of kind digits").load_digits()
         return bundled.images, bundled.target
     rows = np.loadtxt(file, delimiter=",")
     return rows[:, :-1].reshape(-1, _DIGIT_SIDE, _DIGIT_SIDE), rows[:, -1]

@@ -68,7 +68,7 @@ def check_columns(asked: Iterable[str], valid: Mapping[str, object]) -> None:
 
 def as_tensors(arrays: Mapping[str, Array]) -> dict[str, torch.Tensor]:
     """Torch is imported here, on first use: a coordinator counts samples on machines that have no torch."""
-    torch = import_extra("torch", "train")
+    torch = import_extra("torch", "the data")
     return {name: torch.from_numpy(np.ascontiguousarray(array)) for name, array in arrays.items()}
 
 

@@ -108,7 +108,7 @@ class DiskDataset:
 def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
     """The rows of `split`. UserError for a directory that cannot be read, an unknown column, or an empty split."""
     source = f"disk {options.path}"
-    library = import_extra("datasets", "hf")
+    library = import_extra("datasets", "the data")
     path = Path(options.path).expanduser()
     if not path.is_dir():
         raise UserError(f"disk option 'path': no directory {options.path}")

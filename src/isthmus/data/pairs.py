@@ -151,7 +151,7 @@ def _read_directory(
     path: Path, fields: tuple[str, str, str], split: Split, separate: bool
 ) -> tuple[list[list[object]], bool]:
     """The three columns, and whether they are the whole split already."""
-    library = import_extra("datasets", "hf")
+    library = import_extra("datasets", "the data")
     check_within(path)
     try:
         table = library.load_from_disk(str(path))

@@ -92,9 +92,9 @@ class HuggingFaceTokenizer:
         fast = path / "tokenizer.json"
         try:
             if fast.is_file():
-                self._tokenizer = import_extra("tokenizers", "hf").Tokenizer.from_file(str(fast))
+                self._tokenizer = import_extra("tokenizers", "the tokenizer").Tokenizer.from_file(str(fast))
             else:
-                automatic = import_extra("transformers", "hf").AutoTokenizer
+                automatic = import_extra("transformers", "the tokenizer").AutoTokenizer
                 self._tokenizer = automatic.from_pretrained(
                     str(path), local_files_only=True, trust_remote_code=False
                 ).backend_tokenizer

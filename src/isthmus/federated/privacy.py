@@ -83,8 +83,8 @@ def guarantee(privacy: Privacy, rounds: int, passes: int, probability: float | N
 
     `probability` is that of each client to take part in a round, drawn by itself; passes of a round share the draw.
     """
-    dp = import_extra("dp_accounting", "privacy")
-    pld = import_extra("dp_accounting.pld", "privacy")
+    dp = import_extra("dp_accounting", "[federated.privacy]")
+    pld = import_extra("dp_accounting.pld", "[federated.privacy]")
     deviation = privacy.noise_multiplier / math.sqrt(passes)
     event = dp.GaussianDpEvent(deviation)
     if probability is not None and probability < 1:

@@ -17,7 +17,8 @@ LEAST = 1 << 20
 def spread(act: Callable[[int, int], None], size: int, align: int = 1) -> None:
     """Call `act(start, stop)` for ranges that make up `size` numbers and begin at multiples of `align`, at the same
     time. Raises what one of them raised."""
-    threads = max(1, min(len(os.sched_getaffinity(0)), size // LEAST))
+    cores = len(os.sched_getaffinity(0)) if hasattr(os, "sched_getaffinity") else os.cpu_count() or 1
+    threads = max(1, min(cores, size // LEAST))
     step = -(-size // threads // align) * align or align
     ranges = [(start, min(start + step, size)) for start in range(0, size, step)]
     errors: list[Exception] = []

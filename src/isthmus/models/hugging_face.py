@@ -59,7 +59,7 @@ class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
 
 
 def _transformers() -> ModuleType:
-    library = import_extra("transformers", "hf")
+    library = import_extra("transformers", "the model")
     library.logging.set_verbosity_error()
     library.logging.disable_progress_bar()
     return library

@@ -6,11 +6,19 @@
     sync.step()
 """
 
-from isthmus.sync.attach import attach, mode_names
-from isthmus.sync.checkpoint import load_worker, save_worker
-from isthmus.sync.compressed import DeltaCodec
-from isthmus.sync.options import Options
-from isthmus.sync.statistics import SyncStatistics
-from isthmus.sync.sync import Sync
+from isthmus.extensions import what_is_missing
+
+try:
+    from isthmus.sync.attach import attach, mode_names
+    from isthmus.sync.checkpoint import load_worker, save_worker
+    from isthmus.sync.compressed import DeltaCodec
+    from isthmus.sync.options import Options
+    from isthmus.sync.statistics import SyncStatistics
+    from isthmus.sync.sync import Sync
+except ModuleNotFoundError as e:
+    missing = what_is_missing("isthmus.sync", e)
+    if missing is None:
+        raise
+    raise ModuleNotFoundError(missing, name=e.name) from e
 
 __all__ = ["DeltaCodec", "Options", "Sync", "SyncStatistics", "attach", "load_worker", "mode_names", "save_worker"]

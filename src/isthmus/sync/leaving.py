@@ -48,4 +48,5 @@ def _leave_all() -> None:
 
 
 atexit.register(_leave_all)
-os.register_at_fork(after_in_child=_OPEN.clear)  # threads stay with the parent
+if hasattr(os, "register_at_fork"):  # Windows does not fork
+    os.register_at_fork(after_in_child=_OPEN.clear)  # threads stay with the parent

@@ -16,6 +16,9 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.errors import UserError
+from isthmus.extensions import import_extra
+
 MESSAGE_BYTES = 1 << 16
 
 
@@ -49,6 +52,9 @@ class Nursery:
     def __init__(self, command: Sequence[str], environment: Mapping[str, str], log: int | None) -> None:
         """`command` starts a Python interpreter, in whatever place. `log` is a descriptor for what that process itself
         writes to standard error."""
+        import_extra("setproctitle", "a device process")
+        if not hasattr(os, "pidfd_open"):
+            raise UserError("device processes: got a system without pidfd_open, expected Linux")
         self._line, theirs = socket.socketpair(socket.AF_UNIX, socket.SOCK_SEQPACKET)
         with theirs:
             self._process = subprocess.Popen(

@@ -8,8 +8,6 @@ import time
 from collections.abc import Iterator
 from pathlib import Path
 
-import msgspec
-
 from isthmus.errors import IsthmusError, PeerError
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.messages.fleet import Dismissed, Present
@@ -17,18 +15,11 @@ from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import Membership, membership_in
 from isthmus.runtime.service.joining import fetch_authority
+from isthmus.runtime.service.machine import Finding
 from isthmus.runtime.transport.channel import SocketChannel, connected
 from isthmus.runtime.transport.secure import secure_dialled, secure_unknown
 
 PATIENCE_S = 10.0
-
-
-class Finding(msgspec.Struct, frozen=True):
-    hop: str
-    """state, ticket, name (DNS), port, TLS, fleet, clock, membership or version"""
-    good: bool
-    detail: str
-    remedy: str = ""
 
 
 class _Trouble(Exception):

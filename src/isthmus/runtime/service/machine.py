@@ -1,0 +1,88 @@
+"""Whether a machine can do its part, before it has joined anything: Python, libraries, ports and folders."""
+
+from __future__ import annotations
+
+import importlib
+import platform
+import socket
+import sys
+import tempfile
+from collections.abc import Iterator
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+from isthmus.extensions import EXTRAS, import_extra
+
+LEAST_PYTHON = (3, 11)
+
+
+class Finding(msgspec.Struct, frozen=True):
+    hop: str
+    """Of this machine: Python, system, a library, accelerators, port or folder. Of the way to the coordinator: state,
+    ticket, name (DNS), port, TLS, fleet, clock, membership or version."""
+    good: bool
+    detail: str
+    remedy: str = ""
+
+
+def examine_machine(folders: dict[str, Path], port: int) -> list[Finding]:
+    """All that is found; `folders` are those that will be written to, by what they are for. Nothing is left behind."""
+    return [
+        _python(), _system(), *_libraries(), *_accelerators(), *_ports(port),
+        *(_folder(what, path) for what, path in folders.items()),
+    ]  # fmt: skip
+
+
+def _python() -> Finding:
+    least = ".".join(map(str, LEAST_PYTHON))
+    return Finding("Python", sys.version_info >= LEAST_PYTHON, platform.python_version(), f"install Python {least}")
+
+
+def _system() -> Finding:
+    remedy = "`plan` and `simulate` work here; for all else take Linux (on Windows, WSL)"
+    return Finding("system", sys.platform == "linux", f"{platform.system()} {platform.release()}", remedy)
+
+
+def _libraries() -> Iterator[Finding]:
+    for module in (name for name, extra in EXTRAS.items() if extra == "train" and name != "sympy"):
+        try:
+            library = import_extra(module, "Isthmus")
+        except UserError as e:
+            yield Finding(module, False, "cannot be imported", str(e))
+        else:
+            yield Finding(module, True, str(getattr(library, "__version__", "there")))
+
+
+def _accelerators() -> Iterator[Finding]:
+    """What torch sees of them: nothing that stands in anybody's way."""
+    try:
+        torch = importlib.import_module("torch")
+    except ImportError:
+        return
+    found = [str(torch.cuda.get_device_name(n)) for n in range(torch.cuda.device_count())]
+    found += ["Apple GPU (mps)"] if torch.backends.mps.is_available() else []
+    yield Finding("accelerators", True, f"{', '.join(found) or 'none'}; stages compute on the CPU today")
+
+
+def _ports(port: int) -> Iterator[Finding]:
+    for wanted in (0, port):
+        what = "any" if not wanted else f"{wanted}, which `isthmus serve` takes"
+        try:
+            socket.create_server(("127.0.0.1", wanted)).close()
+        except OSError as e:
+            remedy = "let this user listen on 127.0.0.1" if not wanted else "give another one: `isthmus serve --port`"
+            yield Finding("port", bool(wanted), f"{what}: {e.strerror or e}", remedy)
+        else:
+            yield Finding("port", True, f"{what}: can be bound")
+
+
+def _folder(what: str, path: Path) -> Finding:
+    there = next(folder for folder in (path, *path.absolute().parents) if folder.exists())
+    try:
+        with tempfile.TemporaryFile(dir=there):
+            pass
+    except OSError as e:
+        return Finding("folder", False, f"{what}: {path}: {e.strerror or e}", f"make {there} a folder you may write to")
+    return Finding("folder", True, f"{what}: {path} can be written")
