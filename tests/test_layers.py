@@ -30,15 +30,15 @@ PUBLIC = {
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
     "plan": "Averages Certificate Collective Compression CompressionConfig Edge Objective Outer Packing Plan "
-    "Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration SyncPlan "
-    "SyncWorker Tasklet Terms classic_in_flight load_plan save_plan",
+    "PlanPeriod Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration "
+    "SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan save_plan",
     "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled "
     "whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
-    "Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss draw_plan "
-    "draw_timeline explain explanation_text fleet_table improvements least_headroom plan_summary plan_table "
-    "planners_table prediction_error ranked topologies_table verdict_table",
+    "PlanComparison Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss "
+    "draw_plan draw_timeline during explain explanation_text fleet_table improvements last_period least_headroom "
+    "plan_summary plan_table planners_table prediction_error ranked run_summary topologies_table verdict_table",
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "

@@ -10,7 +10,14 @@ from synthetic_pipeline import make_fleet, make_plan
 from isthmus.fleet import Fleet, Link, Links, Route, topology
 from isthmus.graph.opgraph import Op, OpGraph, Ref
 from isthmus.plan import Plan
-from isthmus.report import comparison_table, fleet_table, plan_table, planners_table, topologies_table
+from isthmus.report import (
+    comparison_summary,
+    comparison_table,
+    fleet_table,
+    plan_table,
+    planners_table,
+    topologies_table,
+)
 from isthmus.trace import Trace
 
 
@@ -99,7 +106,7 @@ def test_no_color_is_honoured(plan: Plan, fleet: Fleet, monkeypatch: pytest.Monk
 
 
 def test_comparison(predicted: Trace, measured: Trace, plan: Plan) -> None:
-    text = render(comparison_table(predicted, measured, plan))
+    text = render(comparison_table(comparison_summary(predicted, measured, plan)))
     assert row(text, "measured").split()[-1] == "-"
     assert row(text, "simulator").split() == ["simulator", "1.44", "s", row(text, "simulator").split()[-1]]
     assert row(text, "simulator").endswith("%")
@@ -113,7 +120,7 @@ def test_comparison(predicted: Trace, measured: Trace, plan: Plan) -> None:
 
 def test_comparison_without_links(predicted: Trace, plan: Plan) -> None:
     alone = Trace(source="runtime", run="alone", spans=tuple(s for s in predicted.spans if s.track == "compute"))
-    text = render(comparison_table(alone, alone, plan))
+    text = render(comparison_table(comparison_summary(alone, alone, plan)))
     assert "Devices" in text
     assert "Links" not in text
 

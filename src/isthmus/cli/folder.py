@@ -4,6 +4,7 @@ runs/NAME/
   job.json  fleet.json  plan.json  graph.json     what was run
   captured.safetensors                            for a coordinator that is started again: it need not capture
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
+  plans.json                                      each plan that was in force, and since when
   losses.jsonl                                    one line per step and per evaluation
   plan.png  timeline.png  loss.png  summary.json
   logs/DEVICE.log                                 what each device's process wrote to standard error
@@ -18,7 +19,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Generator, Iterator
+from collections.abc import Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -29,13 +30,13 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.locking import locked
-from isthmus.plan import Plan, load_plan
+from isthmus.plan import Plan, PlanPeriod, load_plan
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")
 
 JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
-MEASURED, PREDICTED = "trace.jsonl", "predicted.jsonl"
+MEASURED, PREDICTED, PERIODS = "trace.jsonl", "predicted.jsonl", "plans.json"
 
 
 class RunFolder:
@@ -143,7 +144,7 @@ class RunFolder:
         for name in (JOB, FLEET, PLAN):
             shutil.copy(self.path / name, session / name)
         pictures = self.plan_picture.name, self.timeline.name
-        for name in (PREDICTED, *pictures, self.summary.name, self.perfetto.name, MEASURED):
+        for name in (PREDICTED, PERIODS, *pictures, self.summary.name, self.perfetto.name, MEASURED):
             if (self.path / name).exists():
                 (self.path / name).rename(session / name)
 
@@ -189,13 +190,18 @@ class RunFolder:
         except ValueError as e:  # msgspec's, or UnicodeDecodeError
             raise UserError(f"run folder {self.path}: {name}: {e}") from None
 
-    def write_traces(self, predicted: Trace, measured: Trace) -> None:
+    def write_traces(self, predicted: Trace, measured: Trace, periods: Sequence[PlanPeriod]) -> None:
+        (self.path / PERIODS).write_bytes(msgspec.json.encode(periods))
         write_jsonl(predicted, self.path / PREDICTED)
         write_jsonl(measured, self.path / MEASURED)
 
     def traces(self) -> tuple[Trace, Trace]:
         """(predicted, measured)"""
         return read_jsonl(self.path / PREDICTED), read_jsonl(self.path / MEASURED)
+
+    def periods(self) -> tuple[PlanPeriod, ...]:
+        """The plans of the newest session."""
+        return self._decode(PERIODS, tuple[PlanPeriod, ...])
 
     def log(self, point: LossPoint) -> None:
         with self._losses.open("ab") as file:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
@@ -11,14 +12,15 @@ from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
-from isthmus.plan import Plan, Replica, load_plan
+from isthmus.plan import Plan, PlanPeriod, Replica, load_plan
 from isthmus.planners import check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.feedback import check_feedback
+from isthmus.runtime.conducting.run import run_spec
 from isthmus.runtime.conducting.stages import refuse_shared_devices, stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
-from isthmus.trace import Trace, busy_share, steady_step_s
+from isthmus.trace import Span, Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
 
 SIMULATED_STEPS = 8
@@ -139,6 +141,24 @@ def predict(prepared: Prepared, plan: Plan, fleet: Fleet, spec: RunSpec) -> Trac
     """A few steps of the run on the virtual clock."""
     steps = min(spec.steps, spec.start_step + max(SIMULATED_STEPS, SCORED_STEPS + plan.sync.period))
     return simulate(plan, fleet, msgspec.structs.replace(spec, steps=steps), simulation_options(prepared, plan))
+
+
+def predict_periods(prepared: Prepared, periods: Sequence[PlanPeriod]) -> Trace:
+    """A few steps under each of a run's plans, from the step and the time on at which it came into force."""
+    spans: list[Span] = []
+    period, steps = 1, prepared.job.training.steps
+    for number, one in enumerate(periods):
+        end = min((later.first_step for later in periods[number + 1 :]), default=steps)
+        if one.first_step >= end:
+            continue
+        cut = prepared.cut_into(one.plan.micro_batches)
+        found = predict(cut, one.plan, one.fleet, run_spec(cut, one.first_step))
+        period = found.period
+        spans += [
+            msgspec.structs.replace(span, start_s=span.start_s + one.since_s, end_s=span.end_s + one.since_s)
+            for span in found.spans if span.step < end
+        ]  # fmt: skip
+    return Trace(source="simulator", run=prepared.job.name, spans=tuple(spans), period=period)
 
 
 def print_simulation(console: Console, trace: Trace, plan: Plan) -> None:

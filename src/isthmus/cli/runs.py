@@ -14,7 +14,7 @@ from isthmus.cli.folder import RunFolder
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.models import build_model, is_hugging_face, save_hugging_face
-from isthmus.report import comparison_summary, comparison_table
+from isthmus.report import comparison_table, run_summary
 from isthmus.trace import write_perfetto
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
 
@@ -26,12 +26,14 @@ def trace(run: Path, out: Console, *, json: bool) -> None:
         return
     predicted, measured = folder.traces()
     write_perfetto([predicted, measured], folder.perfetto)
-    summary = comparison_summary(predicted, measured, folder.plan())
+    summary = run_summary(predicted, measured, folder.periods())
+    if summary is None:
+        raise UserError(f"run folder {run}: no training step was finished")
     if json:
         told = {"perfetto": str(folder.perfetto), "comparison": msgspec.to_builtins(summary)}
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
         return
-    out.print(comparison_table(predicted, measured, folder.plan()))
+    out.print(comparison_table(summary))
     out.print(f"{folder.perfetto}: open it in ui.perfetto.dev", highlight=False)
 
 

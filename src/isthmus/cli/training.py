@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -11,24 +12,26 @@ import typer
 from rich.console import Console
 
 from isthmus.cli.folder import RunFolder
-from isthmus.cli.planning import fleet_for, plan_for, predict
+from isthmus.cli.planning import fleet_for, plan_for, predict_periods
 from isthmus.cli.watch import LoadedHooks, Watch
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plan import PlanPeriod
 from isthmus.report import (
     ComparisonSummary,
     Progress,
-    comparison_summary,
     comparison_table,
     draw_loss,
     draw_plan,
     draw_timeline,
+    during,
+    last_period,
     plan_table,
+    run_summary,
 )
 from isthmus.runtime.conducting.crew import Crew
 from isthmus.runtime.conducting.record import Record, read_record
-from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
 from isthmus.runtime.conducting.run import train as run_training
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.trace import Trace
@@ -105,10 +108,10 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
         )  # fmt: skip
     if record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
-    predicted = predict(prepared, plan, fleet, run_spec(prepared, start_step))
+    predicted = predict_periods(prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
-    folder.write_traces(predicted, measured)
-    _report(folder, prepared, (predicted, measured), plan, choices, out)
+    folder.write_traces(predicted, measured, outcome.periods)
+    _report(folder, prepared, (predicted, measured), outcome.periods, choices, out)
     _warn_late(notes, outcome)
     hooks.call("finish", folder.path, outcome.outcome)
     check_outcome(outcome)
@@ -158,22 +161,22 @@ def _folder(job: Job, choices: Choices) -> RunFolder:
 
 
 def _report(
-    folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], plan: Plan, choices: Choices, out: Console
+    folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], periods: Sequence[PlanPeriod],
+    choices: Choices, out: Console,
 ) -> None:
     predicted, measured = traces
     train_points, heldout = _points(folder, "train"), _points(folder, "heldout")
     if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
         draw_loss(train_points, heldout, folder.loss_picture, unit=_unit(prepared))
-    summary: ComparisonSummary | None = None
-    if any(s.name == "update" for s in measured.spans):
-        draw_timeline(predicted, measured, folder.timeline)
-        summary = comparison_summary(predicted, measured, plan)
+    summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
+    if summary is not None and last is not None:
+        draw_timeline(during(predicted, periods, last), during(measured, periods, last), folder.timeline)
         folder.summary.write_bytes(summary.as_json())
     if choices.json:
         _tell(folder, summary)
         return
     if summary is not None:
-        out.print(comparison_table(predicted, measured, plan))
+        out.print(comparison_table(summary))
     if heldout:
         out.print(f"held-out loss {heldout[-1][1]:.4f} {_unit(prepared)} after {heldout[-1][0]} steps", highlight=False)
     out.print(f"run folder: {folder.path}", highlight=False)

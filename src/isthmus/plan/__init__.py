@@ -4,6 +4,7 @@ from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
 from isthmus.plan.outer import Outer
 from isthmus.plan.packing import Packing
+from isthmus.plan.period import PlanPeriod
 from isthmus.plan.plan import (
     Averages,
     Certificate,
@@ -25,7 +26,8 @@ from isthmus.plan.terms import CompressionConfig, Objective, Terms
 
 __all__ = [
     "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "CompressionConfig", "Edge", "Objective",
-    "Outer", "Packing", "Plan", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory", "Sync",
+    "Outer", "Packing", "Plan", "PlanPeriod", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory",
+    "Sync",
     "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan",
     "save_plan",
 ]  # fmt: skip

@@ -3,12 +3,14 @@
 from isthmus.report.compared import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
+from isthmus.report.periods import during, last_period, run_summary
 from isthmus.report.pictures import draw_loss, draw_plan, draw_timeline
 from isthmus.report.progress import Progress
 from isthmus.report.summary import (
     ComparisonSummary,
     DeviceUse,
     LinkUse,
+    PlanComparison,
     PlanSummary,
     StageSummary,
     Transfer,
@@ -29,6 +31,7 @@ __all__ = [
     "Explanation",
     "Headroom",
     "LinkUse",
+    "PlanComparison",
     "PlanSummary",
     "Progress",
     "StageSummary",
@@ -39,16 +42,19 @@ __all__ = [
     "draw_loss",
     "draw_plan",
     "draw_timeline",
+    "during",
     "explain",
     "explanation_text",
     "fleet_table",
     "improvements",
+    "last_period",
     "least_headroom",
     "plan_summary",
     "plan_table",
     "planners_table",
     "prediction_error",
     "ranked",
+    "run_summary",
     "topologies_table",
     "verdict_table",
 ]

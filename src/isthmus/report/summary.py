@@ -89,8 +89,23 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     measured_bytes_per_s: float | None
 
 
+class PlanComparison(msgspec.Struct, frozen=True, kw_only=True):
+    """One of a run's plans: seconds per step as it predicted, and as was measured while it was in force."""
+
+    devices: tuple[str, ...]
+    first_step: int
+    """The first and the last of its steps, counted from 1."""
+    last_step: int
+    measured_step_s: float
+    predicted_step_s: float
+    """By the simulator, on the fleet as it was believed to be when the plan was made."""
+    error: float
+    closed_form_step_s: float
+
+
 class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
-    """What was predicted of a run beside what was measured. Errors are (predicted - measured) / measured."""
+    """What was predicted of a run beside what was measured, under the last of its plans. Errors are
+    (predicted - measured) / measured."""
 
     model: str
     fleet: str
@@ -106,6 +121,8 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     eq3_error: float
     devices: tuple[DeviceUse, ...]
     links: tuple[LinkUse, ...]
+    plans: tuple[PlanComparison, ...] = ()
+    """Of a run: each of its plans, in order."""
 
     def as_json(self) -> bytes:
         """One line of JSON."""

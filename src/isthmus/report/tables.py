@@ -17,10 +17,8 @@ from isthmus.report.summary import (
     PlanSummary,
     StageSummary,
     Transfer,
-    comparison_summary,
     plan_summary,
 )
-from isthmus.trace import Trace
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_LEFT_OUT = 8
@@ -144,11 +142,24 @@ def _bound(certificate: Certificate) -> str:
     return format_duration(certificate.lower_bound)
 
 
-def comparison_table(predicted: Trace, measured: Trace, plan: Plan) -> RenderableType:
-    """Step time, busy devices and used links: predicted beside measured. UserError as `comparison_summary`."""
-    summary = comparison_summary(predicted, measured, plan)
+def comparison_table(summary: ComparisonSummary) -> RenderableType:
+    """Step time, busy devices and used links: predicted beside measured. If the plan changed, a row for each plan."""
     tables = [_step_table(summary), _device_table(summary)]
-    return Group(*tables, _link_table(summary)) if summary.links else Group(*tables)
+    if summary.links:
+        tables.append(_link_table(summary))
+    return Group(_plans_table(summary), *tables) if len(summary.plans) > 1 else Group(*tables)
+
+
+def _plans_table(summary: ComparisonSummary) -> RenderableType:
+    numbers = ("predicted", "measured", "error")
+    table = new_table(("steps", "devices", *numbers), numbers)
+    for plan in summary.plans:
+        table.add_row(
+            Text(f"{plan.first_step} to {plan.last_step}"), Text(", ".join(plan.devices)),
+            Text(_seconds(plan.predicted_step_s)), Text(_seconds(plan.measured_step_s)), Text(f"{plan.error:+.1%}"),
+        )  # fmt: skip
+    caption = "each plan with the fleet that it was made for, and the steps under it; below, the last one"
+    return titled("Step time of each of the run's plans", table, caption)
 
 
 def _step_table(summary: ComparisonSummary) -> RenderableType:

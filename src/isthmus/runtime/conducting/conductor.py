@@ -175,7 +175,7 @@ class Conductor:
         return Outcome(
             outcome=finish.outcome, reason=str(self._failure or finish.reason), failure=self._failure,
             spans=tuple(self._spans), late_s=self._late_s, elapsed_s=ended_s - (self._origin_s or ended_s),
-            recoveries=tuple(self._recoveries),
+            recoveries=tuple(self._recoveries), origin_s=self._origin_s,
         )  # fmt: skip
 
     def _beat(self) -> None:

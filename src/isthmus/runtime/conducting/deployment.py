@@ -50,7 +50,7 @@ class Deployment:
         self.plan = plan
         self.job = prepared.job
         self._prepared = prepared
-        self._fleet = fleet
+        self.fleet = fleet
         self._emulated = emulated
         training = self.job.training
         self.stages = stage_pairs(
@@ -105,7 +105,7 @@ class Deployment:
         for device, pair in self.by_device.items():
             near = [devices[stage] for stage in sorted(self._others(pair))]
             if near and pair.written:
-                found[device] = max(near, key=lambda d: self._fleet.link(device, d).bandwidth_bytes_per_s)
+                found[device] = max(near, key=lambda d: self.fleet.link(device, d).bandwidth_bytes_per_s)
         return found
 
     def _keep_every(self) -> int:
@@ -123,7 +123,7 @@ class Deployment:
         step_s = self.plan.predicted.step_s
         steps = [LEAST_INTERVAL_S / step_s] if step_s > 0 else [1.0]
         for device, mirror in self._mirrors.items():
-            bandwidth = self._fleet.link(device, mirror).bandwidth_bytes_per_s
+            bandwidth = self.fleet.link(device, mirror).bandwidth_bytes_per_s
             stages = self.by_device[device].view.stage, self.by_device[mirror].view.stage
             busy_s = self._crossing_bytes(*stages) / 2 / bandwidth
             spare = max(LEAST_SPARE, 1.0 - busy_s / step_s) if step_s > 0 else 1.0
@@ -136,7 +136,7 @@ class Deployment:
 
     def _bytes_of(self, parts: Collection[str]) -> int:
         """Master weights and the optimizer's tensors."""
-        state = self._prepared.problem(self._fleet).state
+        state = self._prepared.problem(self.fleet).state
         return self._elements(parts) * (FLOAT32_BYTES + state.optimizer_bytes)
 
     def _elements(self, parts: Collection[str]) -> int:
@@ -151,7 +151,7 @@ class Deployment:
         """
         found = [0.0]
         for device, parts in self.layout.parts.items():
-            near = [self._fleet.link(d, device).bandwidth_bytes_per_s for d in self._fleet.names if d != device]
+            near = [self.fleet.link(d, device).bandwidth_bytes_per_s for d in self.fleet.names if d != device]
             missing = parts - now.layout.parts.get(device, frozenset())
             if not near or not missing:
                 continue
@@ -218,7 +218,7 @@ class Deployment:
         if device not in self._mirrors or not self.layout.keep_every:
             return None
         mirror = self._mirrors[device]
-        stretch = int(self._fleet.link(device, mirror).bandwidth_bytes_per_s * STRETCH_S)
+        stretch = int(self.fleet.link(device, mirror).bandwidth_bytes_per_s * STRETCH_S)
         return Mirror(
             stage=self.by_device[mirror].view.stage, every=self.layout.keep_every,
             stretch_bytes=min(MOST_STRETCH_BYTES, max(LEAST_STRETCH_BYTES, stretch)),
@@ -275,7 +275,7 @@ class Deployment:
                 shape=shapes[0][1] if shapes else None, later=shapes[1:],
                 sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
                 window_bytes=self._window(view.stage, stage),
-                strands=strands_for(self._fleet.link(devices[view.stage], device)),
+                strands=strands_for(self.fleet.link(devices[view.stage], device)),
             ))  # fmt: skip
         return tuple(found)
 

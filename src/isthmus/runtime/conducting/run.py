@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import secrets
+import time
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -12,7 +13,7 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
-from isthmus.plan import Plan
+from isthmus.plan import Plan, PlanPeriod
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure
@@ -96,6 +97,8 @@ class TrainingScript:
         self._plans = Plans(prepared, first, fleet, options.replan, emulate=options.emulate)
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self._begun: Begin | None = None
+        self._periods: list[PlanPeriod] = []
+        """Since when by the monotonic clock."""
         self._values = Values(prepared, self.now.written)
         self._loaded_step: int | None = None
         """Of the state that `_values` are; None when they are of several."""
@@ -145,6 +148,7 @@ class TrainingScript:
 
     def begin(self, begin: Begin, layout: Layout) -> None:
         self._plans.begin(layout, begin.step)
+        self._periods.append(self._period(begin.step, time.monotonic()))
         first, self._begun = self._begun is None and self._record is None, begin
         self._lineage.begin(begin.epoch, begin.step)
         if self._options.crew.outlives:
@@ -159,6 +163,14 @@ class TrainingScript:
         if not first:
             self._writer.discard()
             self._watcher.rolled_back(begin.step)
+
+    def _period(self, step: int, now_s: float) -> PlanPeriod:
+        return PlanPeriod(plan=self.now.plan, fleet=self.now.fleet, first_step=step, since_s=now_s)
+
+    def periods(self, origin_s: float) -> tuple[PlanPeriod, ...]:
+        """The run's plans, in seconds since the origin."""
+        found = self._periods or [self._period(self.start_step, origin_s)]
+        return tuple(msgspec.structs.replace(p, since_s=max(0.0, p.since_s - origin_s)) for p in found)
 
     def give(self, tensors: Mapping[str, Tensor]) -> None:
         self._values.give(tensors)
@@ -248,6 +260,7 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
     with options.crew.at_work(call, conductor.reception) as work:
         outcome = conductor.conduct(work)
     remove_record(folder)
+    outcome = msgspec.structs.replace(outcome, periods=script.periods(outcome.origin_s))
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome

@@ -9,6 +9,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError
+from isthmus.plan import PlanPeriod
 from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
 from isthmus.protocol.work import Item
@@ -32,6 +33,10 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     failure: IsthmusError | None = None
     """Why the run could not go on."""
     recoveries: tuple[Recovery, ...] = ()
+    origin_s: float = 0.0
+    """The monotonic clock at the first item's opening; 0 when there was none."""
+    periods: tuple[PlanPeriod, ...] = ()
+    """The run's plans."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
