@@ -25,6 +25,15 @@ def check_is_local(field: str, path: str) -> None:
         raise UserError(f"{field}: got {path!r}, expected a folder of this machine: remote stores are not supported")
 
 
+def follow_umask(path: Path) -> None:
+    """Give a file the permissions of one that this process creates in the ordinary way: safetensors makes its files
+    readable by their owner alone."""
+    probe = path.with_name(f".{path.name}.mode")
+    probe.touch()
+    path.chmod(probe.stat().st_mode & 0o777)
+    probe.unlink()
+
+
 def read_toml(path: Path, kind: str) -> dict[str, object]:
     """The tables of a TOML file; UserError for a missing file or a syntax error, with its line."""
     try:

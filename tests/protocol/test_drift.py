@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.plan import Plan, Prediction, Replica, Schedule, Stage
 from isthmus.plan.plan import StageMemory
-from isthmus.protocol.drift import APART, LAG_STEPS, STEPS, Drift, Figure, Gauge
+from isthmus.protocol.drift import APART, LAG_STEPS, STEPS, Drift, Figure, Gauge, News
 from isthmus.trace import Span
 
 FORWARD, BACKWARD, SPEED, BANDWIDTH, MESSAGE = 1000, 2000, 3000.0, 1e5, 50_000
@@ -182,3 +182,12 @@ def test_a_probe_says_that_a_link_has_recovered() -> None:
     assert found.key == link and found.now == BANDWIDTH, "no faster than stated: a probe is short"
     assert drift.doubtful() == []
     assert drift.fleet().link(*link).bandwidth_bytes_per_s == pytest.approx(BANDWIDTH)
+
+
+def test_a_rate_that_swings_is_told_once_and_again_when_it_is_another() -> None:
+    news = News()
+    rates = [10e6, 5e6, 7e6, 5e6, 7e6, 4e6, 2e6, 3e6, 2e6, 9e6]
+    told = [news.fresh(Figure(("oslo", "tokyo"), a, b)) for a, b in itertools.pairwise(rates)]
+    assert [bool(text) for text in told] == [True, False, False, False, False, True, False, False, True]
+    assert told[5] == "oslo -> tokyo carries 16 Mbit/s, not 40 Mbit/s"
+    assert news.fresh(Figure(("tokyo", "oslo"), 10e6, 5e6))

@@ -184,3 +184,13 @@ def test_described_lists() -> None:
     assert "Planners" in text
     assert row(text, "even").split(maxsplit=1)[1].strip() == "equal layers [baseline]"
     assert row(render(topologies_table([("laptop", "two devices")])), "laptop").endswith("two devices")
+
+
+def test_a_plan_is_not_told_twice(plan: Plan, fleet: Fleet) -> None:
+    device = plan.devices[0]
+    row = f"{device} runs operators 0..3, 20% of the FLOPs at 1 GFLOPS, 0.1 s per micro-batch"
+    text = render(plan_table(msgspec.structs.replace(plan, notes=(row, "lima is left out: it is slow")), fleet), 200)
+    assert "runs operators" not in text
+    assert "lima is left out" in text
+    reasoned = msgspec.structs.replace(plan, notes=(f"{row}: it holds the data",))
+    assert "it holds the data" in render(plan_table(reasoned, fleet), 200)

@@ -11,6 +11,7 @@ import numpy as np
 import pytest
 
 from isthmus.cli.folder import RunFolder
+from isthmus.cli.losses import LossPoint
 from isthmus.errors import UserError
 from isthmus.job import load_job
 
@@ -132,3 +133,20 @@ def test_a_loss_that_is_no_number_is_told_as_it_is(tmp_path: Path, monkeypatch: 
     assert told["loss"] is None and told["comparison"]["measured_step_s"] > 0
     assert (tmp_path / "npz" / "timeline.png").exists()
     assert not (tmp_path / "npz" / "loss.png").exists()
+
+
+def test_losses_of_a_session_that_was_killed_before_its_first_checkpoint_are_kept(finished: Path) -> None:
+    """The steps are done again, and give their losses again."""
+    source = RunFolder.existing(finished / "run")
+    folder = RunFolder.empty(finished / "killed")
+    parts = source.job(), source.fleet(), source.plan()
+    folder.begin(*parts, 0)
+    for step in (1, 2):
+        folder.log(LossPoint(step=step, loss=float(step)))
+    folder.begin(*parts, 0)
+    assert folder.losses() == []
+    assert [point.step for point in RunFolder.existing(folder.path / "sessions/1").losses()] == [1, 2]
+    folder.log(LossPoint(step=1, loss=1.0))
+    folder.begin(*parts, 1)  # nothing is forgotten, and there is nothing to keep beside it
+    assert [point.step for point in folder.losses()] == [1]
+    assert not (folder.path / "sessions/2").exists()

@@ -224,6 +224,28 @@ def test_a_manifest_that_says_something_else_is_noticed(tmp_path: Path, said: st
         read_manifest(path)
 
 
+@pytest.mark.parametrize("umask", [0o022, 0o077])
+def test_files_have_the_permissions_that_the_umask_leaves(tmp_path: Path, umask: int) -> None:
+    before = os.umask(umask)
+    try:
+        writer = CheckpointWriter(tmp_path)
+        writer.write(1, "stage-0", {"w": torch.zeros(2)})
+        folder = writer.commit(Manifest(step=1, seed=0, batch=1))
+    finally:
+        os.umask(before)
+    assert {path.stat().st_mode & 0o777 for path in folder.iterdir()} == {0o666 & ~umask}
+
+
+def test_a_finite_checkpoint_outlives_newer_ones_that_are_not(tmp_path: Path) -> None:
+    writer = CheckpointWriter(tmp_path, keep=1)
+    for step, finite in ((1, True), (2, False), (3, False)):
+        writer.write(step, "stage-0", {"w": torch.zeros(2)})
+        writer.commit(Manifest(step=step, seed=0, batch=1, finite=finite))
+    assert sorted(path.name for path in tmp_path.glob("step-*")) == ["step-000001", "step-000003"]
+    assert newest_whole_checkpoint(tmp_path, lambda _: None) == writer.at(1)
+    assert newest_whole_checkpoint(tmp_path, lambda _: None, finite=False) == writer.at(3)
+
+
 def test_the_newest_whole_one_is_taken(tmp_path: Path) -> None:
     writer = CheckpointWriter(tmp_path, keep=4)
     passed_over: list[str] = []

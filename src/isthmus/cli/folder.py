@@ -9,7 +9,7 @@ runs/NAME/
   plan.png  timeline.png  loss.png  summary.json
   logs/DEVICE.log                                 what each device's process wrote to standard error
   checkpoints/
-  sessions/1/                                     of a resumed run: plan and traces of the sessions before
+  sessions/1/                                     of a resumed run: plan, losses and traces of the sessions before
 """
 
 from __future__ import annotations
@@ -111,11 +111,12 @@ class RunFolder:
                     made.rmdir()
 
     def begin(self, job: Job, fleet: Fleet, plan: Plan, start_step: int) -> None:
-        """A session of the run starts. An earlier one that left its traces is kept under `sessions/`; losses after
-        `start_step` are forgotten, as they will be made again. UserError when the folder cannot be written."""
+        """A session of the run starts. An earlier one that left its traces, or losses after `start_step`, is kept under
+        `sessions/`; those losses are forgotten here, as they will be made again. UserError when the folder cannot be
+        written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
-            self._archive()
+            self._archive(start_step)
             _replace(self.path / FLEET, _document(fleet))
             _replace(self.path / PLAN, _document(plan))
             self.forget_losses(start_step)
@@ -133,16 +134,17 @@ class RunFolder:
         """Whether a session of a run has begun here."""
         return (self.path / JOB).is_file()
 
-    def _archive(self) -> None:
-        """The session folder is a run folder that `isthmus trace` reads."""
-        if not (self.path / MEASURED).is_file():
+    def _archive(self, start_step: int) -> None:
+        """The session folder is a run folder that `isthmus trace` reads, if the session was not killed."""
+        if not (self.path / MEASURED).is_file() and all(p.step <= start_step for p in self.losses()):
             return
         sessions = self.path / "sessions"
         sessions.mkdir(exist_ok=True)
         session = next(path for n in itertools.count(1) if not (path := sessions / str(n)).exists())
         session.mkdir()
-        for name in (JOB, FLEET, PLAN):
-            shutil.copy(self.path / name, session / name)
+        for name in (JOB, FLEET, PLAN, LOSSES):
+            if (self.path / name).exists():
+                shutil.copy(self.path / name, session / name)
         pictures = self.plan_picture.name, self.timeline.name
         for name in (PREDICTED, PERIODS, *pictures, self.summary.name, self.perfetto.name, MEASURED):
             if (self.path / name).exists():

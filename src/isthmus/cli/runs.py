@@ -11,6 +11,7 @@ from safetensors.torch import save_model
 
 from isthmus.cli import federated_runs
 from isthmus.cli.folder import RunFolder
+from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.models import build_model, is_hugging_face, save_hugging_face
@@ -54,6 +55,7 @@ def export(run: Path, directory: Path, *, json: bool) -> None:
     else:
         directory.mkdir(parents=True, exist_ok=True)
         save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
+        follow_umask(directory / "model.safetensors")
         (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
     if json:
         typer.echo(msgspec.json.encode({"directory": str(directory), unit.removesuffix("s"): done}).decode())

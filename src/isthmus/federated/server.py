@@ -24,6 +24,7 @@ from safetensors.torch import save_file
 from torch import Tensor
 
 from isthmus.data.dataset import fingerprint_of
+from isthmus.documents import follow_umask
 from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
@@ -244,6 +245,7 @@ class Commits:
         try:
             self._folder.mkdir(parents=True, exist_ok=True)
             save_file(tensors, unfinished, metadata=metadata)
+            follow_umask(unfinished)
             unfinished.replace(path)
             for old in self._files()[:-KEPT]:
                 old.unlink()

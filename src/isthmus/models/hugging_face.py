@@ -17,6 +17,7 @@ import torch
 from torch import nn
 from torch._subclasses.fake_tensor import FakeTensor
 
+from isthmus.documents import follow_umask
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra, read_options
 
@@ -167,5 +168,7 @@ def save_hugging_face(module: nn.Module, directory: Path, tokenizer_dir: Path | 
         if not tokenizer:
             raise UserError(f"{tokenizer_dir} holds no tokenizer: expected tokenizer.json or one of its older forms")
     module.save_pretrained(directory)  # pyright: ignore[reportCallIssue]
+    for file in directory.glob("*.safetensors"):
+        follow_umask(file)
     for path in tokenizer:
         shutil.copy(path, directory / path.name)

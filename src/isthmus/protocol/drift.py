@@ -59,6 +59,25 @@ class Figure(NamedTuple):
         return f"{source} -> {target} carries {now}, not {before}"
 
 
+FAR = 2.0
+"""People are told of a rate again when it is so many times more or less than what they were told last."""
+
+
+class News:
+    """What people are told of rates that are believed anew: rates that swing a little are told once."""
+
+    def __init__(self) -> None:
+        self._told: dict[Key, float] = {}
+
+    def fresh(self, figure: Figure) -> str:
+        """What to say of it; empty if that would be nothing new."""
+        last = self._told.get(figure.key)
+        if last is not None and max(figure.now / last, last / figure.now) < FAR:
+            return ""
+        self._told[figure.key] = figure.now
+        return figure.told if last is None else figure._replace(before=last).told
+
+
 class Gauge:
     """One rate: what is believed, and the samples that may speak against it."""
 

@@ -129,8 +129,12 @@ def _plan_caption(plan: PlanSummary) -> str:
 
 
 def _notes(plan: PlanSummary) -> list[str]:
-    """Those of devices in use, and of the others the first few."""
-    used = [note for note in plan.notes if " is left out" not in note]
+    """Of devices in use those that give a reason: the rest is in the table; and of the others the first few."""
+    rows = tuple(f"{stage.device} runs " for stage in plan.stages)
+    used = [
+        note for note in plan.notes
+        if " is left out" not in note and (not note.startswith(rows) or " per micro-batch: " in note)
+    ]  # fmt: skip
     left_out = [note for note in plan.notes if " is left out" in note]
     more = len(left_out) - MOST_LEFT_OUT
     return [*used, *left_out[:MOST_LEFT_OUT], *([f"... and {more} more are left out"] if more > 0 else [])]

@@ -14,6 +14,7 @@ from safetensors.torch import load_file, save_file
 from torch import Tensor, nn
 from torch.optim import Optimizer
 
+from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 from isthmus.sync.sync import Sync
 
@@ -39,6 +40,7 @@ def save_worker(path: Path | str, model: nn.Module, optimizer: Optimizer, sync: 
     partial = path.with_name(f"{path.name}.{os.getpid()}.partial")
     # Parameters are views of one memory, which safetensors refuses: it is told of copies.
     save_file({name: tensor.detach().clone().contiguous() for name, tensor in state.items()}, partial)
+    follow_umask(partial)
     os.replace(partial, path)
 
 

@@ -31,6 +31,7 @@ from safetensors import SafetensorError, safe_open
 from safetensors.torch import save_file
 from torch import Tensor, nn
 
+from isthmus.documents import follow_umask
 from isthmus.errors import UserError
 
 MANIFEST = "manifest.json"
@@ -117,6 +118,7 @@ class CheckpointWriter:
         try:
             folder.mkdir(parents=True, exist_ok=True)
             save_file({k: v.detach().cpu().contiguous() for k, v in tensors.items()}, folder / name)
+            follow_umask(folder / name)
             _flush(folder / name)
             saved = SavedFile(tensors=tuple(tensors), sha256=_digest(folder / name))
         except (SafetensorError, OSError) as e:

@@ -16,7 +16,7 @@ from isthmus.job import Prepared
 from isthmus.plan import Plan, PlanPeriod
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
-from isthmus.protocol.drift import Figure
+from isthmus.protocol.drift import Figure, News
 from isthmus.protocol.retries import Pair
 from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
@@ -97,6 +97,7 @@ class TrainingScript:
         self._plans = Plans(prepared, first, fleet, options.replan, emulate=options.emulate)
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self._begun: Begin | None = None
+        self._news = News()
         self._periods: list[PlanPeriod] = []
         """Since when by the monotonic clock."""
         self._values = Values(prepared, self.now.written)
@@ -203,8 +204,8 @@ class TrainingScript:
         return self._believed(self._plans.measured(item.step, spans))
 
     def _believed(self, found: Sequence[Figure]) -> bool:
-        for figure in found:
-            self.note(figure.told)
+        for text in filter(None, map(self._news.fresh, found)):
+            self.note(text)
         return self._plans.is_worth_asking()
 
     def to_try(self) -> Pair | None:
