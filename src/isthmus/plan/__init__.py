@@ -26,8 +26,7 @@ from isthmus.plan.terms import CompressionConfig, Objective, Terms
 
 __all__ = [
     "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "CompressionConfig", "Edge", "Objective",
-    "Outer", "Packing", "Plan", "PlanPeriod", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage", "StageMemory",
-    "Sync",
-    "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan",
-    "save_plan",
+    "Outer", "Packing", "Plan", "PlanPeriod", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage",
+    "StageMemory", "Sync", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms",
+    "classic_in_flight", "load_plan", "save_plan",
 ]  # fmt: skip
