@@ -79,7 +79,7 @@ def make_plan(fleet: Fleet, micro_batches: int = 8) -> Plan:
         predicted=Prediction(
             step_s=1.13, micro_batches=8, period_s=0.09, fill_s=0.5, eq3_step_s=1.5, bottleneck="device oslo-2"
         ),
-        certificate=Certificate(lower_bound=1.2, gap=1 / 24, scope="contiguous partitions"),
+        certificate=Certificate(lower_bound=1.2, gap=1 / 24, question="contiguous partitions"),
         notes=("lisbon-0 holds the embedding.",),
     )  # fmt: skip
 

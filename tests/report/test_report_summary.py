@@ -17,7 +17,7 @@ def test_plan_json(plan: Plan, fleet: Fleet) -> None:
     document = json.loads(plan_summary(plan, fleet).as_json())
     assert document["model"] == "gpt-test"
     assert document["predicted"]["eq3_step_s"] == 1.5
-    assert document["certificate"]["scope"] == "contiguous partitions"
+    assert document["certificate"]["question"] == "contiguous partitions"
     assert [stage["device"] for stage in document["stages"]] == list(fleet.names)
     second = document["stages"][1]
     assert second["forward_s"] == pytest.approx(0.03)

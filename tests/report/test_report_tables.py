@@ -46,7 +46,7 @@ def test_plan(plan: Plan, fleet: Fleet) -> None:
     assert "B to lisbon-1: 488 KiB, 65 ms" in text
     assert "step 1.13 s = fill 500 ms + 7 x period 90 ms (closed form); FusionLLM Eq. 3: 1.5 s" in text
     assert "bottleneck: device oslo-2" in text
-    assert "at most 4.17% above the best of contiguous partitions (lower bound 1.2 s)" in text
+    assert "gap 4.17% to a lower bound: at least 1.2 s is contiguous partitions" in text
     assert "lisbon-0 holds the embedding." in text
 
 

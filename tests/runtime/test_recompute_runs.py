@@ -85,7 +85,7 @@ def test_every_planner_makes_a_plan_that_verifies_or_says_that_it_has_none(name:
         state=StateBytes(gradient=problem.state.gradient_bytes, optimizer=problem.state.optimizer_bytes),
     )  # fmt: skip
     verdict = verify(made, question)
-    assert verdict.holds, verdict.differences
+    assert verdict.holds(), verdict.differences
     recomputes = any(stage.recompute for replica in made.replicas for stage in replica.stages)
     forbidden = verify(msgspec.structs.replace(made, certificate=None), replace(question, recompute=False))
     assert any(d.field.endswith("recompute") for d in forbidden.differences) == recomputes

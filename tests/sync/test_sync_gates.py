@@ -108,7 +108,7 @@ def _plan() -> SyncPlan:
     one = SyncIteration(scheduled=("1", "0"), filled=(), iteration_s=1.0, exposed_s=0.0)
     return SyncPlan(
         planner="dream", layers=("0", "1"), forward_overlap=True, iterations=(one,), period_s=1.0, workers=(),
-        slowest="", certificate=Certificate(lower_bound=1.0, gap=0.0, scope=""),
+        slowest="", certificate=Certificate(lower_bound=1.0, gap=0.0, question=""),
     )  # fmt: skip
 
 

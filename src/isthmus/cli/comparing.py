@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import time
+from collections.abc import Callable
 
 import msgspec
 import typer
 from rich.console import Console
 
 from isthmus.cli.planning import make, predict
-from isthmus.cost import step_price
+from isthmus.cost import Problem, step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.planners import can_price, planner_names
+from isthmus.planners import Least, can_price, least, planner_names
 from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import steady_step_s
@@ -26,9 +27,16 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
     """
     names, fleet = chosen_planners(planners), fleet_of(job)
     prepared = prepare(job)
-    rows, codes = list[ComparedPlan](), list[int]()
+    rows, codes, bounds = list[ComparedPlan](), list[int](), dict[int, Least]()
+
+    def bound(problem: Problem) -> Least:
+        """The same for all planners, and computed before the first is timed."""
+        return bounds[problem.micro_batches]
+
+    for count in job.counts:
+        bounds[count] = least(prepared.problem(fleet).cut_into(count))
     for name in names:
-        row, code = _row(name, prepared, fleet)
+        row, code = _row(name, prepared, fleet, bound)
         rows.append(row)
         codes.append(code)
     comparison = Comparison(
@@ -55,22 +63,22 @@ def chosen_planners(text: str) -> list[str]:
     return names
 
 
-def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int]:
+def _row(
+    name: str, prepared: Prepared, fleet: Fleet, bound: Callable[[Problem], Least]
+) -> tuple[ComparedPlan, int]:  # fmt: skip
     """The planner's row, and the exit code that it would have had alone."""
     problem = prepared.problem(fleet)  # a new one each: no planner profits from what another left in its caches
-    if problem.terms.objective == "cost" and not can_price(name):  # what it makes has a price all the same
-        problem = problem.timed()
     start_s = time.perf_counter()
     try:
-        plan = make(prepared.job, problem, name)
+        # What a planner makes that knows no prices has one all the same.
+        plan = make(prepared.job, problem, name, bound, timed=not can_price(name))
     except UserError as refusal:
         plan_s = time.perf_counter() - start_s
         return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal.exit_code
     plan_s = time.perf_counter() - start_s
     simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))))
-    # A certificate of another objective would stand beside the wrong time.
-    certificate = plan.certificate if plan.certificate and plan.certificate.objective != "stage" else None
-    bound = None if certificate is None else certificate.lower_bound
+    certificate = plan.certificate
+    least = None if certificate is None else certificate.lower_bound
     priced = certificate is not None and certificate.objective == "cost"
     row = ComparedPlan(
         planner=name,
@@ -78,8 +86,10 @@ def _row(name: str, prepared: Prepared, fleet: Fleet) -> tuple[ComparedPlan, int
         step_s=plan.predicted.step_s,
         simulated_step_s=simulated_s,
         price_per_1000_steps=1000 * step_price(plan, fleet, simulated_s).total,
-        lower_bound_s=None if priced else bound,
-        lower_bound_per_1000_steps=1000 * bound if priced and bound is not None else None,
+        lower_bound_s=None if priced else least,
+        lower_bound_per_1000_steps=1000 * least if priced and least is not None else None,
+        question=None if certificate is None else certificate.question,
+        exact=certificate is not None and certificate.exact,
         gap=None if certificate is None else certificate.gap,
         headroom=least_headroom(plan, fleet),
         devices=len(plan.used),

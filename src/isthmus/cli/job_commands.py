@@ -47,6 +47,9 @@ def plan(
         typer.Option("--picture", parser=local_path, metavar="FILE", help="Draw the plan on its fleet: a PNG."),
     ] = None,
     verify: Annotated[Path | None, typer.Option("--verify", help="Check a plan document, figure by figure.")] = None,
+    bound_unchecked: Annotated[
+        bool, typer.Option("--bound-unchecked", help="With --verify: pass a bound that takes too much work to check.")
+    ] = False,
     json: JsonOption = False,
 ) -> None:
     """Plan where each part of the model runs; or compare planners, or check a plan.
@@ -58,10 +61,12 @@ def plan(
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
         raise UserError(f"plan: got {' and '.join([*alone, *extra])}, expected {alone[0]} without the others")
+    if bound_unchecked and verify is None:
+        raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
         raise typer.Exit(comparing.compare(job, compare, out(), json=json))
     if verify is not None:
-        raise typer.Exit(verifying.verify_document(job, verify, out(), json=json))
+        raise typer.Exit(verifying.verify_document(job, verify, out(), bound_unchecked=bound_unchecked, json=json))
     explaining.show_plan(job, out(), words=explain, picture=picture, json=json)
 
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
@@ -13,7 +13,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, PlanPeriod, Replica, load_plan
-from isthmus.planners import check_honoured, over_counts, planner_names, scheduled
+from isthmus.planners import Least, check_honoured, least, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.feedback import check_feedback
@@ -41,8 +41,15 @@ def fleet_for(job: Job) -> Fleet:
     return fleet
 
 
-def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
-    """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches."""
+def make(
+    job: Job, problem: Problem, planner: str | None = None, bound: Callable[[Problem], Least] = least, *,
+    timed: bool = False,
+) -> Plan:  # fmt: skip
+    """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches.
+
+    `bound` is what no plan of a problem undercuts; `timed` lets the planner minimise time, whatever its plan is judged
+    by.
+    """
 
     def simulated_s(candidate: Plan) -> float:
         spec = msgspec.structs.replace(plan_spec(job, candidate), steps=SCORED_STEPS + candidate.sync.period)
@@ -51,9 +58,9 @@ def make(job: Job, problem: Problem, planner: str | None = None) -> Plan:
         return steady_step_s(simulate(candidate, problem.fleet, spec, options))
 
     def planned(cut: Problem) -> Plan:
-        return make_plan(planner or job.planner, cut, simulated_s)
+        return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
-    return over_counts(problem, job.counts, planned, simulated_s)
+    return over_counts(problem, job.counts, planned, simulated_s, bound)
 
 
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:

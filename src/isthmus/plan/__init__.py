@@ -20,6 +20,7 @@ from isthmus.plan.plan import (
     load_plan,
     save_plan,
 )
+from isthmus.plan.question import question_in_words
 from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 from isthmus.plan.terms import CompressionConfig, Objective, Terms
@@ -28,5 +29,5 @@ __all__ = [
     "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "CompressionConfig", "Edge", "Objective",
     "Outer", "Packing", "Plan", "PlanPeriod", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage",
     "StageMemory", "Sync", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms",
-    "classic_in_flight", "load_plan", "save_plan",
+    "classic_in_flight", "load_plan", "question_in_words", "save_plan",
 ]  # fmt: skip

@@ -18,7 +18,7 @@ from isthmus.plan.outer import Outer
 from isthmus.plan.schedule import Schedule
 from isthmus.plan.terms import Terms
 
-PLAN_VERSION = 4
+PLAN_VERSION = 5
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -171,11 +171,13 @@ class Certificate(msgspec.Struct, frozen=True, kw_only=True):
     lower_bound: float
     """Seconds; of objective `cost`, money per step in the unit of the fleet's prices."""
     gap: float
-    """(found - lower_bound) / lower_bound; 0 is optimal within `scope`."""
+    """(found - lower_bound) / lower_bound; 0: no plan of those that the question ranges over is better."""
     objective: Literal["step", "stage", "cost"] = "step"
     """Of what: the time of a step, the time of its largest stage per micro-batch, or the price of a step."""
-    scope: str
-    """What the bound ranges over, in words."""
+    question: str
+    """What the bound is a bound of, and over which plans, in words (`plan.question`)."""
+    exact: bool = False
+    """Whether some plan attains the bound, so that it is the best value and not only a bound on it."""
 
 
 class Plan(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,5 +1,6 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
+from isthmus.planners.least import Least, least
 from isthmus.planners.micro_batches import over_counts
 from isthmus.planners.registry import (
     ENTRY_POINTS,
@@ -14,6 +15,6 @@ from isthmus.planners.registry import (
 from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
-    "ENTRY_POINTS", "Planner", "can_price", "check_honoured", "describe", "over_counts", "plan", "planner_names",
-    "scheduled", "whole_replicas",
+    "ENTRY_POINTS", "Least", "Planner", "can_price", "check_honoured", "describe", "least", "over_counts", "plan",
+    "planner_names", "scheduled", "whole_replicas",
 ]  # fmt: skip

@@ -11,7 +11,6 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Callable, Iterator, Sequence
-from typing import NamedTuple
 
 import msgspec
 
@@ -21,17 +20,15 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.blocks import Blocks, coarse
-from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.chain import chain
 from isthmus.planners.cheapest import unpriced
 from isthmus.planners.even import even
-from isthmus.planners.joint import EVERY_PLAN_SCOPE, Descent, every_plan
+from isthmus.planners.joint import Descent, every_plan
+from isthmus.planners.least import Least, relaxed, settles, with_certificate
 from isthmus.planners.narrowing import narrowed
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import islands, random
-from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
-from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.replica_search import PROMISING, ReplicaSearch
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
 
@@ -47,23 +44,9 @@ MOST_WHOLE = 256
 OTHERS = (even, equal_compute, sky_heuristic, certified, op_fence, random)
 MOST_PLACED = 16
 """Devices up to which `islands`, which takes a second for each number of stages, is asked too."""
-SCOPE = (
-    "any number of replicas, any devices, orders, cuts and shares of the batch; the bound pools speeds and takes the "
-    "best links, so the gap is what is not proven"
-)
-PRICED_SCOPE = (
-    "price of a step: any number of replicas, any devices, orders, cuts and shares of the batch; the gap is what is "
-    "not proven"
-)
 
 Score = Callable[[Plan], float]
 """Seconds per step of a plan, from whoever knows better than the closed form: the simulator."""
-
-
-class _Bound(NamedTuple):
-    least: float
-    """Seconds or money, by the problem's objective."""
-    scope: str
 
 
 def auto(problem: Problem, score: Score | None = None) -> Plan:
@@ -83,7 +66,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
             if not found:
                 raise
         plan = min(found, key=lambda plan: preference(problem, plan))
-        return _certified(problem, plan, _bound(problem, network, blocks, None), near.fleet.names)
+        return _certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)
     refused: FleetTooSmall | None = None
     plans: list[Plan] = []
     try:
@@ -91,13 +74,13 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     except FleetTooSmall as error:
         refused = error
     search = ReplicaSearch(problem, network, blocks)
-    bound = _bound(problem, network, blocks, plans[0] if plans else None)
+    least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
     plans += () if alike else _of_surrogates(problem)
-    if not _is_plain(problem):
+    if not settles(problem):
         plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
     elif (settled := every_plan(problem, network, blocks, _best_s(plans))) is not None:
-        bound = _Bound(settled.step_s, EVERY_PLAN_SCOPE)
+        least = Least(settled.step_s, exact=alike)
         plans += [settled.plan] if settled.plan else []
         plans += _others(problem) if score is not None or not alike else ()
     else:
@@ -110,7 +93,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
         plans = sorted(plans[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
-    return _certified(problem, plans[0], bound, problem.fleet.names)
+    return _certified(problem, plans[0], least, problem.fleet.names)
 
 
 def _wide(problem: Problem) -> Iterator[Plan]:
@@ -120,12 +103,6 @@ def _wide(problem: Problem) -> Iterator[Plan]:
     if len(problem.fleet.names) <= MOST_WHOLE and not problem.terms.data_holders:
         with contextlib.suppress(UserError):
             yield op_fence(problem)
-
-
-def _is_plain(problem: Problem) -> bool:
-    """Time alone counts, the data are everywhere, and gradients are summed in every step."""
-    terms = problem.terms
-    return terms.objective == "time" and not terms.data_holders and problem.sync.mode == "every-step"
 
 
 def _others(problem: Problem) -> Iterator[Plan]:
@@ -153,21 +130,6 @@ def _best_s(plans: Sequence[Plan]) -> float:
     return min(map(_step_s, plans), default=float("inf"))
 
 
-def _bound(problem: Problem, network: Network, blocks: Blocks, single: Plan | None) -> _Bound:
-    """The lesser of a bound on one pipeline, which `chain` may have proven better, and of one on several replicas."""
-    proven = single.certificate.lower_bound if single is not None and single.certificate else 0.0
-    gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
-    several = problem.most_replicas > 1
-    if problem.terms.objective == "cost":
-        alone = max(proven, cheapest_pipeline_bound(problem, network, blocks))
-        replicated = cheapest_replicas_bound(problem, network, blocks, gradient_bytes) if several else alone
-        return _Bound(min(alone, replicated), PRICED_SCOPE)
-    count, period = problem.micro_batches, problem.sync.period
-    alone = max(proven, pooled_bound_s(network, blocks, count))
-    replicated = replicas_bound_s(network, blocks, count, gradient_bytes, period) if several else alone
-    return _Bound(min(alone, replicated), SCOPE)
-
-
 def _descended(problem: Problem, network: Network, plans: Sequence[Plan]) -> Iterator[Plan]:
     """What the descent makes of the best plans of one replica and of several."""
     best, rough = sorted(plans, key=_step_s), coarse(Blocks(problem), DESCENT_BLOCKS)
@@ -183,12 +145,11 @@ def _descended(problem: Problem, network: Network, plans: Sequence[Plan]) -> Ite
             yield build_replicas(problem, better, planner="auto")
 
 
-def _certified(problem: Problem, plan: Plan, bound: _Bound, looked_at: Sequence[str]) -> Plan:
+def _certified(problem: Problem, plan: Plan, least: Least, looked_at: Sequence[str]) -> Plan:
     """The plan under this planner's name and with its certificate, and why each device that it leaves out is."""
     used, known, priced = set(plan.devices), set(looked_at), problem.terms.objective == "cost"
-    certify = price_certificate if priced else step_certificate
-    certificate = certify(bound.least, preference(problem, plan)[0], bound.scope)
-    found = "" if certificate is not None and not certificate.gap else " that was found"
+    made = with_certificate(problem, plan, least)
+    found = "" if made.certificate is not None and not made.certificate.gap else " that was found"
     near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it"
     far = f"it is not among the {len(known)} that are fastest, or nearest to those, and was not looked at"
     names = problem.fleet.names
@@ -197,5 +158,5 @@ def _certified(problem: Problem, plan: Plan, bound: _Bound, looked_at: Sequence[
         for name, note in zip(names, plan.notes, strict=False)
     ]
     return msgspec.structs.replace(
-        plan, planner="auto", certificate=certificate, notes=(*notes, *plan.notes[len(names) :])
+        made, planner="auto", notes=(*notes, *plan.notes[len(names) :])
     )

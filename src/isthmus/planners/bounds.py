@@ -18,7 +18,11 @@ from isthmus.planners.threshold_search import TOLERANCE
 
 
 def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> float:
-    """min over S of (S + n - 1) * work / (S fastest speeds) + links(S) + shared, in seconds; 0 if nothing fits."""
+    """min over S of compute(S) + links(S) + shared, in seconds; 0 if nothing fits.
+
+    compute(S) = min over j <= S of (j + n - 1) * work / (j fastest speeds): with few micro-batches it is best to give
+    the slower devices next to nothing.
+    """
     work, fastest = float(blocks.work[-1]), float(network.speed.max())
     most = min(len(network.speed), blocks.count)
     sizes = np.arange(1, most + 1)
@@ -27,20 +31,24 @@ def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> floa
     period = np.maximum(balanced, float(np.diff(blocks.work).max(initial=0.0)) / fastest)
     period = np.maximum(period, links.busiest())
     # With a period above the balanced one the fastest devices do more: only total work / speed bounds the fill.
-    fill = np.where(period > balanced, work / fastest, sizes * balanced)
-    step = fill + (micro_batches - 1) * period + links.sums()
+    later = micro_batches - 1
+    step = np.where(
+        period > balanced, work / fastest + later * period, np.minimum.accumulate((sizes + later) * balanced)
+    )
+    step = step + links.sums()
     step[1:] = np.minimum(step[1:] + _sent_s(network, blocks), _kept_together_s(network, blocks, micro_batches))
     step[: fewest_stages(network, blocks) - 1] = np.inf
     return float(step.min(initial=np.inf)) if np.isfinite(step).any() else 0.0
 
 
-def step_certificate(bound_s: float, step_s: float, scope: str) -> Certificate | None:
+def step_certificate(bound_s: float, step_s: float, question: str, *, exact: bool = False) -> Certificate | None:
     """What a lower bound on the step proves of a plan; None for a bound of 0, which proves nothing."""
     if bound_s <= 0:
         return None
     bound_s = min(bound_s, step_s)
     gap = step_s / bound_s - 1
-    return Certificate(lower_bound=bound_s, gap=gap if gap > 10 * TOLERANCE else 0.0, scope=scope)
+    none = gap <= 10 * TOLERANCE
+    return Certificate(lower_bound=bound_s, gap=0.0 if none else gap, question=question, exact=exact or none)
 
 
 def fewest_stages(network: Network, blocks: Blocks) -> int:

@@ -30,11 +30,7 @@ MOST_EXHAUSTIVE = 5
 """Devices up to which every set of them is tried."""
 MOST_DROPPED = 40
 """Sets tried that are a device short of the best."""
-EXACT_SCOPE = "price of a step: one replica, all orders and subsets of the devices, all cuts, closed form"
-LOOSE_SCOPE = (
-    "price of a step: one replica, all orders and subsets of the devices, all cuts; the bound takes the cheapest FLOPs "
-    "and no egress, and not every set was searched, so the gap is what is not proven"
-)
+QUESTION = "the price of a step of any plan of one replica: any devices in any order, any cuts, by the closed form"
 UNPRICED = "objective cost: nothing in the fleet has a price, so every plan costs 0 and the fastest is as good as any"
 
 
@@ -58,8 +54,8 @@ def cheapest(problem: Problem) -> Plan:
     if proven is not None:
         if proven.plan is not None:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
-        return _certified(problem, best, proven.bound, EXACT_SCOPE)
-    return _certified(problem, best, bound, LOOSE_SCOPE)
+        return _certified(problem, best, proven.bound)
+    return _certified(problem, best, bound)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
@@ -146,8 +142,8 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
     return plan
 
 
-def _certified(problem: Problem, plan: Plan, bound: float, scope: str) -> Plan:
-    certificate = price_certificate(bound, preference(problem, plan)[0], scope)
+def _certified(problem: Problem, plan: Plan, bound: float) -> Plan:
+    certificate = price_certificate(bound, preference(problem, plan)[0], QUESTION)
     proven = certificate is not None and not certificate.gap
     reason = "no plan is cheaper with it" if proven else "no plan that was found is cheaper with it"
     return build_plan(

@@ -26,17 +26,7 @@ from isthmus.planners.order_search import Found, OrderSearch
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.threshold_search import TOLERANCE
 
-EXACT_SCOPE = (
-    "all orders and subsets of the devices, all cuts of the operator order, memory of the classic schedule, closed form"
-)
-THROTTLED_SCOPE = (
-    "all orders and subsets of the devices, all cuts of the operator order, as many micro-batches in flight as memory "
-    "allows, stages that recompute or not, closed form"
-)
-POOLED_SCOPE = (
-    "all orders and subsets of the devices, all cuts; the bound pools speeds and takes the cheapest links, and not "
-    "every order was searched, so the gap is what is not proven"
-)
+QUESTION = "the time of a step of any plan of one replica: any devices in any order, any cuts, by the closed form"
 
 
 def fastest(problem: Problem, *, settle: bool = True) -> Plan:
@@ -53,7 +43,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     if near is not problem:
         plan = fastest(near, settle=False)
         moved = build_plan(problem, [s.device for s in plan.stages], plan.boundaries(), planner="chain")
-        return _certified(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+        return _certified(problem, moved, pooled_bound_s(network, blocks, problem.micro_batches))
     classic = OrderSearch(problem, network, blocks)
     best = classic.run() if classic.exhaustive or problem.schedule == "gpipe" else None
     plans = _plans(problem, [best])
@@ -74,14 +64,14 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
         proven = every_pipeline(problem, network, blocks, known_s)
         if proven is not None and (proven.plan or plans):
             chosen = proven.plan or min(plans, key=lambda p: p.predicted.step_s)
-            return _certified(problem, chosen, proven.bound, THROTTLED_SCOPE)
+            return _certified(problem, chosen, proven.bound)
     if not plans:  # raises unless a placement was missed
         fallback = greedy_fill(problem, network, blocks)
         plans = _plans(problem, [Found(fallback.devices, tuple(blocks.boundaries(fallback.cut)), 0.0, 0.0)])
     chosen = min(plans, key=lambda p: p.predicted.step_s)
     if best and classic.exhaustive and not tight:
-        return _certified(problem, chosen, best.bound_s, EXACT_SCOPE)
-    return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+        return _certified(problem, chosen, best.bound_s)
+    return _certified(problem, chosen, pooled_bound_s(network, blocks, problem.micro_batches))
 
 
 def _packed(problem: Problem, network: Network, blocks: Blocks, settle: bool) -> Plan:
@@ -92,8 +82,8 @@ def _packed(problem: Problem, network: Network, blocks: Blocks, settle: bool) ->
     if settle and OrderSearch(problem, network, blocks).exhaustive:
         proven = every_pipeline(problem, network, blocks, best.predicted.step_s)
         if proven is not None:
-            return _certified(problem, proven.plan or best, proven.bound, THROTTLED_SCOPE)
-    return _certified(problem, best, pooled_bound_s(network, blocks, problem.micro_batches), POOLED_SCOPE)
+            return _certified(problem, proven.plan or best, proven.bound)
+    return _certified(problem, best, pooled_bound_s(network, blocks, problem.micro_batches))
 
 
 def _memory_binds(problem: Problem, network: Network, blocks: Blocks) -> bool:
@@ -119,9 +109,9 @@ def _baseline(problem: Problem) -> list[Plan]:
         return []
 
 
-def _certified(problem: Problem, plan: Plan, bound_s: float, scope: str) -> Plan:
+def _certified(problem: Problem, plan: Plan, bound_s: float) -> Plan:
     """The same layout with its certificate, and with the reason why devices are left out."""
-    certificate = step_certificate(bound_s, plan.predicted.step_s, scope)
+    certificate = step_certificate(bound_s, plan.predicted.step_s, QUESTION)
     order = [stage.device for stage in plan.stages]
     proven = certificate is not None and not certificate.gap
     reason = "no plan is faster with it" if proven else "no plan that was found is faster with it"

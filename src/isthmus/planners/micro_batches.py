@@ -12,23 +12,25 @@ import msgspec
 from isthmus.cost import Problem, preference
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
-from isthmus.planners.bounds import step_certificate
-from isthmus.planners.price_bound import price_certificate
+from isthmus.planners.least import Least, claim, least, stated, with_certificate
 
 
 def over_counts(
-    problem: Problem, counts: Sequence[int], make: Callable[[Problem], Plan], judge: Callable[[Plan], float] | None
-) -> Plan:
-    """The best of the plans for these numbers of micro-batches of the problem's batch, bounded from below over all.
+    problem: Problem, counts: Sequence[int], make: Callable[[Problem], Plan], judge: Callable[[Plan], float] | None,
+    bound: Callable[[Problem], Least] = least,
+) -> Plan:  # fmt: skip
+    """The best of the plans for these numbers of micro-batches of the problem's batch, with the certificate over all.
 
-    `judge` knows seconds per step better than the closed form does, if given. Raises FleetTooSmall where nothing fits
-    with any of them, and UserError for a count that does not divide the batch.
+    `judge` knows seconds per step better than the closed form does, if given; `bound` is what no plan of a problem
+    undercuts. Raises FleetTooSmall where nothing fits with any of them, and UserError for a count that does not divide
+    the batch.
     """
     if not counts:
         raise UserError("micro_batches: got no counts, expected at least one")
+    counts = tuple(dict.fromkeys(counts))
     found: list[tuple[Problem, Plan]] = []
     refused: FleetTooSmall | None = None
-    for count in dict.fromkeys(counts):
+    for count in counts:
         cut = problem.cut_into(count)
         try:
             found.append((cut, make(cut)))
@@ -36,21 +38,11 @@ def over_counts(
             refused = error
     if refused is not None and not found:
         raise refused
-    if len(found) == 1:
-        return found[0][1]
     cut, best = min(found, key=lambda f: preference(*f, judge(f[1]) if judge is not None else None))
+    known = {c.micro_batches: stated(c, plan.certificate) for c, plan in found}
+    bounds = [known.get(count) or bound(problem.cut_into(count)) for count in counts]
+    certified = with_certificate(cut, best, min(bounds, key=lambda b: b.bound), counts)
     others = ", ".join(str(plan.micro_batches) for _, plan in found if plan is not best)
-    note = f"of {best.micro_batches} or {others} micro-batches, {best.micro_batches} are best"
-    return msgspec.structs.replace(_bounded(cut, best, [plan for _, plan in found]), notes=(note, *best.notes))
-
-
-def _bounded(problem: Problem, best: Plan, plans: Sequence[Plan]) -> Plan:
-    """With the least of the plans' bounds, if all have one of what is minimised."""
-    objective = "cost" if problem.terms.objective == "cost" else "step"
-    proven = [plan.certificate for plan in plans if plan.certificate is not None]
-    if len(proven) < len(plans) or any(c.objective != objective for c in proven):
-        return msgspec.structs.replace(best, certificate=None)
-    least = min(proven, key=lambda c: c.lower_bound)
-    certify = price_certificate if objective == "cost" else step_certificate
-    scope = f"{least.scope}; with {' or '.join(str(plan.micro_batches) for plan in plans)} micro-batches"
-    return msgspec.structs.replace(best, certificate=certify(least.lower_bound, preference(problem, best)[0], scope))
+    notes = [f"of {best.micro_batches} or {others} micro-batches, {best.micro_batches} are best"] if others else []
+    notes += [claim(best)] if known[cut.micro_batches] is None and best.certificate is not None else []
+    return msgspec.structs.replace(certified, notes=(*notes, *best.notes))

@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import itertools
 
+import msgspec
 import numpy as np
 
 from isthmus.cost import Problem
@@ -46,9 +47,7 @@ def cheapest_replicas_bound(problem: Problem, network: Network, blocks: Blocks, 
     """Of two replicas and more; infinite where they do not fit."""
     names, rate = network.names, _rates(problem)
     if len(names) > MOST_SETS:
-        averaging_s = replicas_bound_s(
-            network, blocks, problem.micro_batches, gradient_bytes, problem.sync.period
-        )
+        averaging_s = replicas_bound_s(network, blocks, problem.micro_batches, gradient_bytes, problem.sync.period)
         if not np.isfinite(averaging_s):
             return averaging_s
         work = problem.micro_batches * float(blocks.work[-1])
@@ -66,12 +65,10 @@ def cheapest_replicas_bound(problem: Problem, network: Network, blocks: Blocks, 
     return min(found)
 
 
-def price_certificate(bound: float, price: float, scope: str) -> Certificate | None:
+def price_certificate(bound: float, price: float, question: str, *, exact: bool = False) -> Certificate | None:
     """What a lower bound on the price of a step proves; None for a bound of 0, which proves nothing."""
-    certificate = step_certificate(bound, price, scope)
-    return Certificate(
-        lower_bound=certificate.lower_bound, gap=certificate.gap, objective="cost", scope=scope
-    ) if certificate is not None else None  # fmt: skip
+    certificate = step_certificate(bound, price, question, exact=exact)
+    return None if certificate is None else msgspec.structs.replace(certificate, objective="cost")
 
 
 def _rates(problem: Problem) -> Floats:

@@ -11,14 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
-import msgspec
-
-from isthmus.cost import Problem, broken_term, preference
+from isthmus.cost import Problem, broken_term
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.plan import Plan, Terms
-from isthmus.planners.bounds import step_certificate
-from isthmus.planners.price_bound import price_certificate
+from isthmus.planners.least import stated, with_certificate
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
@@ -124,12 +121,8 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
     if problem.sync.mode not in _SCHEDULED or len(made.replicas) < 2:
         return made
     dreamt = dream_replicas(problem, made, _SCHEDULED[problem.sync.mode])
-    proven = dreamt.certificate
-    if proven is None or proven.objective == "stage":
-        return dreamt
-    certify = price_certificate if proven.objective == "cost" else step_certificate
-    again = certify(proven.lower_bound, preference(problem, dreamt)[0], proven.scope)
-    return msgspec.structs.replace(dreamt, certificate=again)
+    proven = stated(problem, made.certificate)
+    return dreamt if proven is None else with_certificate(problem, dreamt, proven)
 
 
 def _planner(name: str) -> Planner:

@@ -39,7 +39,8 @@ class Spanning:
         self._nearest = None
         # Shifted, because scipy takes a weight of zero for a missing edge.
         tree = minimum_spanning_tree(np.triu(either[np.ix_(network.kind, network.kind)] + 1.0, 1)).tocoo()
-        weight = np.maximum(tree.data - 1.0, 0.0)
+        # Not the tree's own weights: seconds per byte are far below one, and the shift costs them their digits.
+        weight = either[network.kind[tree.row], network.kind[tree.col]]
         self._thresholds = np.unique(weight)
         self._needed = [self._components(tree.row, tree.col, weight < t) for t in self._thresholds]
 

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 
 import msgspec
 from rich.console import RenderableType
@@ -38,6 +38,10 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     lower_bound_s: float | None = None
     lower_bound_per_1000_steps: float | None = None
     """Of the price, where that was minimised."""
+    question: str | None = None
+    """What the bound is a bound of."""
+    exact: bool = False
+    """Whether some plan attains the bound."""
     gap: float | None = None
     headroom: Headroom | None = None
     """Of the device that has the least left, as a share."""
@@ -79,7 +83,7 @@ def ranked(rows: Sequence[ComparedPlan], objective: Objective = "time") -> tuple
 
 def compared_table(comparison: Comparison) -> RenderableType:
     numbers = (
-        "closed form", "simulated", "price of\n1,000 steps", "lower bound", "gap", "time to\nplan", "memory\nleft",
+        "closed form", "simulated", "price of\n1,000 steps", "lower\nbound [1]", "gap", "time to\nplan", "memory\nleft",
         "micro-\nbatches", "devices",
     )  # fmt: skip
     table = new_table(("planner", *numbers), numbers)
@@ -88,11 +92,24 @@ def compared_table(comparison: Comparison) -> RenderableType:
             table.add_row(*(Text(cell) for cell in _cells(row)))
     title = f"{comparison.model} on {comparison.fleet}: batches of {comparison.batch}"
     refusals = [f"{row.planner} made no plan: {row.refused}" for row in comparison.rows if row.refused is not None]
-    caption = "step times by the closed form and by the simulator; gap = closed form / lower bound - 1; price: devices "
-    caption += "for steps as simulated, and egress; memory left: least of all devices, as a share of its own"
-    if comparison.objective == "cost":
-        caption += "\nbounds without a unit of time are on the price of 1,000 steps that take what the closed form says"
-    return titled(title, table, "\n".join([*refusals, caption]))
+    caption = "step times by the closed form and by the simulator; price: devices for steps as simulated, and egress; "
+    caption += "memory left: least of all devices, as a share of its own"
+    return titled(title, table, "\n".join([*refusals, *_bounds(comparison), caption]))
+
+
+def _bounds(comparison: Comparison) -> Iterator[str]:
+    """What each planner's bound is a bound of; all planners of one problem are held against the same."""
+    planners: dict[str, list[str]] = {}
+    for row in comparison.rows:
+        if row.refused is None:
+            planners.setdefault(row.question or "", []).append(row.planner)
+    for question, names in planners.items():
+        who = "all planners" if len(planners) == 1 else ", ".join(names)
+        if not question:
+            yield f"[1] of {who}: no bound"
+            continue
+        priced = "; per 1,000 steps" if comparison.objective == "cost" else ""
+        yield f"[1] of {who}: on {question}{priced}; gap = what this plan has by the closed form / bound - 1"
 
 
 def _cells(row: ComparedPlan) -> tuple[str, ...]:
@@ -114,7 +131,8 @@ def _cells(row: ComparedPlan) -> tuple[str, ...]:
 
 def _bound(row: ComparedPlan) -> str:
     bound = row.lower_bound_per_1000_steps
-    return _duration(row.lower_bound_s) if bound is None else f"{bound:.4g}"
+    text = _duration(row.lower_bound_s) if bound is None else f"{bound:.4g}"
+    return f"{text}\nattained" if row.exact else text
 
 
 def _duration(seconds: float | None) -> str:

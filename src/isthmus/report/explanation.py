@@ -10,7 +10,8 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from isthmus.cost import Placement, Problem, is_priced, step_price
-from isthmus.plan import Certificate, Plan, Replica, Sync, SyncGroup
+from isthmus.plan import Plan, Replica, Sync, SyncGroup
+from isthmus.report.certificates import certificate_text
 from isthmus.report.what_if import Change, improvements, placements, with_device
 from isthmus.units import format_bandwidth, format_duration, format_size
 
@@ -100,14 +101,7 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."
     yield from _terms(problem, plan)
     if plan.certificate is not None:
-        yield f"{_proven(plan.certificate)} (gap {plan.certificate.gap:.2%}; {plan.certificate.scope})."
-
-
-def _proven(certificate: Certificate) -> str:
-    if certificate.objective == "cost":
-        return f"1,000 steps of no plan can cost less than {1000 * certificate.lower_bound:.4g}"
-    what = "No plan" if certificate.objective == "step" else "The largest stage of no plan"
-    return f"{what} can take less than {format_duration(certificate.lower_bound)}"
+        yield f"Certificate: {certificate_text(plan.certificate)}."
 
 
 def _terms(problem: Problem, plan: Plan) -> Iterator[str]:

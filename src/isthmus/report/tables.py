@@ -11,7 +11,8 @@ from rich.text import Text
 
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.plan import Certificate, Plan
+from isthmus.plan import Plan
+from isthmus.report.certificates import certificate_text
 from isthmus.report.summary import (
     ComparisonSummary,
     PlanSummary,
@@ -121,10 +122,7 @@ def _plan_caption(plan: PlanSummary) -> str:
         minimised = ", which was minimised" if plan.terms.objective == "cost" else ""
         lines.append(f"price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}")
     if plan.certificate is not None:
-        lines.append(
-            f"certificate of the {plan.certificate.objective}: at most {plan.certificate.gap:.2%} above the best of "
-            f"{plan.certificate.scope} (lower bound {_bound(plan.certificate)})"
-        )
+        lines.append(f"certificate: {certificate_text(plan.certificate)}")
     return "\n".join([*lines, *_notes(plan)])
 
 
@@ -138,12 +136,6 @@ def _notes(plan: PlanSummary) -> list[str]:
     left_out = [note for note in plan.notes if " is left out" in note]
     more = len(left_out) - MOST_LEFT_OUT
     return [*used, *left_out[:MOST_LEFT_OUT], *([f"... and {more} more are left out"] if more > 0 else [])]
-
-
-def _bound(certificate: Certificate) -> str:
-    if certificate.objective == "cost":
-        return f"{1000 * certificate.lower_bound:.4g} per 1,000 steps"
-    return format_duration(certificate.lower_bound)
 
 
 def comparison_table(summary: ComparisonSummary) -> RenderableType:

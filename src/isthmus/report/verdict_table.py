@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from rich.console import Group, RenderableType
+from rich.console import RenderableType
 from rich.text import Text
 
 from isthmus.plan import Plan
+from isthmus.report.certificates import certificate_text
 from isthmus.report.tables import new_table, titled
 from isthmus.verify import Verdict
 from isthmus.verify.verdict import Figure
@@ -13,23 +14,19 @@ from isthmus.verify.verdict import Figure
 
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:
     """One row per field that differs, and what was done about the certificate."""
-    words = "planner, notes and scope are words, and were not judged"
-    if verdict.holds:
-        head = Text(f"{source}: all {verdict.checked} figures hold ({words})")
-        return Group(head, Text(f"certificate: {_certificate(plan)}{verdict.bound.told}"))
+    words = "planner and notes are words, and were not judged"
+    bound = [f"bound {verdict.bound.told}"]
+    if verdict.bound.status == "unchecked":
+        bound.append("A bound that was not checked is no pass; --bound-unchecked passes it.")
+    if plan.certificate is not None:
+        bound.insert(0, f"certificate: {certificate_text(plan.certificate)}")
+    if not verdict.differences:
+        return Text("\n".join([f"{source}: all {verdict.checked} figures hold ({words})", *bound]))
     table = new_table(("field", "document", "computed", "by"))
     for d in verdict.differences:
         table.add_row(*(Text(cell) for cell in (d.field, _shown(d.got), _shown(d.expected), d.by or "-")))
     title = f"{source}: {len(verdict.differences)} of {verdict.checked} figures do not hold"
-    return titled(title, table, f"{words}\ncertificate: {_certificate(plan)}{verdict.bound.told}")
-
-
-def _certificate(plan: Plan) -> str:
-    stated = plan.certificate
-    if stated is None:
-        return ""
-    unit = "per step in the fleet's prices" if stated.objective == "cost" else "s"
-    return f"lower bound {stated.lower_bound:.6g} {unit}, gap {stated.gap:.2%}; "
+    return titled(title, table, "\n".join([words, *bound]))
 
 
 def _shown(figure: Figure) -> str:

@@ -1,117 +1,170 @@
-"""A lower bound on the step time of any plan, of any number of replicas: simple, and proven apart from the planners'.
+"""A lower bound on the step of any plan, computed apart from the planners': nothing is searched.
 
-A replica on S devices computes W FLOPs per micro-batch. Its first micro-batch takes at least W on the fastest device,
-every later one W on all S together, or its largest block (between two places to cut) on the fastest; and each stage
-but the first receives what its first block takes, over the best link. With R replicas, all of them together complete
-no more than their speeds allow. Whatever the collective, summing G bytes of gradients takes two rounds and R - 1 times
-2 G bytes, which at best spread over all N (N - 1) links; once in a period of steps.
+One replica of S stages: the S fastest devices share the work; stages that receive anything are joined by links as
+`joining` says; every stage but the first receives what its first block takes (a block lies between two places to cut).
+A parameter with users in two blocks is sent there and back, or all blocks between stay on one device. Several replicas:
+together they complete no more micro-batches than all speeds allow, and summing G bytes of gradients takes two rounds,
+and (R - 1) times 2 G bytes, which at best spread over all N (N - 1) links; once in a period of steps.
 """
 
 from __future__ import annotations
 
 import bisect
 import itertools
+from functools import cached_property
 from typing import NamedTuple
 
-from isthmus.verify.packing import least_bytes
-from isthmus.verify.price import SECONDS_PER_HOUR
+from isthmus.fleet import Fleet
+from isthmus.verify.joining import Joining, kinds_of
+from isthmus.verify.packing import wire_bytes
 from isthmus.verify.question import FLOAT32_BYTES
 from isthmus.verify.reading import Reading
 
+NEVER = float("inf")
 
-class _Facts(NamedTuple):
+
+class BlockSpan(NamedTuple):
+    """A trained parameter with users in several blocks: its bytes, and the FLOPs from its first block to its last."""
+
+    size_bytes: int
     work: int
-    largest_block: int
-    speeds: list[float]
-    """Fastest first."""
-    latency_s: float
-    """Of the best link, and its seconds per byte."""
-    byte_s: float
-    fewest: int
-    """Devices that hold the model and one micro-batch."""
 
 
-def own_bound_s(reading: Reading) -> float:
-    """In seconds. 0 proves nothing: the model computes nothing."""
-    facts = _facts(reading)
-    return min(_single_s(reading, facts), _replicated_s(reading, facts))
+class Bounds:
+    """Of one problem, by default on its whole fleet. Seconds per step; infinite where nothing fits."""
 
+    def __init__(self, reading: Reading, fleet: Fleet | None = None) -> None:
+        self.reading, self._question = reading, reading.question
+        self._fleet = fleet = fleet or self._question.fleet
+        self._micro_batches = self._question.micro_batches
+        self._speeds = sorted((self._question.flops_per_s(name) for name in fleet.names), reverse=True)
+        self._edges = (0, *reading.places, len(reading.operators))
+        self._work = [f + b for f, b in zip(*reading.work, strict=True)]
+        self.work = self._work[-1]
+        self.blocks = len(self._edges) - 1
+        self._largest_block = max(self._work[b] - self._work[a] for a, b in itertools.pairwise(self._edges))
 
-def own_price_bound(reading: Reading) -> float:
-    """In money per step: every FLOP where it is cheapest, no device ever idle, no egress."""
-    question = reading.question
-    total = reading.question.micro_batches * (reading.work[0][-1] + reading.work[1][-1])
-    per_hour = min(d.price_per_hour / question.flops_per_s(d.name) for d in question.fleet.devices)
-    return total * per_hour / SECONDS_PER_HOUR
+    @cached_property
+    def need_bytes(self) -> int:
+        """Of the whole model with one micro-batch."""
+        state = self._question.state
+        return self.reading.kept[-1] + sum(
+            v.size_bytes + (v.elements * (state.master + state.gradient + state.optimizer) if v.trained else 0)
+            for v in self.reading.variables
+        )
 
+    @cached_property
+    def fewest(self) -> int:
+        """So many devices hold the model with one micro-batch."""
+        room = itertools.accumulate(sorted((d.memory_bytes for d in self._fleet.devices), reverse=True))
+        return 1 + sum(1 for held in room if held < self.need_bytes)
 
-def _facts(reading: Reading) -> _Facts:
-    question = reading.question
-    fleet = question.fleet
-    total = [f + b for f, b in zip(*reading.work, strict=True)]
-    edges = (0, *reading.places, len(reading.operators))
-    stated = [fleet.links.default, fleet.links.intra, *(r.link for r in (*fleet.links.regions, *fleet.links.devices))]
-    links = [link for link in stated if link is not None]
-    state = question.state
-    need = reading.kept[-1] + sum(
-        v.size_bytes + (v.elements * (state.master + state.gradient + state.optimizer) if v.trained else 0)
-        for v in reading.variables
-    )
-    room = itertools.accumulate(sorted((d.memory_bytes for d in fleet.devices), reverse=True))
-    return _Facts(
-        work=total[-1],
-        largest_block=max(total[b] - total[a] for a, b in itertools.pairwise(edges)),
-        speeds=sorted((question.flops_per_s(name) for name in fleet.names), reverse=True),
-        # A shared uplink only slows a link down, so the links as stated bound it.
-        latency_s=min((link.latency_s for link in links), default=0.0),
-        byte_s=min((1 / link.bandwidth_bytes_per_s for link in links), default=0.0),
-        fewest=1 + sum(1 for held in room if held < need),
-    )
+    @cached_property
+    def _links(self) -> tuple[Joining, Joining, float, float]:
+        """Latency and seconds per byte of joined devices; the best of each link on its own."""
+        fleet, kinds = self._fleet, kinds_of(self._fleet)
+        ends = {
+            (a, b): (kinds[a][0], kinds[b][-1])
+            for a, b in itertools.product(range(len(kinds)), repeat=2) if a != b or len(kinds[a]) > 1
+        }  # fmt: skip
+        links = {pair: fleet.link(*names) for pair, names in ends.items()}
+        latency = {pair: link.latency_s for pair, link in links.items()}
+        byte_s = {pair: 1 / link.bandwidth_bytes_per_s for pair, link in links.items()}
+        sizes, most = [len(names) for names in kinds], min(len(fleet.names), self.blocks)
+        either = [{(a, b): min(w[a, b], w[b, a]) for a, b in w} for w in (latency, byte_s)]
+        joined = [Joining(sizes, weights, most) for weights in either]
+        return joined[0], joined[1], min(latency.values()), min(byte_s.values())
 
+    @cached_property
+    def _taken(self) -> tuple[list[int], list[int]]:
+        """Bytes that come to and go back from the first block of a stage, the fewest first."""
+        starts = self._edges[:-1]
+        there, back = [0] * len(starts), [0] * len(starts)
+        for value in self.reading.values:
+            home = bisect.bisect_right(starts, value.made) - 1
+            returns = {bisect.bisect_right(starts, position) - 1 for position in value.returns}
+            size_bytes = wire_bytes(self._question, value)
+            for block in {bisect.bisect_right(starts, position) - 1 for position in value.uses} - {home}:
+                there[block] += size_bytes
+                back[block] += size_bytes if block in returns else 0
+        return sorted(there[1:]), sorted(back[1:])
 
-def _single_s(reading: Reading, facts: _Facts) -> float:
-    most = min(len(facts.speeds), len(reading.places) + 1)
-    received_s = list(itertools.accumulate(sorted(_received_s(reading, facts)), initial=0.0))
-    together = list(itertools.accumulate(facts.speeds))
-    later = reading.question.micro_batches - 1
-    fastest = facts.speeds[0]
-    return min(
-        facts.work / fastest + received_s[size - 1]
-        + later * max(facts.work / together[size - 1], facts.largest_block / fastest)
-        for size in range(min(facts.fewest, most), most + 1)
-    )  # fmt: skip
+    def _links_s(self, stages: int) -> float:
+        """Messages of one micro-batch, both ways."""
+        if stages == 1:
+            return 0.0
+        latency, byte_s, _, best_byte_s = self._links
+        found = 0.0
+        for sizes in self._taken:
+            silent = sum(1 for size in sizes if not size)
+            heard = sizes[min(silent, len(sizes) - 1)]
+            found += latency.total(stages, 1 + silent)
+            found += max(sum(sizes[: stages - 1]) * best_byte_s, heard * byte_s.total(stages, 1 + silent))
+        return found
 
+    def single_s(self) -> float:
+        """Of one replica."""
+        most = min(len(self._speeds), self.blocks)
+        together = list(itertools.accumulate(self._speeds))
+        later, fastest, found = self._micro_batches - 1, self._speeds[0], NEVER
+        for stages in range(self.fewest, most + 1):
+            balanced_s = self.work / together[stages - 1]
+            period_s = max(balanced_s, self._largest_block / fastest)
+            if stages > 1:
+                period_s = max(period_s, max(sizes[0] for sizes in self._taken) * self._links[1].heaviest(stages))
+            compute_s = self.work / fastest + later * period_s
+            if period_s <= balanced_s:  # slower devices may be given next to nothing
+                compute_s = min((j + later) * self.work / together[j - 1] for j in range(1, stages + 1))
+            step_s = compute_s + self._links_s(stages)
+            found = min(found, step_s if stages == 1 else min(step_s + self._sent_s, self._together_s))
+        return found
 
-def _received_s(reading: Reading, facts: _Facts) -> list[float]:
-    """For each place to cut: the messages that a stage starting there exchanges with earlier ones, at least."""
-    starts = (0, *reading.places)
-    forward, backward = [0] * len(starts), [0] * len(starts)
-    asked = reading.question.terms.compression
-    for value in reading.values:
-        size_bytes = value.size_bytes
-        if value.returns:
-            size_bytes = least_bytes(asked, value.elements, value.dtype, size_bytes)
-        home = bisect.bisect_right(starts, value.made) - 1
-        returns = {bisect.bisect_right(starts, position) - 1 for position in value.returns}
-        for block in {bisect.bisect_right(starts, position) - 1 for position in value.uses} - {home}:
-            forward[block] += size_bytes
-            backward[block] += size_bytes if block in returns else 0
-    return [
-        sum(facts.latency_s + size * facts.byte_s for size in pair if size)
-        for pair in zip(forward[1:], backward[1:], strict=True)
-    ]
+    @cached_property
+    def _spans(self) -> list[BlockSpan]:
+        starts, found = self._edges[:-1], list[BlockSpan]()
+        for v in self.reading.variables:
+            homes = sorted({bisect.bisect_right(starts, position) - 1 for position in v.uses})
+            if v.trained and len(homes) > 1:
+                work = self._work[self._edges[homes[-1] + 1]] - self._work[self._edges[homes[0]]]
+                found.append(BlockSpan(v.size_bytes, work))
+        return found
 
+    @cached_property
+    def _sent_s(self) -> float:
+        """Every parameter of several stages there and back once, over the best link."""
+        fleet, kinds = self._fleet, kinds_of(self._fleet)
+        ways = [
+            (fleet.link(kinds[a][0], kinds[b][-1]), fleet.link(kinds[b][-1], kinds[a][0]))
+            for a, b in itertools.combinations_with_replacement(range(len(kinds)), 2) if a != b or len(kinds[a]) > 1
+        ]  # fmt: skip
+        return sum(
+            min(sum(x.latency_s + span.size_bytes / x.bandwidth_bytes_per_s for x in way) for way in ways)
+            for span in self._spans
+        )
 
-def _replicated_s(reading: Reading, facts: _Facts) -> float:
-    devices, micro_batches = len(facts.speeds), reading.question.micro_batches
-    gradient_bytes = FLOAT32_BYTES * sum(v.elements for v in reading.variables if v.trained)
-    link_s = 2 * gradient_bytes * facts.byte_s / (devices * (devices - 1)) if devices > 1 else 0.0
-    rounds = 2 if gradient_bytes else 0
-    return min(
-        (
-            facts.work / facts.speeds[0] + (micro_batches - count) * facts.work / sum(facts.speeds)
-            + max(rounds * facts.latency_s, (count - 1) * link_s) / reading.question.period
-            for count in range(2, min(devices // facts.fewest, micro_batches) + 1)
-        ),
-        default=float("inf"),
-    )  # fmt: skip
+    @cached_property
+    def _together_s(self) -> float:
+        """The least work between users of one parameter, all on the fastest device."""
+        return min((self._micro_batches * span.work / self._speeds[0] for span in self._spans), default=NEVER)
+
+    def several_s(self) -> float:
+        """Of two replicas and more."""
+        devices, counted = len(self._speeds), self._fleet.devices
+        if self.fewest > min(devices, self.blocks):
+            return NEVER
+        room = sum(d.memory_bytes for d in counted) // self.need_bytes if self.need_bytes else devices
+        most = min(devices // self.fewest, self._micro_batches, room)
+        if most < 2:
+            return NEVER
+        _, _, latency_s, byte_s = self._links
+        gradient_bytes = FLOAT32_BYTES * sum(v.elements for v in self.reading.variables if v.trained)
+        link_s = 2 * gradient_bytes * byte_s / (devices * (devices - 1))
+        rounds_s = 2 * latency_s if gradient_bytes else 0.0
+        fill_s = self.work / self._speeds[0] + self._links_s(self.fewest)
+        return min(
+            fill_s
+            + (self._micro_batches - count)
+            * max(self.work / sum(self._speeds), self._largest_block / self._speeds[0] / count)
+            + max(rounds_s, (count - 1) * link_s) / self._question.period
+            for count in range(2, most + 1)
+        )

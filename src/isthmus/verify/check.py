@@ -1,7 +1,7 @@
 """A plan document against figures computed anew, field by field.
 
 First what a plan must be at all: known devices, each once, stages that cover the operators. Only then do figures mean
-anything. `planner`, `notes` and the certificate's `scope` are words, and not judged.
+anything. `planner` and `notes` are words, and not judged.
 """
 
 from __future__ import annotations
@@ -13,7 +13,8 @@ from collections.abc import Iterator, Sequence
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plan import Plan, Prediction, Replica, Stage, Sync
-from isthmus.verify.certificate import Found, Setup, check_certificate
+from isthmus.verify.certificate import Found, check_certificate
+from isthmus.verify.closed_form import Setup
 from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
 from isthmus.verify.packing import least_bytes, packed_bytes
 from isthmus.verify.price import paid
@@ -23,9 +24,7 @@ from isthmus.verify.sums import averaging_groups, buffer_bytes, sums_s, well_for
 from isthmus.verify.timing import Timed
 from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger, Verdict
 
-SUMMED = ("float32", "bfloat16", "float16")
-"""Parameters of these types are summed over replicas, in float32."""
-_UNCHECKED = BoundCheck(method="none", told="the bound was not checked: this is no plan for the problem")
+_UNCHECKED = BoundCheck(status="unchecked", told="not checked: this is no plan for the problem")
 
 
 def verify(plan: Plan, question: Question) -> Verdict:
@@ -87,9 +86,8 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     for name, uses in Counter(name for r in plan.replicas for name in {s.device for s in r.stages}).items():
         held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} replicas", "one replica"))
         held.append(ledger.judge(f"device {name!r}", name in question.fleet.names, name, "a device of the fleet"))
-    wide = [v.name for v in reading.variables if v.trained and v.dtype not in SUMMED]
-    if wide:
-        words = f"1: replicas sum in float32, and {wide[0]!r} is none"
+    if reading.not_summed is not None:
+        words = f"1: replicas sum in float32, and {reading.not_summed!r} is none"
         held.append(ledger.judge("replicas", len(plan.replicas) <= 1, len(plan.replicas), words))
     for number, replica in enumerate(plan.replicas):
         held += _replica(ledger, f"replicas[{number}]", replica, reading)

@@ -9,6 +9,7 @@ from isthmus.graph.opgraph import DTYPE_BYTES
 from isthmus.plan import CompressionConfig, Packing
 from isthmus.verify.cutting import CutGraph, Flowing
 from isthmus.verify.question import Question
+from isthmus.verify.reading import Value
 
 MILDER = 1 - 1e-6
 """Factor on a ratio that is a quotient of sums: what is sent is no less than with the planner's."""
@@ -34,6 +35,17 @@ def offers(asked: CompressionConfig | None) -> tuple[Packing, ...]:
 def least_bytes(asked: CompressionConfig | None, elements: int, dtype: str, size_bytes: int) -> int:
     """Of a tensor that carries a gradient."""
     return size_bytes - max((packing.saves(elements, dtype) for packing in offers(asked)), default=0)
+
+
+def wire_bytes(question: Question, value: Value) -> int:
+    """What sending a value, or its gradient, takes at least."""
+    asked = question.terms.compression
+    return least_bytes(asked, value.elements, value.dtype, value.size_bytes) if value.returns else value.size_bytes
+
+
+def is_exact(asked: CompressionConfig | None) -> bool:
+    """Whether `as_asked` knows the bytes, rather than an upper bound on them."""
+    return asked is None or asked.method in ("bf16", "int8", "uniform")
 
 
 def as_asked(question: Question, graph: CutGraph, devices: Sequence[str]) -> CutGraph:

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Mapping
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from types import MappingProxyType
 
 import msgspec
@@ -62,6 +62,10 @@ class Question:
     terms: Terms = field(default_factory=Terms)
     recompute: bool = True
     """Whether a stage may run its forward twice."""
+    counts: tuple[int, ...] = ()
+    """The numbers of micro-batches that a plan may choose from; none: `micro_batches` alone."""
+    gradients: bool = True
+    """Whether replicas sum gradients, in each step."""
 
     def __post_init__(self) -> None:
         if self.graph.mode != "train":
@@ -72,6 +76,13 @@ class Question:
         if self.graph.batch not in (None, self.micro_batch_size):
             expected = f"{self.graph.batch}, the only size at which {self.graph.name!r} could be captured"
             raise UserError(f"micro_batch_size: got {self.micro_batch_size}, expected {expected}")
+        if not self.counts:
+            object.__setattr__(self, "counts", (self.micro_batches,))
+
+    def cut_into(self, micro_batches: int) -> Question:
+        """The same batch in so many micro-batches."""
+        size = self.micro_batch_size * self.micro_batches // micro_batches
+        return replace(self, micro_batches=micro_batches, micro_batch_size=size)
 
     def flops_per_s(self, device: str) -> float:
         return self.speed_scale.get(device, 1.0) * self.fleet.device(device).flops_per_s

@@ -16,6 +16,9 @@ from isthmus.errors import UserError
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.verify.question import Question
 
+SUMMED = ("float32", "bfloat16", "float16")
+"""Parameters of these types are summed over replicas, in float32."""
+
 
 class Value(NamedTuple):
     """A tensor of each micro-batch."""
@@ -178,6 +181,11 @@ class Reading:
             for op in self.question.graph.ops
             if op.kind in ("parameter", "buffer", "constant")
         )
+
+    @cached_property
+    def not_summed(self) -> str | None:
+        """A trained parameter of a type that replicas do not sum."""
+        return next((v.name for v in self.variables if v.trained and v.dtype not in SUMMED), None)
 
     @cached_property
     def places(self) -> tuple[int, ...]:

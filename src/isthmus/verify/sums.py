@@ -7,6 +7,7 @@ is over before every link has carried all that crosses it.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from isthmus.fleet import Fleet
@@ -33,13 +34,49 @@ def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> i
     return FLOAT32_BYTES * (elements + (len(parameters) + 1 if averages == "gradients" else 0))
 
 
-def in_shards(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> Sync:
-    """Gradients summed by sharded parameter servers, whatever the links."""
-    groups = averaging_groups(replicas)
+def summed_soonest(fleet: Fleet, replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> Sync:
+    """Gradients summed by sharded parameter servers, in a ring or by way of each region's leader: each group as it
+    ends soonest alone."""
     return Sync(groups=tuple(
-        SyncGroup(devices=members, parameters=tuple(p), size_bytes=buffer_bytes(replicas[0][1], p, "gradients"))
-        for members, p in groups.items()
+        min(
+            (SyncGroup(
+                devices=members, parameters=tuple(p), collective=collective,
+                size_bytes=buffer_bytes(replicas[0][1], p, "gradients"),
+            ) for collective in _collectives(fleet, members)),
+            key=lambda group: sum(_round_s(fleet, sent) for sent in rounds_of(group)),
+        )
+        for members, p in averaging_groups(replicas).items()
     ))  # fmt: skip
+
+
+def _collectives(fleet: Fleet, members: Sequence[str]) -> Iterator[Collective]:
+    """The ring is that whose slowest hop is fastest; an island is led by whose slowest link to others is fastest."""
+    yield Collective()
+    if len(members) < 3:
+        return
+    rings = [(0, *rest) for rest in itertools.permutations(range(1, len(members)))]
+
+    def hop_s(a: int, b: int) -> float:
+        link = fleet.link(members[a], members[b])
+        return link.latency_s + 1 / link.bandwidth_bytes_per_s
+
+    slowest_hop = {ring: max(hop_s(a, b) for a, b in zip(ring, (*ring[1:], 0), strict=True)) for ring in rings}
+    yield Collective(kind="ring", islands=(min(rings, key=slowest_hop.__getitem__),))
+    homes: dict[str, list[int]] = {}
+    for member, name in enumerate(members):
+        homes.setdefault(fleet.device(name).region, []).append(member)
+    if 1 < len(homes) < len(members):
+        islands: list[tuple[int, ...]] = []
+        for island in homes.values():
+            others = [members[m] for m in range(len(members)) if m not in island]
+            worst = {
+                m: min(fleet.link(*ends).bandwidth_bytes_per_s for o in others for ends in
+                       ((members[m], o), (o, members[m])))
+                for m in island
+            }  # fmt: skip
+            leader = max(island, key=worst.__getitem__)
+            islands.append((leader, *(m for m in island if m != leader)))
+        yield Collective(kind="hierarchical", islands=tuple(islands))
 
 
 def well_formed(group: SyncGroup) -> bool:

@@ -28,12 +28,9 @@ class Difference(msgspec.Struct, frozen=True, kw_only=True):
 class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
     """What was done about the certificate's lower bound, and what was not."""
 
-    method: Literal["none", "brute force", "own bound and near plans"]
-    plans_tried: int = 0
-    best: float | None = None
-    """The least among the plans tried, in what the certificate speaks of: seconds, or money."""
-    own_bound: float | None = None
-    """A lower bound proven here: simple, valid for any number of replicas, seldom tight."""
+    status: Literal["none stated", "proven", "refuted", "unchecked"]
+    own: float | None = None
+    """A lower bound computed here without a search, for the same question: seconds, or money."""
     told: str
     """In words, with what this does not prove."""
 
@@ -45,9 +42,9 @@ class Verdict(msgspec.Struct, frozen=True, kw_only=True):
     differences: tuple[Difference, ...]
     bound: BoundCheck
 
-    @property
-    def holds(self) -> bool:
-        return not self.differences
+    def holds(self, *, bound_unchecked: bool = False) -> bool:
+        """Whether all figures hold, and the bound, if one is stated, was proven or need not be."""
+        return not self.differences and (bound_unchecked or self.bound.status != "unchecked")
 
 
 class Ledger:

@@ -47,7 +47,7 @@ def test_certified_stages_are_bounded_from_below_for_every_plan(
     made = attempt(certified, problem)
     if made is None or made.certificate is None:
         return
-    held = int(made.certificate.scope.split("memory for ")[1].split()[0])
+    held = int(made.certificate.question.split("memory for ")[1].split()[0])
     for order in all_orders_of(problem.fleet):
         for placed in every_cut(problem, order):
             sizes = [size.memory(held).total for size in placed.sizes]
@@ -81,7 +81,7 @@ def test_a_plan_names_its_planner_and_its_idle_devices(name: str, planner: Calla
         assert stage.memory.total <= fleet.device(stage.device).memory_bytes
     if name in ("certified", "sky-optimal"):
         assert made.certificate is not None
-        assert "any order and subset" in made.certificate.scope
+        assert "any order and subset" in made.certificate.question
         assert 0 < made.certificate.lower_bound <= made.predicted.period_s
     else:
         assert made.certificate is None
@@ -122,7 +122,7 @@ def test_memory_is_kept_for_the_micro_batches_in_flight_where_it_can_be() -> Non
         problem = problem_of(graph, fleet_of([1.0, 1.0]), schedule=schedule)
         scope = certified(problem).certificate
         assert scope is not None
-        assert f"memory for {held} micro-batches in flight" in scope.scope
+        assert f"memory for {held} micro-batches in flight" in scope.question
     needs = [s.memory.total for s in itertools.chain(certified(problem_of(graph, fleet_of([1.0, 1.0]))).stages)]
     tight = problem_of(graph, fleet_of([1.0, 1.0], memory=[int(max(needs) * 0.9)] * 2))
     made = certified(tight)

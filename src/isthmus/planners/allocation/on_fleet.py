@@ -76,9 +76,9 @@ class _Layers:
     in_flight: int
 
     @property
-    def scope(self) -> str:
+    def question(self) -> str:
         return (
-            f"largest compute or first receipt of a stage per micro-batch, in seconds; any order and subset of the "
+            f"the largest compute or first receipt of a stage per micro-batch, of any order and subset of the "
             f"devices, cuts at {self.blocks.count - 1} places, memory for {self.in_flight} micro-batches in flight"
             + (", every stage recomputing" if self.blocks.recompute else "")
         )
@@ -126,7 +126,7 @@ def _planned(problem: Problem, planner: str, allocate: Allocate) -> Plan:
     certificate = None
     if found.lower_bound_s > 0:
         certificate = Certificate(
-            lower_bound=found.lower_bound_s, gap=found.gap, objective="stage", scope=layers.scope
+            lower_bound=found.lower_bound_s, gap=found.gap, objective="stage", question=layers.question
         )
     reason = f"{planner} gave it no layers"
     made = build_plan(

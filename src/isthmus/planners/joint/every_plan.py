@@ -30,11 +30,6 @@ MOST_DEVICES = 6
 MOST_PIPELINES = 400_000
 MOST_CHOICES = 2_000_000
 """Of one grouping, after those are dropped that even without averaging are no better than the best plan known."""
-EVERY_PLAN_SCOPE = (
-    "any number of replicas, any devices, orders, cuts of the operator order and shares of the batch, as many "
-    "micro-batches in flight as memory allows, stages that recompute or not, closed form: all were tried"
-)
-
 Group = frozenset[int]
 
 

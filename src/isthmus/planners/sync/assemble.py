@@ -12,7 +12,9 @@ from isthmus.planners.sync.bubbles import fill_bubbles
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Timeline, iteration_s, timeline
 
-SCOPE = "any assignment of every layer to one iteration of the period, on one serial channel per worker"
+QUESTION = (
+    "the time of a period under any assignment of every layer to one iteration of it, on one serial channel per worker"
+)
 
 
 def intervals(ends: Sequence[int]) -> list[range]:
@@ -53,7 +55,7 @@ def sync_plan(problem: SyncProblem, planner: str, sets: Sequence[Sequence[int]],
         period_s=period_s,
         workers=workers,
         slowest=max(workers, key=lambda w: w.alone_s).worker,
-        certificate=Certificate(lower_bound=bound_s, gap=(period_s - bound_s) / bound_s, scope=SCOPE),
+        certificate=Certificate(lower_bound=bound_s, gap=(period_s - bound_s) / bound_s, question=QUESTION),
     )
 
 

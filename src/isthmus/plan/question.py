@@ -1,0 +1,33 @@
+"""The one question that a plan's certificate answers, in words: the same for every planner of the same problem."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from isthmus.plan.terms import Terms
+
+
+def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, period: int, recompute: bool) -> str:
+    """Which plans a lower bound ranges over, and what it bounds.
+
+    `counts` are the numbers of micro-batches that a plan may choose from; `priced` tells whether the bound is one on
+    the price of a step; `period` is that of averaging, in steps.
+    """
+    conditions = [f"{_or(counts)} micro-batch{'' if tuple(counts) == (1,) else 'es'} per step"]
+    if period > 1:
+        conditions.append(f"every parameter averaged once in {period} steps")
+    if terms.data_holders:
+        conditions.append(f"data on {_or(terms.data_holders)} only{', labels too' if terms.labels_stay else ''}")
+    if terms.compression is not None:
+        conditions.append(f"messages packed by {terms.compression}")
+    if not recompute:
+        conditions.append("no recomputing")
+    return (
+        f"the {'price' if priced else 'time'} of a step of any plan: any number of replicas, any devices in any order, "
+        f"any cuts and any shares of the batch, {', '.join(conditions)}, by the closed form"
+    )
+
+
+def _or(items: Sequence[object]) -> str:
+    texts = [str(item) for item in items]
+    return texts[0] if len(texts) == 1 else f"{', '.join(texts[:-1])} or {texts[-1]}"

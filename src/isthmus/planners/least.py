@@ -1,0 +1,120 @@
+"""What no plan of a problem undercuts, whoever made it: the one bound that certificates state.
+
+It ranges over any number of replicas, whatever planner made the plan, so that the same plan of the same problem has the
+same certificate. Small problems are settled by trying every plan; elsewhere it is the lesser of a bound on one replica,
+which `chain` may have made exact, and of one on several.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.cost import Problem, is_priced, preference
+from isthmus.cost.compression import packs_alike
+from isthmus.errors import FleetTooSmall
+from isthmus.plan import Certificate, Plan, question_in_words
+from isthmus.planners.blocks import Blocks
+from isthmus.planners.bounds import pooled_bound_s, step_certificate
+from isthmus.planners.chain import chain
+from isthmus.planners.joint import every_plan
+from isthmus.planners.narrowing import narrowed
+from isthmus.planners.network import Network, network_of
+from isthmus.planners.order_search import MOST_EXHAUSTIVE
+from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
+from isthmus.planners.replica_bound import replicas_bound_s
+
+
+class Least(NamedTuple):
+    bound: float
+    """Seconds or money per step, by the problem's objective; infinite where no plan fits."""
+    exact: bool
+    """Whether some plan attains it."""
+
+
+def least(problem: Problem) -> Least:
+    """The bound on any plan of the problem, with its own number of micro-batches."""
+    problem = _as_minimised(problem)
+    network, blocks = network_of(problem), Blocks(problem)
+    if narrowed(problem, network, blocks) is not problem:
+        return relaxed(problem, network, blocks, None)
+    single: Plan | None = None
+    if len(network.names) <= MOST_EXHAUSTIVE:  # beyond, `chain` proves no more than the relaxation
+        with contextlib.suppress(FleetTooSmall):
+            single = chain(problem)
+    if settles(problem):
+        known_s = single.predicted.step_s if single is not None else float("inf")
+        settled = every_plan(problem, network, blocks, known_s)
+        if settled is not None:
+            return Least(settled.step_s, exact=packs_alike(problem))
+    return relaxed(problem, network, blocks, single)
+
+
+def settles(problem: Problem) -> bool:
+    """Whether every plan may be tried: time alone counts, the data are everywhere, and gradients are summed in every
+    step."""
+    terms = problem.terms
+    return terms.objective == "time" and not terms.data_holders and problem.sync.mode == "every-step"
+
+
+def relaxed(problem: Problem, network: Network, blocks: Blocks, single: Plan | None) -> Least:
+    """The lesser of a bound on one replica, for which that of `chain`'s plan counts if given, and on several."""
+    proven = single.certificate if single is not None else None
+    gradient_bytes = float(sum(variable.gradient_bytes for variable in blocks.variables))
+    several = problem.most_replicas > 1
+    count, period, replicated = problem.micro_batches, problem.sync.period, float("inf")
+    if problem.terms.objective == "cost":
+        alone = cheapest_pipeline_bound(problem, network, blocks)
+        if several:
+            replicated = cheapest_replicas_bound(problem, network, blocks, gradient_bytes)
+    else:
+        alone = pooled_bound_s(network, blocks, count)
+        if several:
+            replicated = replicas_bound_s(network, blocks, count, gradient_bytes, period)
+    if proven is not None:
+        alone = proven.lower_bound if proven.exact else max(alone, proven.lower_bound)
+    return Least(min(alone, replicated), exact=proven is not None and proven.exact and alone <= replicated)
+
+
+def question(problem: Problem, counts: Sequence[int] = ()) -> str:
+    """What `least` bounds, in words; over these numbers of micro-batches, by default the problem's own."""
+    return question_in_words(
+        problem.terms, counts or (problem.micro_batches,), priced=_prices(problem), period=problem.sync.period,
+        recompute=problem.recompute,
+    )  # fmt: skip
+
+
+def with_certificate(problem: Problem, plan: Plan, found: Least, counts: Sequence[int] = ()) -> Plan:
+    """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
+    over which the bound ranges."""
+    problem = _as_minimised(problem)
+    certify = price_certificate if problem.terms.objective == "cost" else step_certificate
+    certificate = certify(found.bound, preference(problem, plan)[0], question(problem, counts), exact=found.exact)
+    return msgspec.structs.replace(plan, certificate=certificate)
+
+
+def stated(problem: Problem, certificate: Certificate | None) -> Least | None:
+    """The bound in a certificate, if it answers the problem's question."""
+    if certificate is None or certificate.question != question(problem):
+        return None
+    return Least(certificate.lower_bound, certificate.exact)
+
+
+def claim(plan: Plan) -> str:
+    """What a planner proved of another question than that of the certificate, as a note."""
+    own = plan.certificate
+    assert own is not None, "asked for only where there is one"
+    value = f"{own.lower_bound:.6g}{'' if own.objective == 'cost' else ' s'}"
+    return f"{plan.planner} proved {value} to be a lower bound on {own.question} (gap {own.gap:.2%})"
+
+
+def _prices(problem: Problem) -> bool:
+    """On a fleet where nothing has a price the fastest plan is sought, and time is bounded."""
+    return problem.terms.objective == "cost" and is_priced(problem.fleet)
+
+
+def _as_minimised(problem: Problem) -> Problem:
+    return problem if _prices(problem) else problem.timed()

@@ -1,0 +1,19 @@
+"""A certificate in one sentence: what no plan undercuts, by how much this one is above it, and of which question."""
+
+from __future__ import annotations
+
+from isthmus.plan import Certificate
+from isthmus.units import format_duration
+
+
+def bound_text(certificate: Certificate) -> str:
+    """The bound with its unit."""
+    if certificate.objective == "cost":
+        return f"{1000 * certificate.lower_bound:.4g} per 1,000 steps"
+    return format_duration(certificate.lower_bound)
+
+
+def certificate_text(certificate: Certificate) -> str:
+    """With the question in full."""
+    known = "at best" if certificate.exact else "at least"
+    return f"gap {certificate.gap:.2%} to a lower bound: {known} {bound_text(certificate)} is {certificate.question}"
