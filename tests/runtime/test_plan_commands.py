@@ -36,7 +36,8 @@ def test_planners_are_compared_and_refusals_have_a_row(tmp_path: Path, monkeypat
         assert row["plan_s"] > 0 and row["step_s"] > 0 and row["simulated_step_s"] > 0
         assert 0 < row["headroom"]["share"] < 1 and row["replicas"] == 1
     assert rows["chain"]["step_s"] <= rows["even"]["step_s"]
-    assert rows["chain"]["lower_bound_s"] <= rows["chain"]["step_s"] and rows["even"]["gap"] is None
+    assert rows["chain"]["lower_bound_s"] <= rows["chain"]["step_s"]
+    assert len({(row["lower_bound_s"], row["question"]) for row in rows.values() if row["refused"] is None}) == 1
     alone = isthmus("plan", job, "--compare", "refusing")
     assert alone.code == 3 and "refusing made no plan: device d0 is 7 bytes short" in alone.out
 
@@ -162,7 +163,7 @@ def test_the_cheapest_plan_and_its_row(tmp_path: Path) -> None:
     prices = [row["price_per_1000_steps"] for row in compared["rows"]]
     assert prices == sorted(prices) and compared["objective"] == "cost"
     assert rows["auto"]["lower_bound_per_1000_steps"] > 0 and rows["auto"]["lower_bound_s"] is None
-    assert rows["even"]["lower_bound_per_1000_steps"] is None
+    assert rows["even"]["lower_bound_per_1000_steps"] == rows["auto"]["lower_bound_per_1000_steps"]
     table = isthmus("plan", job, "--objective", "cost").out
     assert "price of 1,000 steps" in table and "which was minimised" in table
     document = tmp_path / "plan.json"
@@ -255,3 +256,13 @@ def test_a_job_lets_the_plan_choose_how_many_micro_batches(tmp_path: Path) -> No
     assert isthmus("train", job, "--run", run, "--resume").code == 0
     assert load_plan(run / "plan.json").micro_batches == made.micro_batches
     refused(isthmus("plan", edited(job, ("[1, 2, 4]", "[1, 3]"))), 2, "batch_size", "plan.micro_batches (3)")
+
+
+def test_a_forged_gap_is_no_pass(tmp_path: Path) -> None:
+    job, document = write_job(tmp_path), tmp_path / "plan.json"
+    made = json.loads(isthmus("plan", job, "--planner", "even", "--json").out)
+    reached = made["predicted"]["step_s"]
+    for gap in (made["certificate"]["gap"], 0.0001):
+        made["certificate"] |= {"gap": gap, "lower_bound": reached / (1 + gap)}
+        document.write_text(json.dumps(made))
+        assert isthmus("plan", job, "--verify", document).code == (1 if gap == 0.0001 else 0)

@@ -83,7 +83,7 @@ def ranked(rows: Sequence[ComparedPlan], objective: Objective = "time") -> tuple
 
 def compared_table(comparison: Comparison) -> RenderableType:
     numbers = (
-        "closed form", "simulated", "price of\n1,000 steps", "lower\nbound [1]", "gap", "time to\nplan", "memory\nleft",
+        "closed form", "simulated", "price of\n1,000 steps", "lower bound\n[1]", "gap", "time to\nplan", "memory\nleft",
         "micro-\nbatches", "devices",
     )  # fmt: skip
     table = new_table(("planner", *numbers), numbers)
