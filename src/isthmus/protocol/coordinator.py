@@ -283,9 +283,10 @@ class Coordinator:
         del self._reports[report.item]
         item = self._leases.finish(report.item)
         remark, ends = non_finite(item, reports, self._divergence)
-        out: Out = [Advance(item, mean_loss(reports), remark)]
         if ends:
-            return out + self._end("diverged", f"{remark}; the newest checkpoint is of step {self._saved}")
+            saved = f"the newest checkpoint is of step {self._saved}" if self._saved else "nothing was saved before"
+            return [Advance(item, mean_loss(reports)), *self._end("diverged", f"{remark}; {saved}")]
+        out: Out = [Advance(item, mean_loss(reports), remark)]
         if item.kind == "save":
             self._saved = item.step
             out.append(Commit(item, finite=not remark))
