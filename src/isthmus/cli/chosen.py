@@ -6,6 +6,9 @@ from pathlib import Path
 
 import msgspec
 
+from isthmus.errors import UserError
+from isthmus.federated.job import is_federated
+from isthmus.federated.offer import is_site_file
 from isthmus.job import Job, load_job
 from isthmus.plan import Objective
 
@@ -14,7 +17,12 @@ def chosen_job(
     path: Path, fleet: str | None, planner: str | None, devices: int | None, steps: int | None = None,
     objective: Objective | None = None,
 ) -> Job:  # fmt: skip
-    """The job with what the command line overrides."""
+    """The job with what the command line overrides. UserError for a file that is another command's."""
+    if is_federated(path):
+        what = "is a federated job, of which nothing is placed on a fleet: run `isthmus simulate`"
+        raise UserError(f"{path}: {what}, `train`, or `serve` for one with sites")
+    if is_site_file(path):
+        raise UserError(f"{path}: is a site's file: `isthmus join --site {path}` takes part with it")
     job = load_job(path)
     if objective is not None:
         job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, objective=objective))

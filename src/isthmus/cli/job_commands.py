@@ -32,6 +32,8 @@ from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
 
 app = typer.Typer()
 
+SIMULATED_STEPS = 4
+
 
 @app.command()
 def plan(
@@ -77,7 +79,7 @@ def simulate_command(
     planner: PlannerOption = None,
     devices: DevicesOption = None,
     objective: ObjectiveOption = None,
-    steps: Annotated[int, typer.Option("--steps", min=1, help="Steps to simulate.")] = 4,
+    steps: Annotated[int | None, typer.Option("--steps", min=1, help="Steps to simulate; default 4.")] = None,
     plan_file: Annotated[Path | None, typer.Option("--plan", help="A plan document, in place of planning.")] = None,
     trace_file: Annotated[
         Path | None, typer.Option("--trace", parser=local_path, metavar="FILE", help="Write a Perfetto trace here.")
@@ -89,10 +91,11 @@ def simulate_command(
     Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
     """
     if is_federated(job_file):
-        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--plan": plan_file, "--trace": trace_file})
+        other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
+        federated.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
         fed_job = federated.read_job(job_file, federated.FederatedChoices())
         raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
-    job = chosen_job(job_file, fleet, planner, devices, steps, objective)
+    job = chosen_job(job_file, fleet, planner, devices, steps or SIMULATED_STEPS, objective)
     chosen = planning.fleet_for(job)
     if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
         found, graph = planning.read_plan(job, chosen, plan_file), None

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import typer
+from rich.markup import escape
 from typer.core import TyperGroup
 
 Commands = Mapping[str, Mapping[str, str]]
@@ -30,7 +31,7 @@ def lazy_app(told: str, commands: Commands) -> typer.Typer:
     )  # fmt: skip
     for named in commands.values():
         for name, help_text in named.items():
-            app.command(name=name, help=help_text)(_not_loaded)
+            app.command(name=name, help=escape(help_text))(_not_loaded)
     return app
 
 
@@ -39,7 +40,12 @@ def load(name: str, commands: Commands) -> Any:
     where = next(module for module, named in commands.items() if name in named)
     module = importlib.import_module(f"isthmus.cli.{where}")
     found = typer.main.get_command(module.app)
-    return found.commands[name] if isinstance(found, TyperGroup) else found  # a module may have one command
+    # a module may have one command
+    command: Any = found.commands[name] if isinstance(found, TyperGroup) else found
+    documented: list[Any] = [command, *(p for p in command.params if getattr(p, "help", None))]
+    for one in documented:  # words in square brackets would be taken for rich's markup, and left out
+        one.help = escape(one.help or "")
+    return command
 
 
 def _not_loaded() -> None:

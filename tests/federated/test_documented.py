@@ -1,0 +1,34 @@
+"""What docs/federated.md shows works as it stands there."""
+
+from __future__ import annotations
+
+import re
+import sys
+from pathlib import Path
+
+import pytest
+
+from tests.federated.test_run_folders import JOB, server_model
+from tests.runtime.commands import isthmus
+
+BLOCKS = re.findall(r"```python\n(.*?)```", (Path(__file__).parents[2] / "docs" / "federated.md").read_text(), re.S)
+
+
+@pytest.mark.parametrize("number", range(len(BLOCKS)))
+def test_an_algorithm_of_the_docs_trains(number: int, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.delitem(sys.modules, "documented", raising=False)
+    (tmp_path / "documented.py").write_text(BLOCKS[number])
+    (name,) = re.findall(r"^class (\w+)\(", BLOCKS[number], re.M)
+    text = JOB.format(folder=tmp_path)
+    (tmp_path / "job.toml").write_text(text.replace('"fedavg"', f'"documented:{name}"'))
+    monkeypatch.syspath_prepend(str(tmp_path))
+    done = isthmus("train", tmp_path / "job.toml")
+    assert done.code == 0, done.err
+    if name == "FedAvg":
+        (tmp_path / "ours.toml").write_text(text)
+        assert isthmus("train", tmp_path / "ours.toml", "--run", tmp_path / "ours").code == 0
+        assert server_model(tmp_path / "runs" / "small").equal(server_model(tmp_path / "ours"))
+
+
+def test_there_is_one() -> None:
+    assert BLOCKS

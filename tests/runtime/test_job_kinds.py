@@ -1,0 +1,62 @@
+"""A job file that is another command's, and help texts with square brackets."""
+
+from __future__ import annotations
+
+import re
+from pathlib import Path
+
+import pytest
+
+from isthmus.cli.app import COMMANDS
+from isthmus.cli.lazy import load
+from tests.federated.sites import write_job
+from tests.runtime.commands import isthmus, refused
+
+EXAMPLES = Path(__file__).parents[2] / "examples"
+
+
+@pytest.mark.parametrize("more", [(), ("--compare", "all"), ("--verify", "plan.json"), ("--explain",), ("--json",)])
+def test_plan_says_what_runs_a_federated_job(more: tuple[str, ...]) -> None:
+    words = ("is a federated job", "`isthmus simulate`", "`train`", "`serve`")
+    refused(isthmus("plan", EXAMPLES / "fed-digits.toml", *more), 2, *words)
+
+
+@pytest.mark.parametrize(
+    ("command", "option", "value"),
+    [
+        ("simulate", "--devices", "2"),
+        ("simulate", "--objective", "cost"),
+        ("simulate", "--steps", "2"),
+        ("train", "--devices", "2"),
+        ("train", "--steps", "2"),
+        ("submit", "--steps", "2"),
+    ],
+)
+def test_options_of_the_other_kind_are_refused(command: str, option: str, value: str) -> None:
+    refused(isthmus(command, EXAMPLES / "fed-digits.toml", option, value), 2, f"{option}: got one for a federated job")
+
+
+@pytest.mark.parametrize("option", ["--scheme", "--executors", "--rounds"])
+def test_a_pipelines_job_is_no_federated_one(option: str) -> None:
+    value = "ours" if option == "--scheme" else "2"
+    refused(isthmus("train", EXAMPLES / "gpt-stdlib.toml", option, value), 2, f"{option}: ", "is no federated job")
+
+
+def test_a_sites_file_is_no_job_and_no_job_a_sites_file(tmp_path: Path) -> None:
+    job = write_job(tmp_path, ("a", "b"))
+    for command in ("plan", "train", "simulate", "submit", "serve"):
+        refused(isthmus(command, tmp_path / "a.toml"), 2, "is a site's file", "isthmus join --site")
+    for wrong in (job, EXAMPLES / "gpt-stdlib.toml"):
+        done = isthmus("join", "--site", wrong, "--state", tmp_path / "state")
+        refused(done, 2, "is a coordinator's job, expected a site's file")
+
+
+@pytest.mark.parametrize("command", [name for named in COMMANDS.values() for name in named])
+def test_nothing_of_a_help_text_is_taken_for_markup(command: str) -> None:
+    module = next(module for module, named in COMMANDS.items() if command in named)
+    found = load(command, COMMANDS)
+    shown = re.sub(r"[\s│]+", "", isthmus(command, "--help").out)
+    texts = [(found.callback.__doc__ or "").split("\f")[0], COMMANDS[module][command].split(".")[0]]
+    texts += [getattr(parameter, "help", None) or "" for parameter in found.params]
+    for bracketed in re.findall(r"\[[^\]]*\]", " ".join(text.replace("\\[", "[") for text in texts)):
+        assert re.sub(r"\s+", "", bracketed) in shown, bracketed
