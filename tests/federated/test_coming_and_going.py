@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from isthmus.protocol.federated_coordinator import FederatedCoordinator
+from isthmus.protocol.federated_coordinator import FederatedCoordinator, Waiting
 from isthmus.protocol.federated_events import (
     Commit,
     CoordinatorInstruction,
@@ -131,6 +131,22 @@ def test_when_all_have_left_the_round_waits_for_the_least_number() -> None:
     assert sites.join("c") == [], "others may come within seconds"
     assert sites.tick(4.0) == []
     assert asked(sites.tick(5.0)) == {"b": (Turn(0, 1), [1]), "c": (Turn(0, 1), [2])}
+
+
+def test_what_is_waited_for_and_until_when() -> None:
+    sites = Sites(minimum=2, deadline_s=60.0, start=3)
+    assert sites.machine.waiting == Waiting(3, None), "people start sites"
+    sites.join(*SITES)
+    assert sites.machine.waiting is None, "a round is open"
+    sites.update("a", Turn(0))
+    for name in SITES:
+        sites.lose(name)
+    assert sites.machine.waiting == Waiting(2, 60.0)
+    sites.tick(3.0)
+    sites.join("b")
+    assert sites.machine.waiting == Waiting(2, 60.0)
+    sites.join("c")
+    assert sites.machine.waiting == Waiting(3, 5.0, goes_on=True)
 
 
 def test_too_few_for_too_long_ends_the_run() -> None:

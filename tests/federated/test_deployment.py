@@ -352,8 +352,9 @@ def fleet(tmp_path: Path) -> Iterator[Fleet]:
     ],
 )
 def test_a_site_does_not_run_what_its_owner_does_not_name(
-    change: tuple[str, str], words: str, tmp_path: Path, fleet: Fleet
+    change: tuple[str, str], words: str, tmp_path: Path, fleet: Fleet, monkeypatch: pytest.MonkeyPatch
 ) -> None:
+    monkeypatch.setattr("isthmus.runtime.conducting.deadlines.FIRST_S", 0.1)
     job = load_federated_job(write_job(tmp_path, ("a",), rounds=1))
     run = SiteRun(job, tmp_path / "run", resume=False)
     said: list[str] = []
@@ -361,8 +362,11 @@ def test_a_site_does_not_run_what_its_owner_does_not_name(
     running = threading.Thread(target=lambda: finished.append(run.run(fleet.service, said.append)), daemon=True)
     running.start()
     refused(joined(tmp_path, edited(tmp_path / "a.toml", change), fleet), 2, words)
-    soon(lambda: any("executor a was lost" in line and words in line for line in said))
+    soon(lambda: any("site a was lost" in line and words in line for line in said))
+    wait = "(0 of 1 sites are here; the round begins with 1; a left: "
+    soon(lambda: any(s.startswith("waiting for sites that left: a for") and wait in s and words in s for s in said))
     edited(tmp_path / "a.toml", (change[1], change[0]))
     with attending(tmp_path):
         running.join(20)
     assert len(finished) == 1 and len(lines(tmp_path / "run")) == 1, said
+    assert "site a is back" in said

@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 from collections.abc import Callable, Iterable, Mapping, Sequence
-from typing import Literal
+from typing import Literal, NamedTuple
 
 import msgspec
 import numpy as np
@@ -63,6 +63,16 @@ two round trips more, of a millisecond each on busy cores."""
 
 TOLD = 3
 """Refused clients that a run's last line names."""
+
+
+class Waiting(NamedTuple):
+    """For executors, before a turn."""
+
+    needed: int
+    until_s: float | None
+    """By the clock of `Tick`; None: without an end."""
+    goes_on: bool = False
+    """Whether the turn begins without the others then; else the run ends."""
 
 
 class CoordinatorStatistics(msgspec.Struct, frozen=True):
@@ -128,6 +138,19 @@ class FederatedCoordinator:
             return self._next.round, frozenset()
         busy = frozenset(name for name, held in self._open.held.items() if held)
         return self._open.turn.round, busy if busy < self._alive else frozenset()
+
+    @property
+    def waiting(self) -> Waiting | None:
+        """What the turn that is due waits for; None where one is open, or executors are not to come and go."""
+        gathering, here = self.rules.gathering, len(self._alive)
+        if gathering is None or self._phase != "joining":
+            return None
+        if self._next == Turn(0):
+            return Waiting(gathering.start, None)
+        since_s = self._now_s if self._since_s is None else self._since_s
+        if here < self.rules.minimum:
+            return Waiting(self.rules.minimum, since_s + self.rules.deadline_s)
+        return Waiting(len(self.executors), since_s + gathering.wait_s, goes_on=True)
 
     @property
     def states(self) -> NDArray[np.int32] | None:

@@ -34,9 +34,11 @@ class Waits:
         self._next_s = 0.0
         self._pause_s = FIRST_S
 
-    def look(self, what: str, whom: Collection[str], now_s: float, *, usual_s: float = 0.0) -> dict[str, float]:
+    def look(
+        self, what: str, whom: Collection[str], now_s: float, *, usual_s: float = 0.0, until: str = ""
+    ) -> dict[str, float]:
         """Asked again and again: these are waited for `what`. Since when each of them is. A wait that is no longer
-        than `usual_s` is nothing to tell."""
+        than `usual_s` is nothing to tell; `until` is told with it."""
         if what != self._what or self._since.keys().isdisjoint(whom):
             self._what, self._since = what, {}
             self._pause_s = max(FIRST_S, usual_s)
@@ -48,7 +50,7 @@ class Waits:
             longest = sorted(self._since.items(), key=lambda wait: wait[1])
             waited = ", ".join(f"{device} for {now_s - since_s:.0f} s" for device, since_s in longest[:MOST_NAMES])
             more = f" and {len(longest) - MOST_NAMES} more" if len(longest) > MOST_NAMES else ""
-            self._say(f"waiting {what}: {waited}{more}")
+            self._say(f"waiting {what}: {waited}{more}{until}")
         return self._since
 
 

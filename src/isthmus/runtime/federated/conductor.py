@@ -7,7 +7,7 @@ import queue
 import sys
 import threading
 import time
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -128,6 +128,8 @@ class FederatedConductor:
         self._joining = Waits(note)
         self._deadlines = Deadlines(self._patience_s, 0.0, note)
         self._posts: dict[str, Outgoing] = {}
+        self._reasons: dict[str, str] = {}
+        """Why executors were lost that are not back."""
         self._left: set[str] = set()
         """Of them, those that are lost."""
         self._channels: list[SocketChannel] = []
@@ -182,9 +184,22 @@ class FederatedConductor:
 
     def _tell_waits(self, now_s: float) -> None:
         joining = self._machine.statistics().phase == "joining"
-        missing = set(self._machine.executors) - self._posts.keys() if joining else ()
-        self._joining.look("to join", missing, now_s)
+        missing = set(self._machine.executors) - (self._posts.keys() - self._left) if joining else set[str]()
+        what = "for sites that left" if self._left & missing else "to join"
+        self._joining.look(what, missing, now_s, until=self._until(now_s, missing))
         self._deadlines.lag(*self._machine.behind, now_s)
+
+    def _until(self, now_s: float, missing: Collection[str]) -> str:
+        """What the wait for those who come and go is for, how it ends, and why they left."""
+        if (waiting := self._machine.waiting) is None:
+            return ""
+        here = f"{len(self._machine.executors) - len(missing)} of {len(self._machine.executors)} sites are here"
+        end = f"the round begins with {waiting.needed}"
+        if waiting.until_s is not None:
+            left = f"in {max(0.0, waiting.until_s - now_s):.0f} s"
+            end = f"{left} the round begins without the others" if waiting.goes_on else f"{end}, {left} the run ends"
+        gone = "; ".join(f"{name} left: {self._reasons[name]}" for name in sorted(missing) if name in self._reasons)
+        return f" ({here}; {end}{'; ' if gone else ''}{gone})"
 
     def _absent(self, late: bool) -> list[CoordinatorEvent]:
         """One that never joined, of processes that were started for the run; how long sites may take the machine
@@ -239,7 +254,8 @@ class FederatedConductor:
             instructions = self._machine.handle(event)
             finish = self._carry_out(instructions)
             if isinstance(event, Lost) and (finish is None or event.reason not in finish.reason):
-                self._note(f"executor {event.executor} was lost: {event.reason}")
+                who = "site" if self._office.returns else "executor"
+                self._note(f"{who} {event.executor} was lost: {event.reason}")
             if any(isinstance(i, Open) for i in instructions):
                 self._machine.look_ahead()
             for act in self._later:
@@ -259,8 +275,8 @@ class FederatedConductor:
         executor, message, tensors = heard
         match message:
             case None | Exception():
-                if executor in self._dismissed:  # that is known already
-                    self._dismissed.remove(executor)
+                if executor in self._dismissed or executor in self._left:  # that is known already
+                    self._dismissed.discard(executor)
                     return []
                 reason = "its connection closed" if message is None else str(message)
                 return [self._lost(executor, reason.removeprefix(f"device {executor!r}: "))]
@@ -297,6 +313,8 @@ class FederatedConductor:
 
         if (former := self._posts.get(executor)) is not None:
             former.close()
+        if self._reasons.pop(executor, None) is not None:
+            self._note(f"site {executor} is back")
         self._left.discard(executor)
         self._posts[executor] = self._office.out(channel, self._patience_s, fail)
         if (greeting := self._intake.greeting(executor)) is not None:
@@ -307,7 +325,8 @@ class FederatedConductor:
         deadline_s = time.monotonic() + self._office.last_words_s
         while executor not in self._ended() and time.monotonic() < deadline_s:
             time.sleep(0.01)
-        return Lost(executor=executor, reason=self._ended().get(executor, reason))
+        self._reasons[executor] = self._ended().get(executor, reason)
+        return Lost(executor=executor, reason=self._reasons[executor])
 
     def _carry_out(self, instructions: Sequence[CoordinatorInstruction]) -> Finish | None:
         finish: Finish | None = None
