@@ -5,11 +5,13 @@ from __future__ import annotations
 import re
 from pathlib import Path
 
+import msgspec
 import numpy as np
 import pytest
 
 from isthmus.data import DataSpec
 from isthmus.errors import PeerError, UserError
+from isthmus.graph.opgraph import Arg, ArgList, Ref
 from isthmus.job import prepare
 from isthmus.runtime.conducting.run import check_outcome
 from isthmus.runtime.processes.launcher import Place
@@ -73,4 +75,29 @@ def test_a_process_that_does_not_start(tmp_path: Path) -> None:
     prepared = prepare(job_of("mlp", {}, _data(tmp_path, 10)))
     _, outcome = run(prepared, random_cut(prepared, 2, 0), tmp_path, places={"d1": Place(prefix=("false",))})
     with pytest.raises(PeerError, match=r"^device 'd1' was lost: its process ended with code 1, see .*d1\.log$"):
+        check_outcome(outcome)
+
+
+@pytest.mark.parametrize(
+    ("target", "args", "words"),
+    [
+        ("aten._reshape_alias.default", (ArgList((1 << 18,)), ArgList((1,))), "is not on the allow-list of operators"),
+        ("aten.zeros_like.default", (13,), "expected a dtype"),
+        ("aten._weight_norm.default", (Ref("x"), 0), "expected: .* one dtype"),
+    ],
+)
+def test_a_graph_that_reaches_beyond_its_tensors(
+    tmp_path: Path, target: str, args: tuple[Arg, ...], words: str
+) -> None:
+    prepared = prepare(job_of("mlp", {}, _data(tmp_path, 10)))
+    boundaries = random_cut(prepared, 2, 0)
+    ops = list(prepared.captured.train.ops)
+    at = next(i for i, op in enumerate(ops) if op.target == "aten.relu.default")
+    column = next(op.name for op in ops if op.kind == "placeholder" and op.outputs[0].dtype == "int64")
+    hostile = tuple(Ref(column) if isinstance(a, Ref) else a for a in args)
+    ops[at] = msgspec.structs.replace(ops[at], target=target, args=(*ops[at].args[:1], *hostile))
+    train = msgspec.structs.replace(prepared.captured.train, ops=tuple(ops))
+    wrong = msgspec.structs.replace(prepared, captured=msgspec.structs.replace(prepared.captured, train=train))
+    with pytest.raises(UserError, match=rf"^device 'd\d': operator graph: .*{words}"):
+        _, outcome = run(wrong, boundaries, tmp_path)
         check_outcome(outcome)

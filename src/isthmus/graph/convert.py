@@ -17,9 +17,9 @@ from torch.fx.experimental.symbolic_shapes import free_unbacked_symbols
 from torch.utils._pytree import TreeSpec, tree_leaves
 
 from isthmus.errors import UserError
-from isthmus.graph.allowlist import is_allowed
 from isthmus.graph.building import Held
 from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, where_in
+from isthmus.graph.operators import is_callable
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
 from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
@@ -206,9 +206,9 @@ class _Converter:
             outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=module_path(node),
             random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
         )  # fmt: skip
-        by_position, by_keyword = written(overload, names, kwargs)
-        if (by_position or by_keyword) and not retaken:
-            self.values[node] = self._write(node, op, names, (by_position, by_keyword))
+        by_position, _ = written(overload, names, kwargs)
+        if by_position and not retaken:
+            self.values[node] = self._write(node, op, names, by_position)
             return
         self.ops[op.name] = op
         self.writes.record(op, 0 if retaken else aliased_position(overload), names)
@@ -223,13 +223,10 @@ class _Converter:
             if dtype in ("int8", "int16", "int32", "bool"):  # fake kernels take them, real ones do not
                 raise UserError(f"{where_in(node)}: class ids must be int64, got {dtype}")
 
-    def _write(self, node: fx.Node, op: Op, names: Sequence[Arg], written_to: tuple[list[Ref], list[str]]) -> Ref:
+    def _write(self, node: fx.Node, op: Op, names: Sequence[Arg], written_to: Sequence[Ref]) -> Ref:
         """An in-place operator; returns the tensor that it wrote."""
-        by_position, by_keyword = written_to
         where = f"{where_in(node)}: {base_name(op.target)}"
-        if by_keyword or len(by_position) != 1:
-            raise UserError(f"{where} writes to an out= argument: use its result instead")
-        (ref,) = by_position
+        (ref,) = written_to
         root = self.ops[self.writes.root(ref).op]
         if root.kind == "parameter":
             raise UserError(f"{where} writes parameter {root.target!r} in forward: only the optimizer may")
@@ -296,7 +293,9 @@ def _allowed(node: fx.Node, label: str) -> OpOverload:
     """The operator of a node that a graph may hold."""
     if any(free_unbacked_symbols(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)):
         raise UserError(f"{where_in(node)}: the size of its result depends on the data of a tensor: {WITHOUT_DATA}")
-    if isinstance(node.target, OpOverload) and (is_allowed(label) or is_allowed(out_of_place(label))):
+    if isinstance(node.target, OpOverload) and written(node.target, (), cast("dict[str, Arg]", node.kwargs))[1]:
+        raise UserError(f"{where_in(node)}: {base_name(label)} writes to an out= argument: use its result instead")
+    if isinstance(node.target, OpOverload) and (is_callable(label) or is_callable(out_of_place(label))):
         return node.target
     raise UserError(
         f"{where_in(node)}: operator {label.removesuffix('.default')} is not on the allow-list: "

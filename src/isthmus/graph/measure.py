@@ -19,8 +19,9 @@ from torch.autograd.graph import saved_tensors_hooks
 from torch.utils.flop_counter import FlopCounterMode
 
 from isthmus.errors import InternalError
+from isthmus.graph.operators import overload_of
 from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, Op, OpGraph, Ref, TensorSpec
-from isthmus.graph.resolve import bind, no_gradient, operator_of
+from isthmus.graph.resolve import bind, no_gradient
 from isthmus.graph.schema import base_name, storage_of
 
 PROBE_BATCHES = (2, 3)
@@ -151,7 +152,7 @@ class _Ledger:
             saved.append(tensor)
             return tensor
 
-        call = cast("Callable[..., Any]", operator_of(op.target))
+        call = cast("Callable[..., Any]", overload_of(op.target))
         args, kwargs = bind(op, inputs.__getitem__, self.batch, torch.device("cpu"))
         quiet = no_gradient(op, [t.requires_grad for t in inputs.values()], self.graph.mode)
         with FlopCounterMode(display=False) as counter, torch.set_grad_enabled(not quiet):

@@ -1,41 +1,37 @@
-"""From an op's JSON form to a call: the operator itself, and its arguments bound to tensors."""
+"""From an op's JSON form to the arguments of a call."""
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, cast
 
 import torch
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.graph.allowlist import is_allowed
-from isthmus.graph.opgraph import Affine, Arg, ArgList, Named, Op, Ref
+from isthmus.graph.operators import overload_of
+from isthmus.graph.opgraph import DTYPE_BYTES, Affine, Arg, ArgList, Named, Op, Ref
 
 Argument = None | bool | int | float | str | torch.dtype | torch.device | Tensor | list["Argument"]
 
-
-def operator_of(target: str) -> Callable[..., object]:
-    """The torch operator called `target`; UserError unless it is on the allow-list."""
-    if not is_allowed(target):
-        raise UserError(f"operator graph: {target!r} is not on the allow-list of operators")
-    _, name, overload = target.split(".")
-    try:
-        return cast("Callable[..., object]", getattr(getattr(torch.ops.aten, name), overload))
-    except AttributeError:
-        raise UserError(f"operator graph: this torch ({torch.__version__}) has no operator {target!r}") from None
-
-
-def exists(target: str) -> bool:
-    """Whether this torch has the operator."""
-    _, name, overload = target.split(".")
-    return hasattr(getattr(torch.ops.aten, name, None), overload)
+MEMORY_FORMATS = ("contiguous_format", "preserve_format", "channels_last", "channels_last_3d")
+NAMED_TYPES = {
+    "ScalarType": torch.dtype, "Layout": torch.layout, "MemoryFormat": torch.memory_format, "Device": torch.device,
+}  # fmt: skip
+"""By what a schema calls them. It takes plain numbers for them, too, of kinds that a graph may not name."""
+CODES = ("reduction", "interpolation_mode", "padding_mode")
+"""Arguments that number one of three ways; kernels return unwritten memory for a fourth."""
+LARGEST_SIZE = 1 << 40
+"""Of sizes, strides, paddings and the like: kernels multiply them, or add them up, without asking for overflow."""
 
 
 def bind(
     op: Op, tensor: Callable[[Ref], Tensor], batch: int, device: torch.device
 ) -> tuple[list[Argument], dict[str, Argument]]:
-    """Arguments of a call: refs looked up, sizes evaluated at this batch, devices set to where the stage runs."""
+    """Arguments of a call: refs looked up, sizes evaluated at this batch, devices set to where the stage runs.
+
+    UserError for a dtype, layout or device that a graph may not ask for, in whatever form.
+    """
 
     def value(arg: Arg) -> Argument:
         if isinstance(arg, Ref):
@@ -48,7 +44,9 @@ def bind(
             return named(arg, device)
         return arg
 
-    return [value(a) for a in op.args], {k: value(v) for k, v in op.kwargs.items()}
+    args, kwargs = [value(a) for a in op.args], {k: value(v) for k, v in op.kwargs.items()}
+    _check_constants(op.target, args, kwargs)
+    return args, kwargs
 
 
 def named(arg: Named, device: torch.device) -> Argument:
@@ -57,11 +55,27 @@ def named(arg: Named, device: torch.device) -> Argument:
         return device
     if arg.kind == "float":
         return float(arg.name)
-    found: object = getattr(torch, arg.name, None)
-    kinds = (torch.dtype, torch.layout, torch.memory_format)
-    if not isinstance(found, kinds):
-        raise UserError(f"operator graph: unknown {arg.kind} {arg.name!r}")
-    return cast(Argument, found)
+    known = {"dtype": DTYPE_BYTES, "layout": ("strided",), "memory_format": MEMORY_FORMATS}[arg.kind]
+    if arg.name not in known:
+        raise UserError(f"operator graph: unknown {arg.kind} {arg.name!r}, expected one of: {', '.join(known)}")
+    return cast(Argument, getattr(torch, arg.name))
+
+
+def _check_constants(target: str, args: Sequence[Argument], kwargs: Mapping[str, Argument]) -> None:
+    """UserError unless what the schema has as a dtype, layout, memory format, device or code is given as one."""
+    arguments = overload_of(target)._schema.arguments  # pyright: ignore[reportPrivateUsage]
+    by_name = {a.name: a for a in arguments}
+    given = [*zip(arguments, args, strict=False), *((by_name[k], v) for k, v in kwargs.items() if k in by_name)]
+    for argument, value in given:
+        kind = NAMED_TYPES.get(str(argument.real_type).removeprefix("Optional[").removesuffix("]"))
+        if kind is not None and value is not None and not isinstance(value, kind):
+            raise UserError(
+                f"operator graph: {target}: argument {argument.name!r} is {value!r}, expected a {kind.__name__}"
+            )
+        if argument.name in CODES and str(argument.type) == "int" and not (type(value) is int and 0 <= value <= 2):
+            raise UserError(f"operator graph: {target}: argument {argument.name!r} is {value!r}, expected 0, 1 or 2")
+        if isinstance(value, list) and any(isinstance(v, int) and abs(v) > LARGEST_SIZE for v in value):
+            raise UserError(f"operator graph: {target}: argument {argument.name!r} is {value!r}, beyond any memory")
 
 
 def no_gradient(op: Op, inputs: Sequence[bool], mode: Literal["train", "eval"]) -> bool:

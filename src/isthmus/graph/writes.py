@@ -17,18 +17,18 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.graph.allowlist import is_allowed
+from isthmus.graph.operators import is_callable, overload_of
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, Ref, Size, add_sizes
-from isthmus.graph.resolve import bind, exists, operator_of
+from isthmus.graph.resolve import bind
 from isthmus.graph.schema import base_name, out_of_place, shares_storage
 
-RESHAPES = {"view", "_unsafe_view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
+RESHAPES = {"view", "reshape", "flatten", "unflatten", "unsqueeze", "squeeze", "view_as", "reshape_as"}
 IDENTITIES = {"alias", "contiguous", "detach", "to", "type_as", "lift_fresh", "positive", "dropout"}
 SCATTERS = {
     "select": "aten.select_scatter.default", "slice": "aten.slice_scatter.default",
     "diagonal": "aten.diagonal_scatter.default", "as_strided": "aten.as_strided_scatter.default",
 }  # fmt: skip
-LISTS = {"split", "split_with_sizes", "chunk", "tensor_split", "unsafe_split", "unsafe_chunk"}
+LISTS = {"split", "split_with_sizes", "chunk", "tensor_split"}
 FUNCTIONAL = {"aten.normal_.default": "aten.normal_functional.default", "aten.bernoulli_.float": "aten.bernoulli.p"}
 PROBE_BATCH = 2
 
@@ -95,7 +95,7 @@ class Writes:
         """
         chain = self._chain(ref)
         root = self._ops[chain[-1].op]
-        if root.kind == "buffer" and len(chain) == 1 and is_allowed(op.target):
+        if root.kind == "buffer" and len(chain) == 1 and is_callable(op.target):
             self._ops[op.name] = msgspec.structs.replace(op, mutates=(root.name,))
             return {ref}
         new = self._functional(op)
@@ -138,7 +138,7 @@ class Writes:
             shape, stride = spec.shape_at(self._batch), spec.stride_at(self._batch)
             made[ref] = torch.empty_strided(shape, stride, dtype=dtype, device=meta)
         args, kwargs = bind(op, made.__getitem__, self._batch, meta)
-        result = operator_of(op.target)(*args, **kwargs)
+        result = overload_of(op.target)(*args, **kwargs)
         outputs = result if isinstance(result, (list, tuple)) else [result]
         return made, list(cast("Sequence[Tensor]", outputs))
 
@@ -148,7 +148,7 @@ class Writes:
         if op.target == "aten.copy_.default":  # its functional form has no derivative
             return self._cast(op, cast(Ref, op.args[1]), expand=True)
         target = FUNCTIONAL.get(op.target, out_of_place(op.target))
-        if not is_allowed(target) or not exists(target):
+        if not is_callable(target):
             raise CannotWrite("has no form that returns a new tensor: use other operators")
         made = msgspec.structs.replace(op, target=target)
         self._ops[op.name] = made

@@ -11,9 +11,10 @@ from typing import Literal, NamedTuple, cast
 import torch
 from torch import Tensor
 
+from isthmus.graph.operators import operator_of
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
-from isthmus.graph.resolve import bind, no_gradient, operator_of
+from isthmus.graph.resolve import bind, no_gradient
 from isthmus.training.faults import raise_if_jobs
 
 _GENERATOR = threading.Lock()

@@ -1,0 +1,138 @@
+"""What some operators take for granted about their arguments, checked before they are called.
+
+Torch's kernels for these read or write beyond a tensor, or return memory that they have not written, where an argument
+is not what the public function would have given. Found by `tests/graph/test_hostile_operators.py`, which calls every
+operator of the allow-list with such arguments.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from isthmus.errors import UserError
+
+Arguments = Mapping[str, object]
+"""Those of one call, by their names in the schema."""
+
+
+def _recurrent(gates: int) -> Callable[[Arguments], None]:
+    """The weights of every layer and direction have the sizes that the input and the hidden state imply."""
+
+    def check(given: Arguments) -> None:
+        inputs, weights = cast(Tensor, given["input"]), cast("Sequence[Tensor]", given["params"])
+        state = given["hx"]
+        states = [state] if isinstance(state, Tensor) else cast("Sequence[Tensor]", state)
+        directions = 2 if given["bidirectional"] else 1
+        layers = cast(int, given["num_layers"])
+        _require(inputs.dim() == 3 and all(s.dim() == 3 for s in states), "input and hidden state have 3 dimensions")
+        _require(inputs.numel() > 0 and layers > 0, "input is not empty")
+        _require(len(states) == (2 if gates == 4 else 1), "as many states as the cell has")
+        _require(len({t.dtype for t in (inputs, *states, *weights)}) == 1, "all tensors have one dtype")
+        out, hidden = states[0].shape[2], states[-1].shape[2]
+        batch = inputs.shape[0 if given["batch_first"] else 1]
+        count = directions * layers
+        _require(
+            [tuple(s.shape) for s in states] == [(count, batch, out), (count, batch, hidden)][-len(states) :],
+            "hidden states fit the input",
+        )
+        wanted: list[tuple[int, ...]] = []
+        for layer in range(layers if len(weights) >= count else 0):
+            size = inputs.shape[2] if layer == 0 else out * directions
+            one = [(gates * hidden, size), (gates * hidden, out)]
+            one += [(gates * hidden,)] * 2 if given["has_biases"] else []
+            one += [(out, hidden)] if out != hidden else []
+            wanted += one * directions
+        _require([tuple(w.shape) for w in weights] == wanted, "weights fit the input and the hidden state")
+
+    return check
+
+
+def _weight_norm(given: Arguments) -> None:
+    direction, length, dim = cast(Tensor, given["v"]), cast(Tensor, given["g"]), cast(int, given.get("dim", 0))
+    _require(direction.dtype == length.dtype and direction.numel() > 0, "two tensors of one dtype, not empty")
+    _require(-1 <= dim < direction.dim(), "dim of the tensor, or -1")
+    # what torch.norm_except_dim gives
+    shape = [1] * direction.dim() if dim >= 0 else []
+    if dim >= 0:
+        shape[dim] = direction.shape[dim]
+    _require(list(length.shape) == shape, f"one length for each slice along dim {dim}")
+
+
+def _grid_sampler(given: Arguments) -> None:
+    """Coordinates that overflow are not numbers after reflection, and then indices beyond the image."""
+    grid, image = cast(Tensor, given["grid"]), cast(Tensor, given["input"])
+    if given["padding_mode"] != 0 and grid.is_floating_point():
+        largest = torch.finfo(grid.dtype).max / (4 * max(image.shape, default=1) + 4)
+        _require(bool((grid.abs() <= largest).all()), "a grid of finite coordinates")
+
+
+def _binary_cross_entropy(given: Arguments) -> None:
+    shape = cast(Tensor, given["self"]).shape
+    _require(shape == cast(Tensor, given["target"]).shape, "predictions and targets of one shape")
+
+
+def _attention(given: Arguments) -> None:
+    tensors = [cast(Tensor, given[name]) for name in ("query", "key", "value")]
+    _require(all(t.numel() > 0 for t in tensors), "queries, keys and values that are not empty")
+
+
+def _eigenvalues(given: Arguments) -> None:
+    """LAPACK's balancing does not end well on what is no number."""
+    _require(bool(torch.isfinite(cast(Tensor, given["self"])).all()), "a finite matrix")
+
+
+def _convolution(given: Arguments) -> None:
+    """Strides beyond the input overflow in the backward; others are bounded for the same reason."""
+    spatial = cast(Tensor, given["input"]).shape[2 - cast(Tensor, given["weight"]).dim() :]
+    for name in ("stride", "padding", "dilation", "output_padding"):
+        value = given.get(name, ())
+        numbers = cast("list[int]", value) if isinstance(value, list) else []
+        numbers = numbers * len(spatial) if len(numbers) == 1 else numbers
+        fits = all(v <= max(64, size) for v, size in zip(numbers, spatial, strict=False))
+        _require(fits, f"{name} of at most 64 or the size of the input")
+
+
+def _embedding_bag(given: Arguments) -> None:
+    rows, at, offsets = (cast(Tensor, given[name]) for name in ("weight", "indices", "offsets"))
+    _require(rows.dim() == 2 and at.dim() == 1 and offsets.dim() == 1, "a table, indices and offsets")
+    bounds = [0, *offsets.tolist(), at.numel()]
+    _require(len(bounds) > (3 if given.get("include_last_offset") else 2), "at least one bag")
+    _require(bounds == sorted(bounds) and bounds[1] == 0, "offsets that rise from 0 to the number of indices")
+    _require(bool(((at >= 0) & (at < rows.shape[0])).all()), f"indices from 0 to {rows.shape[0] - 1}")
+
+
+def _pdist(given: Arguments) -> None:
+    _require(cast(Tensor, given["self"]).numel() > 0, "a tensor that is not empty")
+
+
+def _ctc_loss(given: Arguments) -> None:
+    targets, lengths = cast(Tensor, given["targets"]), torch.as_tensor(given["target_lengths"])
+    classes = cast(Tensor, given["log_probs"]).shape[-1]
+    _require(targets.dim() in (1, 2) and lengths.dim() == 1, "targets of 1 or 2 dimensions and a list of lengths")
+    within = (targets >= 0) & (targets < classes)
+    if targets.dim() == 2:  # what lies beyond a target's length is padding
+        within |= torch.arange(targets.shape[1], device=targets.device) >= lengths.to(targets.device)[:, None]
+    _require(bool(within.all()), f"class ids from 0 to {classes - 1}")
+
+
+def _require(holds: bool, what: str) -> None:
+    if not holds:
+        raise UserError(f"operator graph: expected: {what}")
+
+
+CHECKS: Mapping[str, Callable[[Arguments], None]] = {
+    "lstm": _recurrent(4), "gru": _recurrent(3), "rnn_tanh": _recurrent(1), "rnn_relu": _recurrent(1),
+    "_weight_norm": _weight_norm,
+    **dict.fromkeys(
+        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
+        _convolution,
+    ),
+    "embedding_bag": _embedding_bag,
+    "binary_cross_entropy": _binary_cross_entropy, "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
+    "linalg_eig": _eigenvalues, "linalg_eigvals": _eigenvalues, "pdist": _pdist,
+    "scaled_dot_product_attention": _attention,
+}  # fmt: skip

@@ -1,0 +1,101 @@
+"""A graph that a hostile coordinator wrote: nothing it can call reads or writes beyond its tensors."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.errors import UserError
+from isthmus.graph import Ref
+from isthmus.graph.opgraph import Affine, Arg, ArgList, Named, Op, TensorSpec
+from isthmus.graph.partition import StageGraph
+from isthmus.training.program import Program
+
+SEARCH_S = float(os.environ.get("ISTHMUS_HOSTILE_CALLS_S", "0"))
+"""Seconds to search with fresh seeds in place of the few calls of every run."""
+
+
+def test_no_operator_crashes_or_shows_memory_that_is_not_its_own():
+    seed = int.from_bytes(os.urandom(3)) if SEARCH_S else 1
+    command = [sys.executable, str(Path(__file__).with_name("hostile_calls.py")), str(seed), "6", str(SEARCH_S)]
+    found = subprocess.run(command, stdout=subprocess.PIPE, stderr=subprocess.DEVNULL, check=True, text=True)
+    *wrong, last = (json.loads(line) for line in found.stdout.splitlines() if line.startswith("["))
+    assert last[0] == "done" and last[1] > 700
+    assert wrong == []
+
+
+SCALAR = TensorSpec("float32", (), ())
+
+
+def run(target: str, *args: Arg, inputs: dict[str, Tensor] | None = None, **kwargs: Arg) -> Tensor:
+    """What a device gives for a graph of this one operator."""
+    op = Op(name="o", kind="operator", target=target, args=args, kwargs=kwargs, outputs=(SCALAR,))
+    stage = StageGraph(
+        index=0, ops=(op,), columns=(), receives=(), sends=(), borrows={}, lends={}, loss=Ref("o"), count=None,
+        outputs={},
+    )  # fmt: skip
+    values = {Ref(name): value for name, value in (inputs or {}).items()}
+    return Program(stage, "eval", batch=2, device=torch.device("cpu")).run(values, 0, 0)[Ref("o")]
+
+
+@pytest.mark.parametrize(
+    "target",
+    [
+        "aten._reshape_alias.default", "aten._embedding_bag.default", "aten.set.source_Storage", "aten.resize_.default",
+        "aten.add.out", "aten.add.str", "aten.to.prim_dtype", "aten.lstm.data", "aten.add", "aten.add.__class__",
+        "prim.device.default", "aten.linear.default.default", "aten.relu_.default",
+    ],
+)  # fmt: skip
+def test_operators_and_overloads_that_are_refused(target: str):
+    with pytest.raises(UserError, match=r"allow-list|has no operator"):
+        run(target, Ref("x"), inputs={"x": torch.ones(3)})
+
+
+@pytest.mark.parametrize(
+    "kwargs",
+    [
+        {"dtype": 13}, {"dtype": Named("dtype", "quint8")}, {"dtype": Named("dtype", "strided")}, {"layout": 1},
+        {"layout": Named("layout", "sparse_coo")}, {"device": "meta"}, {"dtype": Ref("x")},
+        {"device": Named("dtype", "float32")},
+    ],
+)  # fmt: skip
+def test_kinds_of_tensors_that_a_graph_may_not_ask_for(kwargs: dict[str, Arg]):
+    with pytest.raises(UserError, match="expected"):
+        run("aten.zeros.default", ArgList((2, 2)), inputs={"x": torch.tensor(13)}, **kwargs)
+
+
+@pytest.mark.parametrize("reduction", [-1, 3, Affine(8, 0), Ref("three"), True])
+def test_a_loss_is_reduced_in_a_way_that_there_is(reduction: Arg):
+    inputs = {"x": torch.rand(4), "y": torch.rand(4), "three": torch.tensor(3)}
+    with pytest.raises(UserError, match="'reduction'"):
+        run("aten.binary_cross_entropy.default", Ref("x"), Ref("y"), None, reduction, inputs=inputs)
+
+
+SIZE = ArgList((50, 40))
+EMPTY = {
+    "empty.memory_format": (SIZE,),
+    "empty_like.default": (Ref("x"),),
+    "empty_permuted.default": (SIZE, ArgList((1, 0))),
+    "empty_strided.default": (SIZE, ArgList((40, 1))),
+    "new_empty.default": (Ref("x"), SIZE),
+    "new_empty_strided.default": (Ref("x"), SIZE, ArgList((1, 50))),
+}
+
+
+@pytest.mark.parametrize("name", EMPTY)
+def test_memory_that_nothing_has_written_is_zero(name: str):
+    secrets = [torch.full((50, 40), 7.0) for _ in range(20)]
+    inputs = {"x": torch.ones(50, 40)}
+    del secrets  # freed memory is given out again as it is
+    results = [run(f"aten.{name}", *EMPTY[name], inputs=inputs) for _ in range(20)]
+    assert not any(result.any() for result in results)
+    eager = getattr(getattr(torch.ops.aten, name.split(".")[0]), name.split(".")[1])
+    plain = [inputs["x"] if isinstance(a, Ref) else list(a.items) for a in EMPTY[name]]
+    assert results[0].stride() == eager(*plain).stride()
