@@ -13,8 +13,6 @@ from typing import cast
 import torch
 from torch import Tensor
 
-from isthmus.errors import UserError
-
 Arguments = Mapping[str, object]
 """Those of one call, by their names in the schema."""
 
@@ -121,7 +119,7 @@ def _ctc_loss(given: Arguments) -> None:
 
 def _require(holds: bool, what: str) -> None:
     if not holds:
-        raise UserError(f"operator graph: expected: {what}")
+        raise ValueError(what)
 
 
 CHECKS: Mapping[str, Callable[[Arguments], None]] = {
@@ -136,3 +134,4 @@ CHECKS: Mapping[str, Callable[[Arguments], None]] = {
     "linalg_eig": _eigenvalues, "linalg_eigvals": _eigenvalues, "pdist": _pdist,
     "scaled_dot_product_attention": _attention,
 }  # fmt: skip
+"""By name; they raise ValueError, which says what was expected."""

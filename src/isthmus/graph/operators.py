@@ -69,7 +69,10 @@ class _Checked:
         self._names = [a.name for a in overload._schema.arguments]  # pyright: ignore[reportPrivateUsage]
 
     def __call__(self, *args: object, **kwargs: object) -> object:
-        self._check({**dict(zip(self._names, args, strict=False)), **kwargs})
+        try:
+            self._check({**dict(zip(self._names, args, strict=False)), **kwargs})
+        except ValueError as e:
+            raise UserError(f"operator graph: {self._overload}: expected {e}") from None
         return self._overload(*args, **kwargs)
 
 
