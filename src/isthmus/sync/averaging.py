@@ -86,16 +86,16 @@ class Averager:
     def leave(self, patience_s: float) -> None:
         """Send and receive no more. What is on the way has so long to arrive, and is broken off then."""
         closed(self)
-        lanes, self._lanes = self._lanes, []
-        for lane in lanes:
+        for lane in self._lanes:
             lane.end()
-        if lanes and not self._ended(lanes, patience_s):
-            lanes[0].break_off()
-            self._ended(lanes, _BROKEN_OFF_S)
+        if self._lanes and not self._ended(patience_s):
+            self._lanes[0].break_off()
+            self._ended(_BROKEN_OFF_S)
+        self._lanes = []
 
-    def _ended(self, lanes: Sequence[DirectSums], within_s: float) -> bool:
+    def _ended(self, within_s: float) -> bool:
         until_s = time.monotonic() + within_s
-        ended = [lane.join(max(0.0, until_s - time.monotonic())) for lane in lanes]
+        ended = [lane.join(max(0.0, until_s - time.monotonic())) for lane in self._lanes]
         for work in self._others:
             left = timedelta(seconds=max(1e-3, until_s - time.monotonic()))
             with suppress(RuntimeError):  # it ran out of time, or its group is broken: then it has ended as well

@@ -7,6 +7,7 @@ import queue
 import threading
 import time
 from collections.abc import Mapping, Sequence
+from functools import partial
 
 import msgspec
 from torch import Tensor
@@ -86,6 +87,7 @@ from isthmus.runtime.messages.run import (
     ReportMessage,
     Weights,
 )
+from isthmus.runtime.processes.computing import Computing
 from isthmus.runtime.processes.interrupting import interruptible
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.reception import Heard, Reception
@@ -109,21 +111,16 @@ class Conductor:
     """Runs the machine in the thread that calls `conduct`, over the connections that its reception is given."""
 
     def __init__(
-        self,
-        machine: Coordinator,
-        run: str,
-        script: Script,
-        *,
-        patience_s: float,
-        others: Sequence[str] = (),
+        self, machine: Coordinator, run: str, script: Script, *, patience_s: float, others: Sequence[str] = (),
         start_s: float = 0.0,
-    ) -> None:
+    ) -> None:  # fmt: skip
         """`others` may join besides the devices of the first plan; `start_s` is how long a process may take to come."""
         self.machine = machine
         self._run = run
         self._script = script
         self._patience_s = patience_s
         self._heard: queue.SimpleQueue[Heard | CoordinatorEvent] = queue.SimpleQueue()
+        self._planners = Computing()
         self._over = threading.Event()
         self._lanes: dict[str, SendLane] = {}
         self._addresses: dict[str, Address] = {}
@@ -172,6 +169,7 @@ class Conductor:
         finally:
             self._over.set()
             self.reception.close()
+            self._planners.end()
         return Outcome(
             outcome=finish.outcome, reason=str(self._failure or finish.reason), failure=self._failure,
             spans=tuple(self._spans), late_s=self._late_s, elapsed_s=ended_s - (self._origin_s or ended_s),
@@ -393,7 +391,7 @@ class Conductor:
             case MakePlan(waits=waits):
                 if waits:
                     self._disturb()
-                threading.Thread(target=self._plan, args=(instruction, epoch), name="planner", daemon=True).start()
+                self._planners.start(partial(self._plan, instruction, epoch), "planner")
             case Call(device=device):
                 self._work.call(device)
             case Recall(devices=devices, count=count, most=most, reasons=reasons):

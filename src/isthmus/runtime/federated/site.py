@@ -26,11 +26,11 @@ from isthmus.federated.worksite import Work
 from isthmus.models import build_model
 from isthmus.protocol.federated_events import Dropped, Refused, SendSums, Told
 from isthmus.runtime.federated.executor import Executor, take_part
-from isthmus.runtime.federated.interrupting import interrupt
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.fleet import Engage
 from isthmus.runtime.messages.run import HaltMessage, Heartbeat
 from isthmus.runtime.messages.site import EnrolledMessage, OfferMessage, UpdateMessage
+from isthmus.runtime.processes.computing import Computing
 from isthmus.runtime.transport.channel import SocketChannel, dial
 from isthmus.runtime.transport.post import Post, headers_of
 
@@ -91,7 +91,7 @@ class SiteWorkshop:
         self._warm: tuple[Offer, Site] | None = None
         self._training = threading.Lock()
         self._work: _Work | None = None
-        self._threads: list[threading.Thread] = []
+        self._threads = Computing()
         """Of this run and of those before that are still trained for."""
 
     def engage(self, call: Engage, coordinator: tuple[str, int]) -> None:
@@ -99,10 +99,8 @@ class SiteWorkshop:
             return  # only the agent's own connection was lost
         self.end()
         work = _Work(call.run)
-        work.thread = threading.Thread(target=self._attend, args=(work, call, coordinator), daemon=True)
         self._work = work
-        self._threads = [*(thread for thread in self._threads if thread.is_alive()), work.thread]
-        work.thread.start()
+        work.thread = self._threads.start(lambda: self._attend(work, call, coordinator), f"run {call.run}")
 
     def disengage(self, run: str) -> None:
         if self._work is not None and self._work.run == run:
@@ -117,8 +115,7 @@ class SiteWorkshop:
     def leave(self) -> None:
         """At the end of the process: a client that trains is stopped where it is."""
         self.end()
-        for thread in self._threads:
-            interrupt(thread)
+        self._threads.end()
 
     def _attend(self, work: _Work, call: Engage, coordinator: tuple[str, int]) -> None:
         """A run, over as many connections as it takes."""

@@ -10,7 +10,7 @@ from pathlib import Path
 SCRIPT = """
 import threading
 import torch
-from isthmus.runtime.federated.interrupting import interrupt
+from isthmus.runtime.processes.computing import Computing
 
 begun = threading.Event()
 
@@ -23,10 +23,10 @@ def train():
         except Exception:
             pass
 
-thread = threading.Thread(target=train, daemon=True)
-thread.start()
+threads = Computing()
+thread = threads.start(train, "train")
 begun.wait()
-interrupt(thread)
+threads.end()
 print(thread.is_alive())
 """
 

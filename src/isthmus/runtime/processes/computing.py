@@ -1,0 +1,36 @@
+"""Threads that compute, ended before the interpreter ends: one that is in torch or a solver then aborts the process."""
+
+from __future__ import annotations
+
+import ctypes
+import threading
+import time
+from collections.abc import Callable
+
+LONGEST_S = 10.0
+
+
+class Computing:
+    """The threads of one owner, who ends them at the end of the process or when nobody waits for them any more."""
+
+    def __init__(self) -> None:
+        self._threads: list[threading.Thread] = []
+
+    def start(self, act: Callable[[], None], name: str) -> threading.Thread:
+        """Call `act` in a thread of its own."""
+        thread = threading.Thread(target=act, name=name, daemon=True)
+        self._threads = [*(other for other in self._threads if other.is_alive()), thread]
+        thread.start()
+        return thread
+
+    def end(self) -> None:
+        """Raise SystemExit in each, as Ctrl-C raises KeyboardInterrupt in the main thread, and wait until it has ended.
+
+        Nothing can be raised inside an operator: it ends at the next line of Python, or is left after ten seconds.
+        """
+        until_s = time.monotonic() + LONGEST_S
+        for thread in self._threads:
+            while thread.is_alive() and thread.ident is not None and time.monotonic() < until_s:
+                # Once more where something on its way swallowed the last one.
+                ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
+                thread.join(0.5)
