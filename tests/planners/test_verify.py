@@ -7,7 +7,7 @@ from dataclasses import replace
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan
@@ -81,6 +81,10 @@ def check(plan: Plan, problem: Problem, *, bound_unchecked: bool = False) -> Ver
     saved=st.sampled_from([1, 30]),
     recompute=st.booleans(),
 )
+@example(
+    planner="auto", seed=209033, devices=4, units=4, micro_batches=3, schedule="1f1b", memory=1 << 40, saved=1,
+    recompute=False,
+)  # three replicas
 @settings(max_examples=60, deadline=None)
 def test_every_plan_of_ours_passes(
     planner: str, seed: int, devices: int, units: int, micro_batches: int, schedule: str, memory: int, saved: int,
