@@ -50,17 +50,20 @@ class Evaluator:
         dtype = self._resident.dtype
         return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in columns.items()}
 
-    def evaluate(self, model: Tensor, buffers: Tensor | None = None) -> Evaluation:
-        """In eval mode, without gradients."""
+    def evaluate(
+        self, model: Tensor, buffers: Tensor | None = None, own: Callable[[int], Tensor] | None = None
+    ) -> Evaluation:
+        """In eval mode, without gradients. With `own`, every client is evaluated with its own model; the server's is
+        nobody's then, and held-out samples say nothing."""
         module = self._resident.module
         self._resident.bind(model)
         if buffers is not None:
             self._resident.set_buffers(buffers)
         module.eval()
         with torch.no_grad():
-            loss, accuracy = (None, None) if self._test is None else self._on(self._test)
-            load = self._load
-            each = [self._on(self._cast(load(c)))[1] for c in self._clients] if load is not None else []
+            idle = self._test is None or own is not None
+            loss, accuracy = (None, None) if idle or self._test is None else self._on(self._test)
+            each = [self._of_client(client, own) for client in self._clients] if self._load is not None else []
         module.train()
         known = np.sort([a for a in each if a is not None])
         found = None
@@ -71,6 +74,12 @@ class Evaluator:
                 deviation=float(known.std()),
             )  # fmt: skip
         return Evaluation(loss=loss, accuracy=accuracy, clients=found)
+
+    def _of_client(self, client: int, own: Callable[[int], Tensor] | None) -> float | None:
+        assert self._load is not None, "there are clients"
+        if own is not None:
+            self._resident.bind(own(client))
+        return self._on(self._cast(self._load(client)))[1]
 
     def _on(self, columns: Mapping[str, Tensor]) -> tuple[float, float | None]:
         """Mean loss and accuracy."""

@@ -45,6 +45,8 @@ from isthmus.units import parse_duration
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 FEMNIST = "femnist"
+PERSONAL_CLIENTS = 100
+"""Evaluated where models are personal, and the job does not say how many."""
 OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "privacy", "deployment"}
 """Tables that a pipeline's job has not: a file with one of them and no [federated] is to be told of that."""
 
@@ -317,14 +319,16 @@ def round_rules(job: FederatedJob, population: int, first_round: int) -> RoundRu
     )  # fmt: skip
 
 
-def evaluator(job: FederatedJob, data: ClientData) -> Evaluator | None:
-    """With a module of its own; None where nothing is evaluated."""
+def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) -> Evaluator | None:
+    """With a module of its own; None where nothing is evaluated. Where models are `personal`, clients are evaluated in
+    any case."""
     config = job.federated
     if not config.evaluate_every:
         return None
     population = len(data.sizes)
-    clients = np.unique(np.linspace(0, population - 1, min(population, config.evaluate_clients)).astype(int))
-    chosen = clients.tolist() if config.evaluate_clients else []
+    wanted = config.evaluate_clients or (PERSONAL_CLIENTS if personal else 0)
+    clients = np.unique(np.linspace(0, population - 1, min(population, wanted)).astype(int))
+    chosen = clients.tolist() if wanted else []
     test = test_data(job, data)
     return Evaluator(Resident(build(job)), test, data.load, chosen) if test is not None or chosen else None
 

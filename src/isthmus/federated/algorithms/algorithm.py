@@ -112,6 +112,11 @@ class Algorithm(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
         values add up what clients keep, as in SCAFFOLD and FedDyn: they would agree no more."""
         return False
 
+    def own_model(self, model: Tensor, state: Values) -> Tensor | None:
+        """The model [P] that a client uses itself, of the server's and what it keeps: what is evaluated on its data.
+        None: the server's. A state's value `model` is taken for one."""
+        return state.get("model")
+
     def broadcast(self, server: Values) -> Values:
         """What clients are told; sent once per executor and pass."""
         return {"model": server["model"]}

@@ -32,6 +32,9 @@ class Wrapping(Algorithm, frozen=True):
     def state_can_be_lost(self) -> bool:
         return self.inner.state_can_be_lost
 
+    def own_model(self, model: Tensor, state: Values) -> Tensor | None:
+        return self.inner.own_model(model, state)
+
     def broadcast(self, server: Values) -> Values:
         return self.inner.broadcast(server)
 

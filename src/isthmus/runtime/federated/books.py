@@ -17,6 +17,7 @@ from isthmus.federated.algorithms import BUFFERS, Values
 from isthmus.federated.evaluation import Evaluation, Evaluator
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import FederatedJob
+from isthmus.federated.personal import OwnModels
 from isthmus.federated.server import ROUNDS, Commits, Identity, Server
 from isthmus.protocol.federated_events import Record
 from isthmus.protocol.federated_rules import RoundRules
@@ -45,6 +46,8 @@ class Books:
         self.history = History.of(folder)
         self.first_round = 0
         self.evaluator: Evaluator | None = None
+        self.own_models: OwnModels | None = None
+        """Of clients that use models of their own."""
         self._job = job
         self._clients = identity.clients
         self._commits = Commits(folder / ROUNDS, identity)
@@ -82,7 +85,8 @@ class Books:
         """A round as it is now."""
         config = self._job.federated
         saves = record.round + 1 == config.rounds or (record.round + 1) % config.save_every == 0
-        kept = self.states.copy() if saves and self.states is not None else None
+        read = saves or (self.own_models is not None and self._is_due(record))
+        kept = self.states.copy() if read and self.states is not None else None
         return Closed(record=record, measure=measure, values=self.server.kept, saves=saves, states=kept)
 
     def write(self, closed: Closed, rules: RoundRules) -> RoundLine:
@@ -106,8 +110,13 @@ class Books:
                 self._note(f"round {record.round + 1}: {name}: the {what} was lost: begun anew")
 
     def _evaluation(self, closed: Closed) -> Evaluation | None:
-        config, number = self._job.federated, closed.record.round + 1
-        due = config.evaluate_every and (number % config.evaluate_every == 0 or number == config.rounds)
-        if self.evaluator is None or not due:
+        if self.evaluator is None or not self._is_due(closed.record):
             return None
-        return self.evaluator.evaluate(closed.values["model"], closed.values.get(BUFFERS))
+        model, own = closed.values["model"], None
+        if self.own_models is not None and closed.states is not None:
+            own = self.own_models.after(model, closed.states)
+        return self.evaluator.evaluate(model, closed.values.get(BUFFERS), own)
+
+    def _is_due(self, record: Record) -> bool:
+        config, number = self._job.federated, record.round + 1
+        return bool(config.evaluate_every) and (number % config.evaluate_every == 0 or number == config.rounds)

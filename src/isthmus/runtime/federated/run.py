@@ -34,6 +34,7 @@ from isthmus.federated.job import (
     round_rules,
 )
 from isthmus.federated.operators import get_ready
+from isthmus.federated.personal import OwnModels, is_personal
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
 from isthmus.federated.stacked import best_together, likely_shapes
@@ -103,7 +104,10 @@ class FederatedRun:
         self._state_form = None if first is None else StateForm(first)
         cohorts = Cohorts(job, self.data.sizes)
         self.machine = coordinator_of(job, self.data.sizes, cohorts, self.books.first_round, self.books.states)
-        self.books.evaluator = evaluator(job, self.data)
+        personal = is_personal(self._algorithm, self.server.values["model"])
+        self.books.evaluator = evaluator(job, self.data, personal=personal)
+        if personal and (states := self._states(0)) is not None:
+            self.books.own_models = OwnModels(self._algorithm, states)  # which writes nothing
 
     @property
     def first_round(self) -> int:
