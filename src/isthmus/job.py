@@ -76,6 +76,10 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
 
     objective: Objective = "time"
     """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
+    max_step: str = ""
+    """With objective `cost`: how long a step may take ("2.5 s"). None: as long as is cheapest."""
+    max_price: Annotated[float, Meta(gt=0)] | None = None
+    """With objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
     data_holder: str | tuple[str, ...] = ()
     """A device or a region that has the data, or several: only they read it. None: the data are everywhere."""
     micro_batches: tuple[Positive, ...] = ()
@@ -241,7 +245,8 @@ def terms_of(job: Job, fleet: Fleet) -> Terms:
     holders = tuple(name for name in fleet.names if name in found)
     return Terms(
         objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay,
-        compression=job.compression,
+        max_step_s=parse_duration(job.plan.max_step, "plan.max_step") if job.plan.max_step else None,
+        max_price=job.plan.max_price, compression=job.compression,
     )  # fmt: skip
 
 

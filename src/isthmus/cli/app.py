@@ -19,6 +19,7 @@ COMMANDS = {
     "job_commands": {
         "plan": "Plan where each part of the model runs; or compare planners, or check a plan.",
         "simulate": "Run the plan on a virtual clock: the same machines as a real run, with modelled durations.",
+        "graph": "Show what each layer of a job's model computes and keeps. With --json: every operator too.",
         "train": "Plan, train over one process per device, compare what was predicted with what was measured.",
     },
     "listing": {

@@ -26,6 +26,7 @@ from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
 from isthmus.job import prepare
 from isthmus.report import plan_summary, plan_table
+from isthmus.report.graph_table import graph_table, graph_weights
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
@@ -127,6 +128,21 @@ def simulate_command(
     else:
         out().print(plan_table(found, chosen, graph))
         planning.print_simulation(out(), trace, found)
+
+
+@app.command()
+def graph(
+    job_file: JobFile,
+    operators: Annotated[bool, typer.Option("--operators", help="Every operator, not only layers.")] = False,
+    json: JsonOption = False,
+) -> None:
+    """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
+    job = chosen_job(job_file, None, None, None)
+    weights = graph_weights(prepare(job).flow, job.micro_batch_size)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(weights), indent=1).decode())
+    else:
+        out().print(graph_table(weights, operators=operators))
 
 
 @app.command()

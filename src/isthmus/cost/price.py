@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import math
 from collections.abc import Iterator
 
 import msgspec
@@ -13,6 +14,7 @@ from isthmus.fleet import Fleet
 from isthmus.plan import Plan, Replica
 
 GB = 10**9
+ROUNDING = 1 + 1e-9
 SECONDS_PER_HOUR = 3600.0
 
 
@@ -44,12 +46,27 @@ def step_price(plan: Plan, fleet: Fleet, step_s: float | None = None) -> Price:
 def preference(problem: Problem, plan: Plan, step_s: float | None = None) -> tuple[float, float]:
     """What the problem minimises, and what decides among equals: (seconds, 0), or (price of a step, seconds).
 
-    A step takes `step_s`, by default what the plan predicts.
+    A step takes `step_s`, by default what the plan predicts. Of a plan beyond the terms' limit the first is infinite,
+    the second what is limited, by the prediction.
     """
+    beyond = beyond_limit(problem, plan)
+    if beyond is not None:
+        return math.inf, beyond
     seconds = plan.predicted.step_s if step_s is None else step_s
     if problem.terms.objective == "time":
         return seconds, 0.0
     return step_price(plan, problem.fleet, seconds).total, seconds
+
+
+def beyond_limit(problem: Problem, plan: Plan) -> float | None:
+    """The plan's seconds per step, or its price of 1,000 steps, where the terms allow less."""
+    terms = problem.terms
+    if terms.max_step_s is not None and plan.predicted.step_s > terms.max_step_s * ROUNDING:
+        return plan.predicted.step_s
+    if terms.max_price is not None:
+        price = 1000 * step_price(plan, problem.fleet).total
+        return price if price > terms.max_price * ROUNDING else None
+    return None
 
 
 def is_priced(fleet: Fleet) -> bool:

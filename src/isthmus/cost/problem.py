@@ -15,7 +15,7 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Device, Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
-from isthmus.plan import SCHEDULES, Outer, Terms
+from isthmus.plan import SCHEDULES, Objective, Outer, Terms
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -185,9 +185,13 @@ class Problem:
 
     def timed(self) -> Problem:
         """The same with time as its objective."""
-        if self.terms.objective == "time":
+        return self.unlimited("time")
+
+    def unlimited(self, objective: Objective) -> Problem:
+        """The same with another objective, and no limit on what is not minimised."""
+        if self.terms.objective == objective and not self.terms.limited:
             return self
-        return replace(self, terms=msgspec.structs.replace(self.terms, objective="time"))
+        return replace(self, terms=self.terms.unlimited(objective))
 
     def uncompressed(self) -> Problem:
         """The same with messages that travel as they are."""

@@ -16,6 +16,10 @@ def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, peri
     conditions = [f"{_or(counts)} micro-batch{'' if tuple(counts) == (1,) else 'es'} per step"]
     if period > 1:
         conditions.append(f"every parameter averaged once in {period} steps")
+    if terms.max_step_s is not None:
+        conditions.append(f"a step of at most {terms.max_step_s:g} s")
+    if terms.max_price is not None:
+        conditions.append(f"at most {terms.max_price:g} for 1,000 steps")
     if terms.data_holders:
         conditions.append(f"data on {_or(terms.data_holders)} only{', labels too' if terms.labels_stay else ''}")
     if terms.compression is not None:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Collection
 from typing import Annotated, Literal
 
@@ -37,12 +38,32 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     take. None where every device has the data: then each stage reads its own columns."""
     labels_stay: bool = False
     """The last stage runs on a data holder too, and with it every operator that takes labels."""
+    max_step_s: float | None = None
+    """Of objective `cost`: the longest step that a plan may take, in seconds."""
+    max_price: float | None = None
+    """Of objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
     compression: CompressionConfig | None = None
     """How messages between stages are packed. None sends them as they are."""
 
     def __post_init__(self) -> None:
+        if self.max_step_s is not None and self.objective != "cost":
+            raise UserError("max_step: got one with objective 'time', expected objective 'cost'")
+        if self.max_price is not None and self.objective != "time":
+            raise UserError("max_price: got one with objective 'cost', expected objective 'time'")
+        for field, limit in (("max_step", self.max_step_s), ("max_price", self.max_price)):
+            if limit is not None and not 0 < limit < math.inf:
+                raise UserError(f"{field}: got {limit:g}, expected a finite number above 0")
         if self.labels_stay and not self.data_holders:
             raise UserError("labels_stay: got true without a data_holder, expected one where the labels stay")
+
+    @property
+    def limited(self) -> bool:
+        """Whether what is not minimised has a limit."""
+        return self.max_step_s is not None or self.max_price is not None
+
+    def unlimited(self, objective: Objective) -> Terms:
+        """The same with another objective and no limit."""
+        return msgspec.structs.replace(self, objective=objective, max_step_s=None, max_price=None)
 
     def among(self, devices: Collection[str]) -> Terms:
         """The terms on a part of the fleet. UserError where it has no data holder."""

@@ -54,7 +54,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
-    if problem.terms.objective == "cost" and not is_priced(problem.fleet):
+    if problem.terms.objective == "cost" and not is_priced(problem.fleet) and not problem.terms.limited:
         return unpriced(problem, auto(problem.timed(), score))
     network, blocks = network_of(problem), Blocks(problem)
     near = narrowed(problem, network, blocks)
@@ -77,6 +77,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     least = relaxed(problem, network, blocks, plans[0] if plans else None)
     alike = packs_alike(problem)
     plans += () if alike else _of_surrogates(problem)
+    plans += _extremes(problem) if problem.terms.limited else ()
     if not settles(problem):
         plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
     elif (settled := every_plan(problem, network, blocks, _best_s(plans))) is not None:
@@ -113,6 +114,13 @@ def _others(problem: Problem) -> Iterator[Plan]:
     for planner in (*OTHERS, *((islands,) if small else ())):
         with contextlib.suppress(UserError):  # it does not fit their way, or the devices do not factor
             yield over_surrogates(problem, planner)
+
+
+def _extremes(problem: Problem) -> Iterator[Plan]:
+    """Under a limit: the fastest and the cheapest plan without one."""
+    for other in (problem.unlimited("time"), problem.unlimited("cost")):
+        with contextlib.suppress(FleetTooSmall):
+            yield msgspec.structs.replace(auto(other), terms=problem.terms)
 
 
 def _of_surrogates(problem: Problem) -> Iterator[Plan]:

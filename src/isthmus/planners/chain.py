@@ -13,4 +13,5 @@ def chain(problem: Problem) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
-    return cheapest(problem) if problem.terms.objective == "cost" else fastest(problem)
+    money = problem.terms.objective == "cost" or problem.terms.limited
+    return cheapest(problem) if money else fastest(problem)

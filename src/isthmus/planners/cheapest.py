@@ -19,10 +19,10 @@ from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
-from isthmus.planners.bounds import pooled_bound_s
+from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.every_pipeline import every_pipeline
 from isthmus.planners.fastest import fastest
-from isthmus.planners.network import network_of
+from isthmus.planners.network import Network, network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.threshold_search import TOLERANCE
 
@@ -39,7 +39,7 @@ def cheapest(problem: Problem) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
-    if not is_priced(problem.fleet):
+    if not is_priced(problem.fleet) and problem.terms.max_step_s is None:
         return unpriced(problem, fastest(problem))
     network, blocks = network_of(problem), Blocks(problem)
     best = _best_of(problem, blocks)
@@ -47,7 +47,7 @@ def cheapest(problem: Problem) -> Plan:
         best = _rebuilt(problem, fastest(problem))  # raises where nothing fits
     if len(problem.fleet.names) > MOST_EXHAUSTIVE:
         best = _with_fewer(problem, best)
-    price, bound = preference(problem, best)[0], cheapest_pipeline_bound(problem, network, blocks)
+    price, bound = preference(problem, best)[0], _bound(problem, network, blocks)
     # Where the simple bound is reached nothing is left to try.
     small = len(problem.fleet.names) <= MOST_EXHAUSTIVE and bound < price * (1 - TOLERANCE)
     proven = every_pipeline(problem, network, blocks, price * (1 + 1e-9)) if small else None
@@ -56,6 +56,13 @@ def cheapest(problem: Problem) -> Plan:
             best = min(best, proven.plan, key=lambda plan: preference(problem, plan))
         return _certified(problem, best, proven.bound)
     return _certified(problem, best, bound)
+
+
+def _bound(problem: Problem, network: Network, blocks: Blocks) -> float:
+    """Of what is minimised; a limit on the other can only add."""
+    if problem.terms.objective == "time":
+        return pooled_bound_s(network, blocks, problem.micro_batches)
+    return cheapest_pipeline_bound(problem, network, blocks)
 
 
 def unpriced(problem: Problem, plan: Plan) -> Plan:
@@ -100,7 +107,8 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
     bounds: list[tuple[float, tuple[str, ...]]] = []
     for names in device_sets(problem):
         part = problem.timed().on(problem.fleet.subset(names))
-        second = sum(device.price_per_hour for device in part.fleet.devices) / SECONDS_PER_HOUR
+        hour = sum(device.price_per_hour for device in part.fleet.devices)
+        second = hour / SECONDS_PER_HOUR if problem.terms.objective == "cost" else 1.0
         bounds.append((second * pooled_bound_s(network_of(part), blocks, problem.micro_batches), names))
     best: Plan | None = None
     for bound, names in sorted(bounds, key=lambda pair: pair[0]):
@@ -143,7 +151,10 @@ def _with_fewer(problem: Problem, plan: Plan) -> Plan:
 
 
 def _certified(problem: Problem, plan: Plan, bound: float) -> Plan:
-    certificate = price_certificate(bound, preference(problem, plan)[0], QUESTION)
+    certify, question = price_certificate, QUESTION
+    if problem.terms.objective == "time":
+        certify, question = step_certificate, QUESTION.replace("price", "time")
+    certificate = certify(bound, preference(problem, plan)[0], question)
     proven = certificate is not None and not certificate.gap
     reason = "no plan is cheaper with it" if proven else "no plan that was found is cheaper with it"
     return build_plan(

@@ -54,10 +54,11 @@ def least(problem: Problem) -> Least:
 
 
 def settles(problem: Problem) -> bool:
-    """Whether every plan may be tried: time alone counts, the data are everywhere, and gradients are summed in every
-    step."""
+    """Whether every plan may be tried: time alone counts, nothing has a limit, the data are everywhere, and gradients
+    are summed in every step."""
     terms = problem.terms
-    return terms.objective == "time" and not terms.data_holders and problem.sync.mode == "every-step"
+    free = not terms.limited and not terms.data_holders
+    return terms.objective == "time" and free and problem.sync.mode == "every-step"
 
 
 def relaxed(problem: Problem, network: Network, blocks: Blocks, single: Plan | None) -> Least:

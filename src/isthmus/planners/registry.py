@@ -11,8 +11,11 @@ from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from typing import TYPE_CHECKING, cast
 
+import msgspec
+
 from isthmus.cost import Problem, broken_term
-from isthmus.errors import IsthmusError, UserError, unknown_name
+from isthmus.cost.price import beyond_limit
+from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
 from isthmus.plan import Plan, Terms
 from isthmus.planners.least import stated, with_certificate
@@ -21,6 +24,7 @@ from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
 from isthmus.planners.sync.registry import SyncPlanner
 from isthmus.planners.sync.replicas import dream_replicas
+from isthmus.units import format_duration
 
 if TYPE_CHECKING:
     from isthmus.planners.auto import Score
@@ -69,6 +73,8 @@ def check_honoured(name: str, terms: Terms) -> None:
         return  # a third party's plan is judged when it is there
     if terms.objective == "cost" and not can_price(name):
         raise UserError(f"plan.objective: got 'cost', which planner {name!r} cannot minimise: choose {_or(_PRICING)}")
+    if terms.max_price is not None and not can_price(name):
+        raise UserError(f"plan.max_price: planner {name!r} knows no prices: choose {_or(_PRICING)}")
     if terms.data_holders and name not in _PINNING:
         field = "labels_stay" if terms.labels_stay else "data_holder"
         raise UserError(f"plan.{field}: planner {name!r} puts any part of the model anywhere: choose {_or(_PINNING)}")
@@ -113,7 +119,26 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
         broken = broken_term(problem, [s.device for s in replica.stages], [s.first for s in replica.stages[1:]])
         if broken is not None:
             raise UserError(f"planner {name!r}: {broken}")
-    return scheduled(problem, made)
+    made = scheduled(problem, made)
+    return made if beyond_limit(problem, made) is None else _nearest(problem, made, planner)
+
+
+def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:
+    """Of a plan beyond the terms' limit: the best that the planner makes of what is limited. FleetTooSmall where that
+    is beyond the limit too."""
+    terms = problem.terms
+    other = planner(problem.unlimited("cost" if terms.max_step_s is None else "time"))
+    other = msgspec.structs.replace(scheduled(problem, other), terms=terms, certificate=None)
+    beyond = beyond_limit(problem, other)
+    if beyond is None:
+        return other
+    reached = min(beyond, beyond_limit(problem, made) or beyond)
+    where = f"which no plan that was found keeps to on fleet {problem.fleet.name!r}"
+    if terms.max_step_s is not None:
+        limit, least = format_duration(terms.max_step_s), format_duration(reached)
+        raise FleetTooSmall(f"plan.max_step: got {limit}, {where}: the fastest takes {least}")
+    least = f"the cheapest costs {reached:.4g} for 1,000 steps"
+    raise FleetTooSmall(f"plan.max_price: got {terms.max_price:g}, {where}: {least}")
 
 
 def scheduled(problem: Problem, made: Plan) -> Plan:

@@ -9,7 +9,7 @@ import msgspec
 
 from isthmus.cost import step_price
 from isthmus.fleet import Fleet
-from isthmus.plan import Certificate, Plan, Prediction, Replica, Terms
+from isthmus.plan import Certificate, Plan, Prediction, Replica, Stage, Terms
 from isthmus.trace import Span, Trace, busy_share, in_periods, link_bytes, steady_step_s
 
 
@@ -58,6 +58,12 @@ class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
     predicted: Prediction
     price_per_1000_steps: float
     """Devices and egress, in the fleet's unit, for steps as predicted; 0 where nothing has a price."""
+    samples_per_s: float
+    """FusionLLM Eq. 4: the batch over T, of the closed form."""
+    eq4_samples_per_s: float
+    """The same with T of Eq. 3, as the paper has it."""
+    flops_per_s: float
+    """The model's FLOPs in a step over T, without what is computed twice."""
     terms: Terms
     certificate: Certificate | None
     notes: tuple[str, ...]
@@ -139,6 +145,8 @@ def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}
 
     `speed_scale` is FusionLLM's lambda by device, the share of its stated speed that was measured; 1 where absent.
     """
+    predicted = plan.predicted
+    flops = sum(r.micro_batches * _model_flops(stage) for r in plan.replicas for stage in r.stages)
     return PlanSummary(
         model=plan.model,
         fleet=plan.fleet,
@@ -151,12 +159,24 @@ def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}
             for number, replica in enumerate(plan.replicas)
             for stage in _stages(number, replica, fleet, speed_scale)
         ),
-        predicted=plan.predicted,
+        predicted=predicted,
+        samples_per_s=_rate(plan.batch, predicted.step_s),
+        eq4_samples_per_s=_rate(plan.batch, predicted.eq3_step_s),
+        flops_per_s=_rate(flops, predicted.step_s),
         price_per_1000_steps=1000 * step_price(plan, fleet).total,
         terms=plan.terms,
         certificate=plan.certificate,
         notes=plan.notes,
     )
+
+
+def _model_flops(stage: Stage) -> int:
+    """Of one micro-batch."""
+    return stage.flops_backward + (0 if stage.recompute else stage.flops_forward)
+
+
+def _rate(amount: float, seconds: float) -> float:
+    return amount / seconds if seconds else 0.0
 
 
 def _stages(

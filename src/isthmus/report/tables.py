@@ -116,6 +116,8 @@ def _plan_caption(plan: PlanSummary) -> str:
         f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
         f"+ {later} x period {format_duration(predicted.period_s)}{shared}{summed} (closed form); "
         f"FusionLLM Eq. 3: {format_duration(predicted.eq3_step_s)}",
+        f"throughput: {plan.samples_per_s:.4g} samples/s, {plan.flops_per_s / 1e15:.3g} PFLOPS; "
+        f"FusionLLM Eq. 4: {plan.eq4_samples_per_s:.4g} samples/s",
         f"bottleneck: {predicted.bottleneck}",
     ]
     if plan.price_per_1000_steps:

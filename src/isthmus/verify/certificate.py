@@ -131,7 +131,7 @@ class _Check:
         if self._simple.single < reach:
             found.append(search.single(below) or NEVER)
         if self._simple.several < reach:
-            if self._priced or question.terms.data_holders or not question.gradients:
+            if self._priced or question.terms.limited or question.terms.data_holders or not question.gradients:
                 raise OutOfWork
             found.append(search.several(below) or NEVER)
         return min(found)

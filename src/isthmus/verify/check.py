@@ -54,9 +54,20 @@ def verify(plan: Plan, question: Question) -> Verdict:
     step_s = _predicted(ledger, plan, timed, averaging_s)
     sync = plan.sync if not ledger.differences else Sync()  # what is not well formed has no rounds to be paid for
     price = paid(question.fleet, timed, [r.micro_batches for r in plan.replicas], sync, step_s)
+    _limits(ledger, question, step_s, price)
     setups = [_setup(r) for r in plan.replicas]
     bound = check_certificate(ledger, reading, plan.certificate, Found(step_s, price), setups)
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
+
+
+def _limits(ledger: Ledger, question: Question, step_s: float, price: float) -> None:
+    """A step no longer, or no dearer, than was asked."""
+    longest, dearest = question.terms.max_step_s, question.terms.max_price
+    if longest is not None:
+        ledger.judge("terms.max_step_s", step_s <= longest * (1 + CLOSE), step_s, f"at most {longest:g}")
+    if dearest is not None:
+        most = f"at most {dearest:g} for 1,000 steps"
+        ledger.judge("terms.max_price", 1000 * price <= dearest * (1 + CLOSE), 1000 * price, most)
 
 
 def _setup(replica: Replica) -> Setup:

@@ -35,8 +35,8 @@ class Setup(NamedTuple):
 class ClosedForm:
     """Times or prices of plans by the closed form, each stage holding as many micro-batches as its memory allows.
 
-    Infinite where a buffer would be written in two stages, memory does not hold a device's stages, or data or labels
-    would be read elsewhere.
+    Infinite beyond a limit of the terms, where a buffer would be written in two stages, memory does not hold a device's
+    stages, or data or labels would be read elsewhere.
     """
 
     def __init__(self, reading: Reading, *, priced: bool) -> None:
@@ -53,11 +53,17 @@ class ClosedForm:
         held = [(setup.devices, graph) for setup, graph in zip(setups, graphs, strict=True)]
         sync = msgspec.structs.replace(summed_soonest(self._question.fleet, held), period=self._question.period)
         step_s = slowest_s + sums_s(self._question.fleet, sync)
-        if not self.priced:
+        terms = self._question.terms
+        if terms.max_step_s is not None and step_s > terms.max_step_s * (1 + CLOSE):
+            return float("inf")
+        if not self.priced and terms.max_price is None:
             return step_s
         none = [(False,) * len(s.devices) for s in setups]  # what is sent does not depend on it
         timed = [Timed(self._question, g, s.devices, n) for s, g, n in zip(setups, graphs, none, strict=True)]
-        return paid(self._question.fleet, timed, [s.micro_batches for s in setups], sync, step_s)
+        price = paid(self._question.fleet, timed, [s.micro_batches for s in setups], sync, step_s)
+        if terms.max_price is None:
+            return price
+        return step_s if 1000 * price <= terms.max_price * (1 + CLOSE) else float("inf")
 
     def alone_s(self, setup: Setup, below_s: float = float("inf")) -> float:
         """Of one replica, before what replicas sum."""
