@@ -26,7 +26,7 @@ import numpy as np
 from bert import BATCH, bert_graph, bert_layers
 from rich.console import Console
 from rich.table import Table
-from run import CERTIFIED_LIMIT_S, DEVICE_FLOPS_PER_S, LATENCY_S, PAPER, SCALING, problem_of
+from run import DEVICE_FLOPS_PER_S, LATENCY_S, PAPER, SCALING, problem_of
 
 from isthmus.cost import Problem, build_plan, parameter_state
 from isthmus.fleet import Device, Fleet, Link, Links
@@ -142,7 +142,7 @@ PLANNERS = {
     "even": even_layers,
     "heuristic": sky_heuristic_layers,
     "heuristic, their code": taking_only,
-    "certified": lambda problem: certified_layers(problem, time_limit_s=CERTIFIED_LIMIT_S),
+    "certified": lambda problem: certified_layers(problem),
 }
 
 

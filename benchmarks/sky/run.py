@@ -43,8 +43,6 @@ LATENCY_S = 1e-3
 MEMORY_SHARE = (2.0, 4.0)
 """Range of a device's memory, in equal shares of the model's."""
 SLOW_DOWN_MEAN, SLOW_DOWN_DEVIATION, SLOW_DOWN_RANGE = 4.0, 1.5, (1.0, 7.0)
-OPTIMAL_LIMIT_S = 12.0
-CERTIFIED_LIMIT_S = 4.0
 COUNTED_DEVICES = 10_000
 COUNTED_LAYERS = 100_000
 COUNTED_RUNS = 20
@@ -99,8 +97,8 @@ PLANNERS: dict[str, Callable[[LayerProblem], Allocation]] = {
     "even": even_layers,
     "equal-compute": equal_compute_layers,
     "heuristic": sky_heuristic_layers,
-    "optimal": lambda p: sky_optimal_layers(p, time_limit_s=OPTIMAL_LIMIT_S),
-    "certified": lambda p: certified_layers(p, time_limit_s=CERTIFIED_LIMIT_S),
+    "optimal": lambda p: sky_optimal_layers(p),
+    "certified": lambda p: certified_layers(p),
 }
 
 

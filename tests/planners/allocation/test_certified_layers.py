@@ -144,7 +144,7 @@ def test_it_is_never_above_the_others(seed: int) -> None:
     check(problem, best)
     assert best.gap < 1e-8
     others = [attempt(make, problem) for make in (even_layers, equal_compute_layers, sky_heuristic_layers)]
-    others.append(sky_optimal_layers(problem, time_limit_s=1.0))
+    others.append(sky_optimal_layers(problem))
     for other in filter(None, others):
         assert best.workload_s <= other.workload_s * (1 + 1e-9)
         assert other.lower_bound_s <= best.workload_s

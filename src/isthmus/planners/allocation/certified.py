@@ -29,7 +29,7 @@ TOLERANCE = 1e-4
 """The gap at which the search on large problems ends."""
 EXACT_CELLS = 8_000
 """Devices x layers up to which it goes on until the optimum is proven."""
-PRICED_CELLS = 200_000
+PRICED_CELLS = 50_000
 """Up to which prices come from linear programmes, and covers from integer programmes."""
 TABLE_CELLS = 2_000_000
 """Up to which tables over both are made at all."""
@@ -37,30 +37,29 @@ EXACT = 1e-9
 ANNEALINGS = 3
 """Searches by swaps for each limit."""
 MOST_UNKNOWN = 3
-"""Limits on which the solver may run out of time."""
+"""Limits on which the solver may run out of work."""
 
 
-def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE, time_limit_s: float = 10.0) -> Allocation:
+def certified_layers(problem: LayerProblem, *, tolerance: float = TOLERANCE) -> Allocation:
     """The least largest workload found, and the bound that was proven for any order of any of the devices.
 
-    `time_limit_s` is that of each programme that HiGHS solves. Never above `even_layers`, `equal_compute_layers` and
+    Never above `even_layers`, `equal_compute_layers` and
     `sky_heuristic_layers`: the best cut of their order is where the search begins. Raises FleetTooSmall.
     """
     if identical(problem):
         return identical_layers(problem)
     if problem.devices * problem.layers > TABLE_CELLS:
         return _best_simple(problem)
-    return _Search(problem, tolerance, time_limit_s).run()
+    return _Search(problem, tolerance).run()
 
 
 class _Search:
     """The interval between what is proven out of reach and the best allocation found."""
 
-    def __init__(self, problem: LayerProblem, tolerance: float, time_limit_s: float) -> None:
+    def __init__(self, problem: LayerProblem, tolerance: float) -> None:
         cells = problem.devices * problem.layers
         self.problem = problem
         self.tolerance = tolerance
-        self.time_limit_s = time_limit_s
         self.exact = cells <= EXACT_CELLS
         self.programmes = cells <= PRICED_CELLS
         self.prices = work_prices(problem)
@@ -71,7 +70,7 @@ class _Search:
 
     def run(self) -> Allocation:
         if self.programmes:
-            self.prices, self.bound_s = best_prices(self.problem, self.bound_s, self.best.workload_s, self.time_limit_s)
+            self.prices, self.bound_s = best_prices(self.problem, self.bound_s, self.best.workload_s)
         else:
             self.bound_s = priced_bound_s(self.problem, self.prices, self.bound_s, self.best.workload_s)
         self._pack(self.bound_s * (1 + self.tolerance / 2))
@@ -105,7 +104,7 @@ class _Search:
         """Whether the limit is settled, one way or the other."""
         if not self.programmes:
             return False
-        found = cover(self.problem, self.prices, limit_s, self.time_limit_s)
+        found = cover(self.problem, self.prices, limit_s)
         if found is Verdict.IMPOSSIBLE:
             self.bound_s = limit_s
         return found is Verdict.IMPOSSIBLE or (isinstance(found, list) and self._take(found, limit_s))
@@ -127,7 +126,7 @@ class _Search:
             found = best_cut(problem, order, self.bound_s, limit_s)
             if found is not None:
                 return found
-        order = cover(problem, np.zeros(problem.layers), limit_s, self.time_limit_s) if self.programmes else None
+        order = cover(problem, np.zeros(problem.layers), limit_s) if self.programmes else None
         found = best_cut(problem, order, self.bound_s, limit_s) if isinstance(order, list) else None
         if found is None:
             raise _nothing_fits(problem, proven=order is Verdict.IMPOSSIBLE)

@@ -10,20 +10,20 @@ from __future__ import annotations
 from enum import Enum
 
 import numpy as np
-from scipy.optimize import milp
 from scipy.sparse import csr_matrix
 
 from isthmus.planners.allocation.problem import LayerProblem
 from isthmus.planners.allocation.windows import Windows, ordered, reach, windows
+from isthmus.planners.highs import integer_programme
 from isthmus.planners.network import Floats
 
 
 class Verdict(Enum):
     IMPOSSIBLE = "no allocation is within the limit"
-    UNKNOWN = "the solver ran out of time"
+    UNKNOWN = "the solver ran out of work"
 
 
-def cover(problem: LayerProblem, prices: Floats, limit_s: float, time_limit_s: float) -> list[int] | Verdict:
+def cover(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | Verdict:
     """Devices by the start of their windows where some cover the layers within the limit; HiGHS's verdict otherwise."""
     chosen = affordable(problem, prices, limit_s)
     if chosen is None:
@@ -38,11 +38,7 @@ def cover(problem: LayerProblem, prices: Floats, limit_s: float, time_limit_s: f
     low = np.concatenate((flow, np.full(problem.devices, -np.inf)))
     high = np.concatenate((flow, np.ones(problem.devices)))
     matrix = csr_matrix((value, (row, column)), shape=(layers + 1 + problem.devices, count + layers))
-    found = milp(
-        np.zeros(count + layers), constraints=(matrix, low, high),
-        integrality=np.repeat([1, 0], [count, layers]),
-        options={"time_limit": time_limit_s},
-    )  # fmt: skip
+    found = integer_programme(np.zeros(count + layers), (matrix, low, high), np.repeat([1, 0], [count, layers]))
     if found.x is not None:
         taken = found.x[:count] > 0.5
         return ordered(Windows(*(column[taken] for column in chosen)))

@@ -30,7 +30,6 @@ from isthmus.units import format_size
 
 MOST_BLOCKS = 400
 """Of more places to cut, those are kept that send the fewest bytes."""
-MIP_TIME_LIMIT_S = 30.0
 
 Allocate = Callable[[LayerProblem], Allocation]
 
@@ -52,11 +51,11 @@ def sky_heuristic(problem: Problem) -> Plan:
 
 
 def sky_optimal(problem: Problem) -> Plan:
-    """Sky Computing's optimal allocation: any order of devices, a mixed-integer programme under a time limit.
+    """Sky Computing's optimal allocation: any order of devices, a mixed-integer programme under a work limit.
 
-    Raises FleetTooSmall where no order of the devices fits, or none was found in time.
+    Raises FleetTooSmall where no order of the devices fits, or none was found within it.
     """
-    return _planned(problem, "sky-optimal", lambda layers: sky_optimal_layers(layers, time_limit_s=MIP_TIME_LIMIT_S))
+    return _planned(problem, "sky-optimal", sky_optimal_layers)
 
 
 def certified(problem: Problem) -> Plan:

@@ -9,11 +9,11 @@ solution of the linear programme that covers the layers by fractions of windows.
 from __future__ import annotations
 
 import numpy as np
-from scipy.optimize import linprog
 from scipy.sparse import csr_matrix
 
 from isthmus.planners.allocation.problem import LayerProblem
 from isthmus.planners.allocation.windows import Windows, reach, windows
+from isthmus.planners.highs import linear_programme
 from isthmus.planners.network import Floats
 
 MARGIN = 1e-9
@@ -53,17 +53,17 @@ def priced_bound_s(problem: LayerProblem, prices: Floats, low_s: float, high_s: 
     return low_s
 
 
-def best_prices(problem: LayerProblem, low_s: float, high_s: float, time_limit_s: float) -> tuple[Floats, float]:
+def best_prices(problem: LayerProblem, low_s: float, high_s: float) -> tuple[Floats, float]:
     """Prices [layers] and the bound in seconds that they prove, at least `low_s`, which must be proven already.
 
     Newton's method on the limit: the prices that refute one limit best prove a higher one, until the covering
-    programme has a solution there. `time_limit_s` is that of each linear programme.
+    programme has a solution there.
     """
     prices = work_prices(problem)
     low_s = priced_bound_s(problem, prices, low_s, high_s)
     while low_s < high_s:
         limit_s = low_s * (1 + GAIN)
-        better = refuting_prices(problem, windows(reach(problem, limit_s)), time_limit_s)
+        better = refuting_prices(problem, windows(reach(problem, limit_s)))
         if better is None:
             break
         proven_s = priced_bound_s(problem, better, low_s, high_s)
@@ -73,7 +73,7 @@ def best_prices(problem: LayerProblem, low_s: float, high_s: float, time_limit_s
     return prices, low_s
 
 
-def refuting_prices(problem: LayerProblem, chosen: Windows, time_limit_s: float) -> Floats | None:
+def refuting_prices(problem: LayerProblem, chosen: Windows) -> Floats | None:
     """Prices that refute a cover of the layers by fractions of these windows; None where there is such a cover.
 
     The programme is written in sums of prices P_0 .. P_L and the devices' dearest window D: maximise P_L - sum D with
@@ -89,10 +89,9 @@ def refuting_prices(problem: LayerProblem, chosen: Windows, time_limit_s: float)
     cost = np.concatenate((np.zeros(layers), [-1.0], np.ones(problem.devices)))
     upper = np.full(shape[1], np.inf)
     upper[[0, layers]] = 0.0, 1.0
-    found = linprog(
-        cost, A_ub=csr_matrix((value, (row, column)), shape=shape), b_ub=np.zeros(shape[0]),
-        bounds=np.column_stack((np.zeros(shape[1]), upper)), method="highs-ipm", options={"time_limit": time_limit_s},
-    )  # fmt: skip
+    found = linear_programme(
+        cost, above=csr_matrix((value, (row, column)), shape=shape), bounds=np.column_stack((np.zeros(shape[1]), upper))
+    )
     if found.x is None or found.fun > -MARGIN:
         return None
     return np.maximum(np.diff(found.x[: layers + 1]), 0.0)

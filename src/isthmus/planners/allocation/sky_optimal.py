@@ -1,4 +1,4 @@
-"""Sky Computing's optimal allocation (section IV-C): a mixed-integer programme, solved as far as a time limit allows.
+"""Sky Computing's optimal allocation (section IV-C): a mixed-integer programme, solved as far as a work limit allows.
 
 The paper's programme says which device holds which layer and bounds first and last layer by large constants. Here a
 device has *started* by layer j (S_dj) and has *ended* before it (E_dj), both 0 or 1 and never falling, and holds the
@@ -17,7 +17,6 @@ from __future__ import annotations
 from typing import NamedTuple
 
 import numpy as np
-from scipy.optimize import milp
 from scipy.sparse import csr_matrix, vstack
 
 from isthmus.errors import FleetTooSmall
@@ -27,16 +26,17 @@ from isthmus.planners.allocation.prices import pooled_bound_s
 from isthmus.planners.allocation.problem import Allocation, Ints, LayerProblem, allocation
 from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
 from isthmus.planners.allocation.windows import reach
+from isthmus.planners.highs import integer_programme
 from isthmus.planners.network import Floats
 
-MOST_CELLS = 100_000
+MOST_CELLS = 20_000
 """Devices x layers up to which the programme is written down at all."""
 SAFETY = 1e-6
 """HiGHS keeps rows to an absolute 1e-6 of a scaled programme: its bound is trusted to this share."""
 
 
-def sky_optimal_layers(problem: LayerProblem, *, time_limit_s: float = 60.0) -> Allocation:
-    """The best allocation that HiGHS finds in time, and its bound.
+def sky_optimal_layers(problem: LayerProblem) -> Allocation:
+    """The best allocation that HiGHS finds within its work limit, and its bound.
 
     Where it finds none, or none better, the best simple allocation stands; its gap is to HiGHS's bound. Raises
     FleetTooSmall where the programme has no solution, or nothing was found that fits.
@@ -49,11 +49,9 @@ def sky_optimal_layers(problem: LayerProblem, *, time_limit_s: float = 60.0) -> 
             raise FleetTooSmall("sky-optimal: the problem is too large to write down, and no simple allocation fits")
         return allocation(problem, known.order, known.counts, pooled_bound_s(problem))
     programme = _programme(problem, scale_s, limit_s)
-    found = milp(
-        programme.cost, constraints=(programme.matrix, programme.least, programme.most),
-        integrality=(programme.cost == 0).astype(int),
-        options={"time_limit": time_limit_s},
-    )  # fmt: skip
+    found = integer_programme(
+        programme.cost, (programme.matrix, programme.least, programme.most), (programme.cost == 0).astype(np.int64)
+    )
     bound_s = pooled_bound_s(problem)
     if found.status == 2 and known is None:
         raise FleetTooSmall("sky-optimal: no order of the devices holds the layers")
@@ -63,7 +61,7 @@ def sky_optimal_layers(problem: LayerProblem, *, time_limit_s: float = 60.0) -> 
     if found.x is not None:
         offers.append(_read(problem, found.x))
     if not offers:
-        raise FleetTooSmall(f"sky-optimal: found nothing that fits within {time_limit_s:g} s")
+        raise FleetTooSmall("sky-optimal: found nothing that fits within its work limit")
     best = min(offers, key=lambda a: a.workload_s)
     return allocation(problem, best.order, best.counts, bound_s)
 

@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from scipy.optimize import linprog
 from scipy.sparse.csgraph import connected_components
 
+from isthmus.planners.highs import stdout_to_stderr
 from isthmus.planners.network import Floats
 from isthmus.planners.placement.few_mixtures import Allowed
 from isthmus.planners.placement.problem import Ints, PlacementProblem
@@ -156,7 +157,8 @@ class MixtureTables:
         available = self._sets @ self.sizes
         fill = np.where(held > 0, available // np.maximum(held, 1), self.stages).min(axis=1, initial=self.stages)
         most[together] = np.maximum(fill[classes[together]], 1)
-        solved = linprog(1.0 / most, A_eq=allowed.T, b_eq=self.sizes, method="highs")
+        with stdout_to_stderr():
+            solved = linprog(1.0 / most, A_eq=allowed.T, b_eq=self.sizes, method="highs")
         if solved.status == 2:
             return math.inf
         return float(math.ceil(solved.fun - 1e-6)) if solved.status == 0 else 1.0

@@ -1,0 +1,60 @@
+"""The solver HiGHS: work limits in place of time limits, so that every machine gets the same answer, and no output.
+
+HiGHS writes some lines from C to the process's standard output, whatever `disp` says: they go to standard error.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import sys
+from collections.abc import Generator, Mapping
+from typing import Any
+
+import numpy as np
+from scipy.optimize import OptimizeResult, linprog, milp
+from scipy.sparse import csr_matrix
+
+from isthmus.planners.network import Floats, Ints
+
+MOST_ITERATIONS = 500
+"""Of a linear programme by the interior-point method, which takes some tens."""
+MOST_WORK = 20_000_000
+"""Nodes of an integer programme, times the entries of its matrix."""
+
+
+def integer_programme(
+    cost: Floats, constraints: tuple[csr_matrix, Floats, Floats], integrality: Ints
+) -> OptimizeResult:  # fmt: skip
+    """Of `scipy.optimize.milp`, after so many nodes as `MOST_WORK` allows, one at least."""
+    nodes = max(1, MOST_WORK // max(1, int(constraints[0].nnz)))
+    with stdout_to_stderr():
+        return milp(cost, constraints=constraints, integrality=integrality, options={"node_limit": nodes})
+
+
+def linear_programme(
+    cost: Floats, *, above: csr_matrix, bounds: Floats
+) -> OptimizeResult:  # fmt: skip
+    """The least cost where `above @ x <= 0`, by the interior-point method."""
+    options: Mapping[str, Any] = {"maxiter": MOST_ITERATIONS}
+    with stdout_to_stderr():
+        return linprog(
+            cost, A_ub=above, b_ub=np.zeros(above.get_shape()[0]), bounds=bounds, method="highs-ipm", options=options
+        )
+
+
+@contextlib.contextmanager
+def stdout_to_stderr() -> Generator[None]:
+    """Also what is written from C."""
+    sys.stdout.flush()
+    try:
+        kept = os.dup(1)
+    except OSError:  # closed: nothing can be written there
+        yield
+        return
+    try:
+        os.dup2(2, 1)
+        yield
+    finally:
+        os.dup2(kept, 1)
+        os.close(kept)
