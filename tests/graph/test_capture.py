@@ -12,6 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
+from isthmus.errors import UserError
 from isthmus.graph import Flow, Ref, decode, encode, partition
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.graph.sizes import affine
@@ -256,3 +257,40 @@ def test_a_model_of_six_gigabytes_is_captured_without_its_weights():
     parameter_bytes, peak_bytes = map(int, done.stdout.split())
     assert parameter_bytes == 1_639_164_800 * 4
     assert peak_bytes < 2 << 30
+
+
+class Truncated(nn.Module):
+    """Draws by rejection, which needs the numbers; more of them than are real while a module is captured."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 200)
+        self.head = nn.Linear(200, 4)
+        nn.init.trunc_normal_(self.layer.weight, std=0.02)
+        nn.init.trunc_normal_(self.head.weight, mean=3.0, a=-0.5, b=0.5)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.layer(x)), y)
+
+
+def test_weights_that_are_drawn_by_rejection():
+    found = capture(Truncated, VECTOR)
+    data = {"x": torch.randn(3, 8), "y": torch.tensor([0, 1, 2])}
+    got, expected = losses(found, Truncated, data)
+    assert got == expected
+
+
+class ReadsItsWeights(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(100, 100)
+        self.scale = float(self.layer.weight.abs().max())
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return (self.layer(x) * self.scale).sum()
+
+
+def test_a_constructor_that_reads_its_weights_is_named_with_its_line():
+    where = r"building ReadsItsWeights failed \(test_capture.py:\d+: self.scale = .*depends"
+    with pytest.raises(UserError, match=where):
+        capture(ReadsItsWeights, VECTOR)

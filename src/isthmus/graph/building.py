@@ -19,7 +19,7 @@ from torch.utils._python_dispatch import TorchDispatchMode
 from torch.utils._pytree import tree_leaves
 
 from isthmus.errors import IsthmusError, UserError
-from isthmus.graph.capture_errors import user_line
+from isthmus.graph.capture_errors import built_by, reason_of, user_line
 from isthmus.graph.schema import base_name, storage_of
 
 SMALL = 1024
@@ -27,6 +27,18 @@ SMALL = 1024
 
 GROWING = {"repeat", "tile", "new_empty", "new_empty_strided", "new_zeros", "new_ones", "new_full"}
 """Operators whose results may be much larger than what they take."""
+
+
+_DRAW = cast("Callable[..., Tensor]", nn.init._no_grad_trunc_normal_)  # pyright: ignore[reportPrivateUsage]
+
+
+def _trunc_normal_of(draw: Callable[..., Tensor]) -> Callable[..., Tensor]:
+    """Torch draws until all numbers are within the bounds, which cannot be seen of a fake tensor: it needs none."""
+
+    def trunc_normal(tensor: Tensor, *args: object, **kwargs: object) -> Tensor:
+        return tensor if isinstance(tensor, FakeTensor) else draw(tensor, *args, **kwargs)
+
+    return trunc_normal
 
 
 class Held(NamedTuple):
@@ -74,13 +86,13 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
     try:
         # `Module.to` refuses parameters that have weak references, and the fake mode's memory keeps some.
         unreferenced = mock.patch("weakref.getweakrefs", lambda _: ())
-        with torch.random.fork_rng(devices=[]), unreferenced, _SmallIsReal() as small:
+        truncated = mock.patch.object(nn.init, "_no_grad_trunc_normal_", _trunc_normal_of(_DRAW))
+        with torch.random.fork_rng(devices=[]), unreferenced, truncated, _SmallIsReal() as small:
             module = cast(object, build())
     except IsthmusError:
         raise
     except Exception as e:  # the user's constructor may raise anything
-        text = " ".join(str(e).split())
-        raise UserError(f"model: building it failed{user_line(e)}: {type(e).__name__}: {text[:300]}") from e
+        raise UserError(f"model: building {built_by(e)} failed{user_line(e)}: {reason_of(e)}") from e
     if not isinstance(module, nn.Module):
         raise UserError(f"model: building it gave {type(module).__name__}, expected an nn.Module")
     fakes: dict[int, tuple[Tensor, Tensor]] = {}

@@ -127,6 +127,22 @@ def user_line(error: Exception) -> str:
     return _line(frames[-1].filename, frames[-1].lineno, frames[-1].line or "") if frames else ""
 
 
+def built_by(error: Exception) -> str:
+    """The innermost module of the user's whose constructor raised the error, or "it"."""
+    frames = [frame for frame, _ in traceback.walk_tb(error.__traceback__)]
+    own = (f.f_locals.get("self") for f in frames if not f.f_code.co_filename.startswith(LIBRARIES))
+    modules = [part for part in own if isinstance(part, nn.Module)]
+    return type(modules[-1]).__name__ if modules else "it"
+
+
+def reason_of(error: Exception) -> str:
+    """What went wrong in a constructor."""
+    kind, text = type(error).__name__, " ".join(str(error).split())
+    if any(name in kind for name in SCALAR_ERRORS):
+        return f"what it computes depends on the data of a tensor that has none yet: {WITHOUT_DATA}"
+    return f"{kind}: {text[:300]}"
+
+
 def _line(file: str, number: str | int | None, code: str) -> str:
     code = code.strip()
     return f" ({Path(file).name}:{number}: {code if len(code) <= 100 else code[:97] + '...'})"

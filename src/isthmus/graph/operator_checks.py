@@ -68,7 +68,7 @@ def _grid_sampler(given: Arguments) -> None:
         _require(bool((grid.abs() <= largest).all()), "a grid of finite coordinates")
 
 
-def _binary_cross_entropy(given: Arguments) -> None:
+def _one_shape(given: Arguments) -> None:
     shape = cast(Tensor, given["self"]).shape
     _require(shape == cast(Tensor, given["target"]).shape, "predictions and targets of one shape")
 
@@ -81,6 +81,14 @@ def _attention(given: Arguments) -> None:
 def _eigenvalues(given: Arguments) -> None:
     """LAPACK's balancing does not end well on what is no number."""
     _require(bool(torch.isfinite(cast(Tensor, given["self"])).all()), "a finite matrix")
+
+
+def _division(given: Arguments) -> None:
+    """The quotient of the least integer and -1 is no integer of its type, for which processors raise a signal."""
+    above, below = torch.as_tensor(given["self"]), given["other"]
+    if not (above.is_floating_point() or above.is_complex() or above.dtype == torch.bool):
+        least = above == torch.iinfo(above.dtype).min
+        _require(not bool((least & (torch.as_tensor(below) == -1)).any()), "no least integer divided by -1")
 
 
 def _convolution(given: Arguments) -> None:
@@ -129,8 +137,10 @@ CHECKS: Mapping[str, Callable[[Arguments], None]] = {
         ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
         _convolution,
     ),
+    **dict.fromkeys(("div", "div_", "divide", "floor_divide", "fmod", "remainder"), _division),
     "embedding_bag": _embedding_bag,
-    "binary_cross_entropy": _binary_cross_entropy, "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
+    "binary_cross_entropy": _one_shape, "multilabel_margin_loss": _one_shape,
+    "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
     "linalg_eig": _eigenvalues, "linalg_eigvals": _eigenvalues, "pdist": _pdist,
     "scaled_dot_product_attention": _attention,
 }  # fmt: skip
