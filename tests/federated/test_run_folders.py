@@ -174,7 +174,7 @@ def test_a_model_of_another_form_is_refused(run: Path, tmp_path: Path) -> None:
 def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
     (tmp_path / "pipeline.toml").write_text(PIPELINE.format(folder=run.parent.parent))
     before = (run / "job.json").read_bytes()
-    refused(isthmus("train", tmp_path / "pipeline.toml", "--resume"), 2, "a run of a federated job")
+    refused(isthmus("train", tmp_path / "pipeline.toml", "--resume"), 2, "holds a federated job, expected a pipeline's")
     assert (run / "job.json").read_bytes() == before
     other = tmp_path / "other"
     other.mkdir()
@@ -182,6 +182,6 @@ def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
     refused(
         isthmus("train", run.parent.parent / "job.toml", "--resume", "--run", other),
         2,
-        "holds a run of a pipeline, expected one of a federated job",
+        "holds no federated job",
     )
     assert len(History.of(run).lines()) == 3

@@ -168,8 +168,8 @@ class RunFolder:
     def check_kind(self, *, federated: bool) -> None:
         """UserError where a run of the other kind has begun here."""
         if self.begun and self.is_federated != federated:
-            found, expected = ("a pipeline", "a federated job") if federated else ("a federated job", "a pipeline")
-            raise UserError(f"run folder {self.path}: holds a run of {found}, expected one of {expected}")
+            what = "holds no federated job" if federated else "holds a federated job, expected a pipeline's"
+            raise UserError(f"run folder {self.path}: {what}")
 
     def job(self) -> Job:
         return self._decode(JOB, Job)
