@@ -31,9 +31,9 @@ PUBLIC = {
     "is_hugging_face model_names save_hugging_face",
     "plan": "Averages Certificate Collective Compression CompressionConfig Edge Objective Outer Packing Plan "
     "PlanPeriod Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration "
-    "SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan save_plan",
-    "planners": "ENTRY_POINTS Planner can_price check_honoured describe over_counts plan planner_names scheduled "
-    "whole_replicas",
+    "SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan question_in_words save_plan",
+    "planners": "ENTRY_POINTS Least Planner can_price check_honoured describe least over_counts plan planner_names "
+    "scheduled whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
     "PlanComparison Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss "
