@@ -7,6 +7,7 @@ from collections.abc import Callable
 import numpy as np
 import pytest
 import torch
+import torch.utils.checkpoint
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -377,3 +378,16 @@ class LogitsInEval(nn.Module):
 
 def test_what_goes_wrong_in_eval_mode_only_says_so() -> None:
     assert message(LogitsInEval).endswith("(in eval mode)")
+
+
+class Reentrant(nn.Module):
+    def __init__(self) -> None:
+        super().__init__()
+        self.layer = nn.Linear(8, 4)
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(torch.utils.checkpoint.checkpoint(self.layer, x, use_reentrant=True), y)
+
+
+def test_reentrant_checkpointing():
+    assert "pass use_reentrant=False" in message(Reentrant)

@@ -15,6 +15,7 @@ from unittest import mock
 
 import torch
 from torch import Tensor, fx, nn
+from torch.utils.checkpoint import CheckpointFunction
 from torch.utils.hooks import RemovableHandle
 
 from isthmus.errors import UserError
@@ -71,15 +72,22 @@ def quiet() -> Generator[None]:
 
 @contextlib.contextmanager
 def refuse_hooks() -> Generator[None]:
-    """A hook that changes gradients would be lost in the graph."""
+    """What changes gradients beside autograd would be lost in the graph: hooks, and reentrant checkpointing."""
 
     def refuse(*_: object, **__: object) -> None:
         raise UserError("model: it registers a hook on a tensor's gradient, which a cut model cannot run: leave it out")
+
+    def refuse_reentrant(*_: object) -> None:
+        raise UserError(
+            "model: it uses reentrant checkpointing, whose backward a graph cannot hold: pass use_reentrant=False, or "
+            "leave it out: a plan says which stages compute their forward again"
+        )
 
     names = ("register_hook", "register_post_accumulate_grad_hook")
     with contextlib.ExitStack() as stack:
         for name in names:
             stack.enter_context(mock.patch.object(Tensor, name, refuse))
+        stack.enter_context(mock.patch.object(CheckpointFunction, "apply", refuse_reentrant))
         yield
 
 
