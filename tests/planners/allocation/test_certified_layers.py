@@ -83,7 +83,7 @@ def test_the_integer_programme_answers_as_brute_force_does(seed: int, factor: fl
     best = brute_force_s(problem)
     limit = factor * (best if best < float("inf") else 10.0) + 1e-6
     if not best or abs(limit / best - 1) > 1e-6:
-        possible = cover(problem, problem.layer_flops + 1e-9, limit, 60.0) is not Verdict.IMPOSSIBLE
+        possible = cover(problem, problem.layer_flops + 1e-9, limit) is not Verdict.IMPOSSIBLE
         assert possible == (best < limit)
 
 
