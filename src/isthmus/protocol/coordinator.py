@@ -15,9 +15,6 @@ came goes the same way, but that all finish what is leased first: then nothing i
 before that, while the others train (`following`). A device may be lost at any point; all is then begun again, in one
 more epoch. Where nobody is left, or too few for any plan, those are waited for whose process was lost and whose machine
 is there (`recalls`).
-
-Why each sample range enters the model once: a training item's range is a function of its step, an epoch leases the
-steps from where it began in order, and states of steps that were done on another line do not count.
 """
 
 from __future__ import annotations
@@ -40,7 +37,6 @@ from isthmus.protocol.coordinator_events import (
     Fetch,
     Fetched,
     Finish,
-    Follow,
     Followed,
     FollowingEnded,
     Halt,
@@ -49,7 +45,6 @@ from isthmus.protocol.coordinator_events import (
     Interrupted,
     Joined,
     Leaving,
-    Lend,
     Lost,
     MakePlan,
     Mirrored,
@@ -59,7 +54,6 @@ from isthmus.protocol.coordinator_events import (
     Place,
     Planned,
     Ready,
-    Recall,
     Release,
     Reported,
     Retire,
@@ -69,9 +63,9 @@ from isthmus.protocol.finite import Divergence
 from isthmus.protocol.following import Following
 from isthmus.protocol.leases import Leases
 from isthmus.protocol.phases import CoordinatorStatistics, Phase
-from isthmus.protocol.recalls import MOST_RECALLS, Recalls
+from isthmus.protocol.recalls import Recalls
 from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
-from isthmus.protocol.reports import mean_loss, non_finite
+from isthmus.protocol.reports import ItemReports, mean_loss, non_finite
 from isthmus.protocol.work import RunSpec
 
 Out = list[CoordinatorInstruction]
@@ -88,12 +82,13 @@ class Coordinator:
         again, in a new epoch: `spec` begins from its last checkpoint, and devices may hold more."""
         self.devices = tuple(devices)
         self.spec = spec
-        self._layout = layout or Layout(parts={})
-        self._survives = layout is not None
+        self.layout = layout or Layout(parts={})
+        self.survives = layout is not None
+        """Whether the run goes on when a device is lost."""
         self._epoch = epoch
         self._lineage = lineage or Lineage()
         self._phase: Phase = "joining"
-        self._leases = Leases(spec, self._layout)
+        self._leases = Leases(spec, self.layout)
         self._step = self._saved = spec.start_step
         self._began = self._restarted = lineage is not None
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
@@ -109,7 +104,7 @@ class Coordinator:
         self._done_step = spec.start_step
         self._awaited: set[str] = set()
         """Who is to be ready, or to have given what it holds."""
-        self._reports: dict[int, dict[str, Reported]] = {}
+        self._reports = ItemReports()
         self._divergence = Divergence(spec.non_finite_steps)
         self._attempts = Attempts(spec.recovery_attempts)
         self._suspects = Suspects()
@@ -122,15 +117,6 @@ class Coordinator:
     @property
     def epoch(self) -> int:
         return self._epoch
-
-    @property
-    def survives(self) -> bool:
-        """Whether the run goes on when a device is lost."""
-        return self._survives
-
-    @property
-    def layout(self) -> Layout:
-        return self._layout
 
     @property
     def awaited(self) -> frozenset[str]:
@@ -149,8 +135,7 @@ class Coordinator:
     def behind(self) -> tuple[int, frozenset[str]]:
         """The oldest item that is not done by all, and who has not reported it while others have."""
         oldest = min(self._leases.open, default=-1)
-        reports = self._reports.get(oldest)
-        return oldest, frozenset(self.devices) - reports.keys() if reports else frozenset()
+        return oldest, self._reports.missing(oldest, self.devices)
 
     def statistics(self) -> CoordinatorStatistics:
         leases = self._leases
@@ -226,21 +211,21 @@ class Coordinator:
         if not self._present.issuperset(self.devices):
             return []
         if self._restarted:
-            self._next = self._layout
+            self._next = self.layout
             return self._hold()
         held = {d: h for d, h in self._held.items() if d in self._present}
-        found = recovery_step(self._layout.all_parts, held, self._lineage) if self._began else None
+        found = recovery_step(self.layout.all_parts, held, self._lineage) if self._began else None
         from_memory = found is not None and found >= self._saved
         self._step = found if found is not None and from_memory else self._saved
         self._own = held_at(self._step, held, self._lineage) if from_memory else {}
-        lent = loans(self._layout.parts, self._own) if from_memory else {}
+        lent = loans(self.layout.parts, self._own) if from_memory else {}
         self._lineage.begin(self._epoch, self._step)
         self._done_step = self._step
         self._divergence.restart()
         self._attempts.began()
-        self._leases.begin(self._step, self._layout, due=self._began)
+        self._leases.begin(self._step, self.layout, due=self._began)
         out: Out = []
-        if self._survives:
+        if self.survives:
             out.append(Begin(self._epoch, self._step, self._leases.leased, not from_memory))
         self._phase = "fetching"
         self._awaited = set(lent)
@@ -255,7 +240,7 @@ class Coordinator:
         self._phase = "placing"
         self._awaited = set(self.devices)
         none = frozenset[str]()
-        own = {d: self._own.get(d, none) & self._layout.parts.get(d, none) for d in self.devices}
+        own = {d: self._own.get(d, none) & self.layout.parts.get(d, none) for d in self.devices}
         return [step for d in self.devices for step in (Assign(d), Place(d, own[d]))]
 
     def _on_ready(self, device: str) -> Out:
@@ -276,11 +261,9 @@ class Coordinator:
     # Running
 
     def _on_reported(self, report: Reported) -> Out:
-        reports = self._reports.setdefault(report.item, {})
-        reports[report.device] = report
-        if not reports.keys() >= set(self.devices):
+        reports = self._reports.add(report, self.devices)
+        if reports is None:
             return []
-        del self._reports[report.item]
         item = self._leases.finish(report.item)
         remark, ends = non_finite(item, reports, self._divergence)
         if ends:
@@ -341,7 +324,7 @@ class Coordinator:
 
     def _reconsider(self, *, must: bool = False) -> Out:
         """Ask whether another plan is better. Never in the middle of a change of plan: afterwards is soon enough."""
-        if self._phase != "running" or not self._survives or (self._following is not None and not must):
+        if self._phase != "running" or not self.survives or (self._following is not None and not must):
             return []
         return [MakePlan(tuple(sorted(self._trusted)), must=must)]
 
@@ -361,16 +344,12 @@ class Coordinator:
         if self._following is not None:
             return []
         needs = {d: parts for d, parts in self._next.parts.items() if parts and d not in self.devices}
-        if not needs or not self._layout.repeats:
+        if not needs or not self.layout.repeats:
             return self._settle()
-        holds = {d: self._layout.parts.get(d, frozenset[str]()) for d in self.devices}
+        holds = {d: self.layout.parts.get(d, frozenset[str]()) for d in self.devices}
         self._followings += 1
-        following = self._following = Following(self._followings, self._leases.last_step, needs, holds)
-        out: Out = [
-            Follow(device, following.number, following.step, {d: following.lent[d] for d in lenders})
-            for device, lenders in following.lenders.items()
-        ]
-        return out + [Lend(d, following.number, following.step, parts) for d, parts in sorted(following.lent.items())]
+        self._following = Following(self._followings, self._leases.last_step, needs, holds)
+        return [*self._following.begins()]
 
     def _on_followed(self, event: Followed | FollowingEnded) -> Out:
         following = self._following
@@ -396,9 +375,7 @@ class Coordinator:
 
     def _lend_no_more(self) -> Out:
         following, self._following = self._following, None
-        if following is None:
-            return []
-        return [Lend(d, following.number, following.step, frozenset()) for d in sorted(following.lent)]
+        return [] if following is None else [*following.ends()]
 
     def _settle(self) -> Out:
         """Finish what is leased."""
@@ -425,7 +402,7 @@ class Coordinator:
 
     def _on_lost(self, lost: Lost) -> Out:
         device, reason = lost.device, lost.reason
-        if not self._survives:
+        if not self.survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
         self._recalls.lost(device, reason, returns=lost.returns)
         concerns = device in self._present or device in self.awaited or self._phase == "recalling"
@@ -452,7 +429,7 @@ class Coordinator:
         if self._phase not in ("running", "settling", "closing"):
             return []
         before = self._suspects.failed(device, failure)
-        if not self._survives or before or self._attempts.lost(device):
+        if not self.survives or before or self._attempts.lost(device):
             again = f", as on device {before!r} before" if before and before != device else ", again" if before else ""
             return self._end("failed", f"device {device!r}{again}: {failure.reason}")
         self._reason = f"device {device!r}: {failure.reason}"
@@ -504,13 +481,11 @@ class Coordinator:
             return self._end("lost", f"{self._reason}; no other device is left")
         step = max(self._saved, self._leases.acknowledged) if self._present else self._saved
         if not self._recalls.again(step):
-            tried = f"devices were called again {MOST_RECALLS} times, each time from the state after step {step}"
-            return self._end("lost", f"{self._reason}; {tried}")
-        devices = tuple(sorted(self._available))
-        return [Recall(devices, self._recalls.count, MOST_RECALLS, self._recalls.reasons), *self._make_plan()]
+            return self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
+        return [self._recalls.recall(self._available), *self._make_plan()]
 
     def _adopt(self, layout: Layout) -> Out:
-        self._layout = layout
+        self.layout = layout
         self.devices = tuple(layout.parts)
         self._phase = "joining"
         missing = [d for d in self.devices if d not in self._present]

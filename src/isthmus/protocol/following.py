@@ -10,8 +10,9 @@ comes to nothing where gradients take longer than steps; then the state travels 
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Set
+from collections.abc import Iterator, Mapping, Set
 
+from isthmus.protocol.coordinator_events import Follow, Lend
 from isthmus.protocol.recovery import loans
 
 CLOSE_STEPS = 1
@@ -39,6 +40,18 @@ class Following:
         self._copied: int | None = None
         """Steps that the first copies took."""
         self._first_lag = 0
+
+    def begins(self) -> Iterator[Follow | Lend]:
+        """The state and the gradients of each step are given from now on."""
+        for device, lenders in self.lenders.items():
+            yield Follow(device, self.number, self.step, {lender: self.lent[lender] for lender in lenders})
+        for device, parts in sorted(self.lent.items()):
+            yield Lend(device, self.number, self.step, parts)
+
+    def ends(self) -> Iterator[Lend]:
+        """Nothing is given any more."""
+        for device in sorted(self.lent):
+            yield Lend(device, self.number, self.step, frozenset())
 
     def followed(self, device: str, of: str, step: int) -> None:
         """The newcomer has the state of that device's parts after so many steps."""

@@ -2,6 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
+
+from isthmus.protocol.coordinator_events import Recall
+
 MOST_RECALLS = 3
 """So often the run is begun anew from the same state for want of devices. What kills all of them again and again is
 mended by a person."""
@@ -16,16 +20,12 @@ class Recalls:
         self._returning: set[str] = set()
         self._step = -1
         self._count = 0
+        """How often the run was begun anew from the state that it was begun from last."""
 
     @property
     def awaited(self) -> frozenset[str]:
         """Lost, and expected back."""
         return frozenset(self._returning)
-
-    @property
-    def count(self) -> int:
-        """How often the run was begun anew from the state that it was begun from last."""
-        return self._count
 
     @property
     def reasons(self) -> str:
@@ -49,3 +49,10 @@ class Recalls:
         self._count = self._count + 1 if step <= self._step else 1
         self._step = max(self._step, step)
         return self._count <= MOST_RECALLS
+
+    def recall(self, devices: Collection[str]) -> Recall:
+        """Told to people: the run begins anew with these devices."""
+        return Recall(tuple(sorted(devices)), self._count, MOST_RECALLS, self.reasons)
+
+    def vain(self, step: int) -> str:
+        return f"devices were called again {MOST_RECALLS} times, each time from the state after step {step}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Collection, Mapping
 
 from isthmus.protocol.coordinator_events import Reported
 from isthmus.protocol.finite import Divergence
@@ -10,6 +10,27 @@ from isthmus.protocol.work import Item
 
 Reports = Mapping[str, Reported]
 """By device."""
+
+
+class ItemReports:
+    """Those of items that not all devices have reported yet."""
+
+    def __init__(self) -> None:
+        self._reports: dict[int, dict[str, Reported]] = {}
+
+    def add(self, report: Reported, devices: Collection[str]) -> Reports | None:
+        """All reports of the item once every device's is here, which are then forgotten; None before."""
+        found = self._reports.setdefault(report.item, {})
+        found[report.device] = report
+        return self._reports.pop(report.item) if found.keys() >= set(devices) else None
+
+    def missing(self, item: int, devices: Collection[str]) -> frozenset[str]:
+        """Who has not reported the item while others have."""
+        found = self._reports.get(item)
+        return frozenset(devices) - found.keys() if found else frozenset()
+
+    def clear(self) -> None:
+        self._reports.clear()
 
 
 def mean_loss(reports: Reports) -> float | None:
