@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isthmus.errors import IsthmusError, PeerError, UserError, users_code
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Pass, Update, Values
-from isthmus.federated.partial import is_finite
+from isthmus.training.finite import is_finite
 
 
 class AdmissionRules(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.federated.algorithms import Cohort, Combine, Update, Values
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
+from isthmus.training.finite import is_finite
 
 WEIGHT_BITS = 20
 """Weights are added in units of 2^-20: numbers of samples exactly."""
@@ -257,14 +258,6 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
     for name in returns:
         if name not in values:
             raise UserError(f"algorithm: value {name!r} is declared, but a client did not return it")
-
-
-def is_finite(value: Tensor) -> bool:
-    """Whether every number is: by the least and the largest, which makes no tensor of answers."""
-    if not value.is_floating_point() or not value.numel():
-        return True
-    low, high = value.detach().aminmax()
-    return math.isfinite(low) and math.isfinite(high)
 
 
 def _check_finite(value: Tensor) -> None:

@@ -29,9 +29,10 @@ from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
-from isthmus.federated.partial import Partial, Weights, is_finite
+from isthmus.federated.partial import Partial, Weights
 from isthmus.federated.past import with_past, without_past
 from isthmus.protocol.federated_events import Opening, Turn
+from isthmus.training.finite import is_finite
 
 STATES = "states"
 ROUNDS = "rounds"
