@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
 
@@ -24,7 +25,7 @@ from isthmus.planners.replica_search import replica_counts
 
 
 def partitions(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to put some of the devices into ordered groups; groups in no order."""
+    """Every way to put some of the devices into ordered groups; groups in one order."""
     if not devices:
         yield []
         return
@@ -51,14 +52,14 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
         for split in shares(problem.micro_batches, len(groups)):
             for boundaries in itertools.product(*choices):
                 layouts = [Layout(g, b, m) for g, b, m in zip(groups, boundaries, split, strict=True)]
-                try:
-                    yield build_replicas(problem, layouts, planner="brute")
-                except FleetTooSmall:
-                    continue
+                for ordered in itertools.permutations(layouts):  # what an average takes depends on their order
+                    with contextlib.suppress(FleetTooSmall):
+                        yield build_replicas(problem, ordered, planner="brute")
 
 
 @given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(2, 4), micro_batches=st.integers(1, 4))
 @settings(max_examples=15, deadline=None)
+@example(seed=63, devices=3, units=2, micro_batches=3)  # the order of its replicas counts
 def test_auto_is_within_two_percent_of_brute_force_and_above_its_bound(
     seed: int, devices: int, units: int, micro_batches: int
 ) -> None:

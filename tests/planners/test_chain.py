@@ -7,7 +7,7 @@ import random
 
 import msgspec
 import pytest
-from hypothesis import given, settings
+from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import (
     all_orders_of,
@@ -41,13 +41,13 @@ from isthmus.planners.threshold_search import Search
 INFINITE = float("inf")
 
 
-def random_problem(seed: int, operators: int, devices: int, *, memory: bool) -> Problem:
+def random_problem(seed: int, operators: int, devices: int, *, memory: bool, recompute: bool = True) -> Problem:
     rng = random.Random(seed)
     speeds = [rng.choice([10.0, 20.0, rng.uniform(5, 50)]) for _ in range(devices)]
     sizes = [rng.randint(200, 4000) for _ in range(devices)] if memory else None
     return problem_of(
         random_graph(seed, operators), fleet_of(speeds, seed, memory=sizes),
-        micro_batches=rng.choice([1, 2, 4, 16]), schedule=rng.choice(["gpipe", "1f1b"]),
+        micro_batches=rng.choice([1, 2, 4, 16]), schedule=rng.choice(["gpipe", "1f1b"]), recompute=recompute,
     )  # fmt: skip
 
 
@@ -57,6 +57,7 @@ def routes_of(problem: Problem) -> Routes:
 
 
 def search_over(problem: Problem, routes: Routes) -> tuple[Search, float]:
+    """Over stages that keep what their forward saved: `every_pipeline` tries which may recompute."""
     network = network_of(problem)
     search = Search(Relaxation(problem, network, StageTables(Blocks(problem)), routes), problem.micro_batches)
     return search, search.run()
@@ -64,8 +65,9 @@ def search_over(problem: Problem, routes: Routes) -> tuple[Search, float]:
 
 @settings(max_examples=80, deadline=None)
 @given(st.integers(0, 10**6), st.integers(2, 7), st.integers(1, 4), st.booleans())
+@example(99999, 2, 3, True)  # fits only where the second stage alone recomputes
 def test_one_order_is_cut_as_well_as_by_brute_force(seed: int, operators: int, devices: int, memory: bool) -> None:
-    problem = random_problem(seed, operators, devices, memory=memory)
+    problem = random_problem(seed, operators, devices, memory=memory, recompute=False)
     best = brute_force(problem, [problem.fleet.names])
     search, bound = search_over(problem, one_order(range(devices)))
     assert (search.upper_s, bound) == pytest.approx((best, best), rel=1e-8)
@@ -80,7 +82,7 @@ def test_one_order_is_cut_as_well_as_by_brute_force(seed: int, operators: int, d
 def test_every_order_and_subset_is_searched_as_by_brute_force(
     seed: int, operators: int, devices: int, memory: bool
 ) -> None:
-    problem = random_problem(seed, operators, devices, memory=memory)
+    problem = random_problem(seed, operators, devices, memory=memory, recompute=False)
     best = brute_force(problem, all_orders_of(problem.fleet))
     search, bound = search_over(problem, routes_of(problem))
     assert (search.upper_s, bound) == pytest.approx((best, best), rel=1e-8)
