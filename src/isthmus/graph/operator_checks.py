@@ -76,6 +76,22 @@ def _one_shape(given: Arguments) -> None:
 def _attention(given: Arguments) -> None:
     tensors = [cast(Tensor, given[name]) for name in ("query", "key", "value")]
     _require(all(t.numel() > 0 for t in tensors), "queries, keys and values that are not empty")
+    query, key, value = tensors
+    _require(key.dim() > 1 and key.shape[-2:-1] == value.shape[-2:-1], "as many keys as values")
+    _require(query.shape[-1] == key.shape[-1], "queries and keys of one width")
+
+
+def _least_integer(given: Arguments) -> None:
+    for tensor in (cast(Tensor, given["self"]), cast(Tensor, given["other"])):
+        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
+            _require(not bool((tensor == torch.iinfo(tensor.dtype).min).any()), "no least integer")
+
+
+def _reflection(given: Arguments) -> None:
+    """Of a negative padding the result is not written whole."""
+    reflects = given.get("mode", "reflect" if "padding" in given else "constant") == "reflect"
+    numbers = cast("Sequence[int]", given["pad" if "pad" in given else "padding"])
+    _require(not reflects or all(n >= 0 for n in numbers), "no negative padding where it reflects")
 
 
 def _eigenvalues(given: Arguments) -> None:
@@ -138,6 +154,8 @@ CHECKS: Mapping[str, Callable[[Arguments], None]] = {
         _convolution,
     ),
     **dict.fromkeys(("div", "div_", "divide", "floor_divide", "fmod", "remainder"), _division),
+    **dict.fromkeys(("pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), _reflection),
+    "gcd": _least_integer, "lcm": _least_integer,
     "embedding_bag": _embedding_bag,
     "binary_cross_entropy": _one_shape, "multilabel_margin_loss": _one_shape,
     "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
