@@ -7,6 +7,7 @@ operator of the allow-list with such arguments.
 
 from __future__ import annotations
 
+import math
 from collections.abc import Callable, Mapping, Sequence
 from typing import cast
 
@@ -73,37 +74,62 @@ def _one_shape(given: Arguments) -> None:
     _require(shape == cast(Tensor, given["target"]).shape, "predictions and targets of one shape")
 
 
+def _labels_of_many(given: Arguments) -> None:
+    """The kernel leaves the loss of no sample unwritten, and takes each class id for an index."""
+    _one_shape(given)
+    scores, classes = cast(Tensor, given["self"]), cast(Tensor, given["target"])
+    _require(scores.numel() > 0 and scores.dim() in (1, 2), "one or two dimensions, not empty")
+    _require(classes.dtype == torch.int64, "class ids of int64")
+    _require(bool(((classes >= -1) & (classes < scores.shape[-1])).all()), f"class ids below {scores.shape[-1]}, or -1")
+
+
 def _attention(given: Arguments) -> None:
-    tensors = [cast(Tensor, given[name]) for name in ("query", "key", "value")]
+    """The fused kernels take the lengths and sizes of keys and values from one of them, or from the queries."""
+    query, key, value = (cast(Tensor, given[name]) for name in ("query", "key", "value"))
+    tensors, mask, rate = (query, key, value), given.get("attn_mask"), cast(float, given.get("dropout_p", 0.0))
+    _require(len({t.dim() for t in tensors}) == 1 and query.dim() >= 2, "queries, keys and values of one rank")
     _require(all(t.numel() > 0 for t in tensors), "queries, keys and values that are not empty")
-    query, key, value = tensors
-    _require(key.dim() > 1 and key.shape[-2:-1] == value.shape[-2:-1], "as many keys as values")
-    _require(query.shape[-1] == key.shape[-1], "queries and keys of one width")
+    _require(len({t.dtype for t in tensors}) == 1 and query.is_floating_point(), "tensors of one floating dtype")
+    _require(query.shape[-1] == key.shape[-1], "queries and keys of one size")
+    _require(key.shape[-2] == value.shape[-2], "as many keys as values")
+    if given.get("enable_gqa"):
+        heads = [t.shape[-3] for t in tensors] if query.dim() >= 3 else [1, 1, 1]
+        _require(heads[1] == heads[2] and heads[0] % heads[1] == 0, "query heads that are a multiple of those of keys")
+        outer = [t.shape[:-3] for t in tensors]
+    else:
+        outer = [t.shape[:-2] for t in tensors]
+    batch = _broadcast(outer, "batches and heads of one shape")
+    _require(0 <= rate <= 1, "a dropout from 0 to 1")
+    scale = given.get("scale")
+    _require(scale is None or math.isfinite(cast(float, scale)), "a finite scale")
+    if isinstance(mask, Tensor):
+        _require(mask.dtype in (torch.bool, query.dtype), "a mask of booleans or of the queries' dtype")
+        rows = [*(query.shape[:-2] if given.get("enable_gqa") else batch), query.shape[-2], key.shape[-2]]
+        _require(list(_broadcast([mask.shape, rows], "a mask that fits")) == rows, "a mask that fits")
 
 
-def _least_integer(given: Arguments) -> None:
-    for tensor in (cast(Tensor, given["self"]), cast(Tensor, given["other"])):
-        if not (tensor.is_floating_point() or tensor.is_complex() or tensor.dtype == torch.bool):
-            _require(not bool((tensor == torch.iinfo(tensor.dtype).min).any()), "no least integer")
+def _broadcast(shapes: Sequence[Sequence[int]], what: str) -> Sequence[int]:
+    try:
+        return torch.broadcast_shapes(*shapes)
+    except RuntimeError:
+        raise ValueError(what) from None
 
 
-def _reflection(given: Arguments) -> None:
-    """Of a negative padding the result is not written whole."""
-    reflects = given.get("mode", "reflect" if "padding" in given else "constant") == "reflect"
+def _padding(given: Arguments) -> None:
+    """Where values are repeated, kernels leave unwritten what a negative padding takes away, or its gradient."""
+    if given.get("mode", "repeats" if "padding" in given else "constant") == "constant":
+        return
     numbers = cast("Sequence[int]", given["pad" if "pad" in given else "padding"])
-    _require(not reflects or all(n >= 0 for n in numbers), "no negative padding where it reflects")
-
-
-def _eigenvalues(given: Arguments) -> None:
-    """LAPACK's balancing does not end well on what is no number."""
-    _require(bool(torch.isfinite(cast(Tensor, given["self"])).all()), "a finite matrix")
+    _require(all(n >= 0 for n in numbers), "no negative padding but with a constant")
+    _require(cast(Tensor, given["self"]).numel() > 0, "a tensor that is not empty")
 
 
 def _division(given: Arguments) -> None:
     """The quotient of the least integer and -1 is no integer of its type, for which processors raise a signal."""
-    above, below = torch.as_tensor(given["self"]), given["other"]
-    if not (above.is_floating_point() or above.is_complex() or above.dtype == torch.bool):
-        least = above == torch.iinfo(above.dtype).min
+    above, below = cast("Tensor | int", given["self"]), cast("Tensor | int", given["other"])
+    kind = torch.result_type(above, below)
+    if kind in (torch.int8, torch.int16, torch.int32, torch.int64):
+        least = torch.as_tensor(above) == torch.iinfo(kind).min
         _require(not bool((least & (torch.as_tensor(below) == -1)).any()), "no least integer divided by -1")
 
 
@@ -125,10 +151,6 @@ def _embedding_bag(given: Arguments) -> None:
     _require(len(bounds) > (3 if given.get("include_last_offset") else 2), "at least one bag")
     _require(bounds == sorted(bounds) and bounds[1] == 0, "offsets that rise from 0 to the number of indices")
     _require(bool(((at >= 0) & (at < rows.shape[0])).all()), f"indices from 0 to {rows.shape[0] - 1}")
-
-
-def _pdist(given: Arguments) -> None:
-    _require(cast(Tensor, given["self"]).numel() > 0, "a tensor that is not empty")
 
 
 def _ctc_loss(given: Arguments) -> None:
@@ -154,12 +176,11 @@ CHECKS: Mapping[str, Callable[[Arguments], None]] = {
         _convolution,
     ),
     **dict.fromkeys(("div", "div_", "divide", "floor_divide", "fmod", "remainder"), _division),
-    **dict.fromkeys(("pad", "reflection_pad1d", "reflection_pad2d", "reflection_pad3d"), _reflection),
-    "gcd": _least_integer, "lcm": _least_integer,
     "embedding_bag": _embedding_bag,
-    "binary_cross_entropy": _one_shape, "multilabel_margin_loss": _one_shape,
+    "binary_cross_entropy": _one_shape, "multilabel_margin_loss": _labels_of_many,
     "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
-    "linalg_eig": _eigenvalues, "linalg_eigvals": _eigenvalues, "pdist": _pdist,
     "scaled_dot_product_attention": _attention,
+    "pad": _padding,
+    **dict.fromkeys((f"{how}_pad{n}d" for how in ("reflection", "replication") for n in (1, 2, 3)), _padding),
 }  # fmt: skip
 """By name; they raise ValueError, which says what was expected."""
