@@ -72,7 +72,7 @@ def _arguments(command: str, folder: Path) -> list[str]:
     job = str(folder / "job.toml")
     given = {
         "plan": [job], "simulate": [job], "train": [job], "submit": [job], "trace": ["run"], "export": ["run", "to"],
-        "logs": ["1"], "stop": ["1"], "resume": ["1"], "drain": ["desk"], "probe": ["a", "b"],
+        "calibrate": ["run"], "logs": ["1"], "stop": ["1"], "resume": ["1"], "drain": ["desk"], "probe": ["a", "b"],
     }  # fmt: skip
     return [command, *given.get(command, [])]
 

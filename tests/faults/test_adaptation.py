@@ -74,7 +74,7 @@ def test_a_device_that_slows_down_gets_less_to_do(tmp_path: Path) -> None:
     assert outcome.recoveries, told.notes
     assert all(r.redone == 0 and not r.from_checkpoint for r in outcome.recoveries)
     assert outcome.recoveries[0].step > AT
-    assert told.fleets[-1].device("d0").flops_per_s < 0.3 * FLOPS_PER_S
+    assert told.fleets[-1].device("d0").sustained_flops_per_s < 0.3 * FLOPS_PER_S
     before, after = (
         sum(s.flops_forward for s in p.stages if s.device == "d0") for p in (told.plans[0], told.plans[-1])
     )

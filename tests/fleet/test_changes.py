@@ -20,7 +20,8 @@ def test_only_what_is_named_changes(name: str, slow: float, drop: float, step: i
     changes = (Change(step=3, factor=slow, device=a), Change(step=3, factor=drop, link=(a, b)))
     found = changed(fleet, changes, step)
     since = step >= 3
-    assert found.device(a).flops_per_s == pytest.approx(fleet.device(a).flops_per_s * (slow if since else 1.0))
+    speed = fleet.device(a).sustained_flops_per_s * (slow if since else 1.0)
+    assert found.device(a).sustained_flops_per_s == pytest.approx(speed)
     stated, now = fleet.link(a, b), found.link(a, b)
     if not fleet.sites:  # a site's uplink bounds whatever is said of a link
         assert now.bandwidth_bytes_per_s == pytest.approx(stated.bandwidth_bytes_per_s * (drop if since else 1.0))
@@ -35,8 +36,8 @@ def test_of_several_changes_the_latest_counts() -> None:
     fleet = resolve_fleet("three-sites").thin(3)
     name = fleet.names[0]
     changes = (Change(step=9, factor=1.0, device=name), Change(step=2, factor=0.5, device=name))
-    speeds = [changed(fleet, changes, step).device(name).flops_per_s for step in (1, 2, 8, 9)]
-    stated = fleet.device(name).flops_per_s
+    speeds = [changed(fleet, changes, step).device(name).sustained_flops_per_s for step in (1, 2, 8, 9)]
+    stated = fleet.device(name).sustained_flops_per_s
     assert speeds == [stated, stated / 2, stated / 2, stated]
 
 

@@ -116,6 +116,9 @@ def test_a_region_linked_with_itself() -> None:
             'to = "cloud"',
             "f.toml: [[link]] 2: got 'gpu-1' and 'cloud', expected two devices or two regions",
         ),
+        ("count = 2", "count = 2\nscale = 0", "f.toml: [[device]] 1 'gpu': device 'gpu-0': scale: got 0"),
+        ("count = 2", "count = 2\nscale = 1e308", "f.toml: [[device]] 1 'gpu': device 'gpu-0': compute times"),
+        ("count = 2", 'count = 2\nscale = "half"', "f.toml: [[device]] 1: scale: "),
         (
             "price_per_hour = 1.2",
             "price_per_hour = nan",
@@ -178,9 +181,10 @@ def fleets(draw: st.DrawFn) -> Fleet:
         Device(
             name=name,
             region=region,
-            flops_per_s=draw(figure.filter(bool)),
+            flops_per_s=draw(st.floats(1e-300, allow_infinity=False)),
             memory_bytes=draw(st.integers(1, 2**63 - 1)),
             price_per_hour=draw(figure),
+            scale=draw(st.sampled_from([1.0, 0.45, 1 / 3])),
             kind=draw(labels()),
         )
         for name in names

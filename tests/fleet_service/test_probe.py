@@ -39,13 +39,21 @@ def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
+def _computes(probe: str, *_: object) -> Computes:
+    return Computes(run=probe, flops_per_s=2e9, peak_flops_per_s=8e9, memory_bytes=9)
+
+
 def test_a_probed_fleet(two: Fleet) -> None:
     with (
-        mock.patch.object(agents, "compute_speed", lambda p, *_: Computes(run=p, flops_per_s=2e9, memory_bytes=9)),
+        mock.patch.object(agents, "compute_speed", _computes),
         mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 16, 1 << 20)),
     ):
         found = probe_fleet(two.service, ["desk", "laptop"], lambda _: None)
-    assert [(d.name, d.flops_per_s, d.memory_bytes) for d in found.devices] == [("desk", 2e9, 9), ("laptop", 2e9, 9)]
+    devices = parse_fleet(dump_fleet(found), "probed").devices
+    assert [(d.name, d.flops_per_s, d.scale, d.memory_bytes) for d in devices] == [
+        ("desk", 8e9, 0.25, 9), ("laptop", 8e9, 0.25, 9),
+    ]  # fmt: skip
+    assert {d.sustained_flops_per_s for d in devices} == {2e9}
     for source, target in (("desk", "laptop"), ("laptop", "desk")):
         link = found.link(source, target)
         assert 0 < link.latency_s < 1 and link.bandwidth_bytes_per_s > 1e5

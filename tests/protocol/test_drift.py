@@ -125,13 +125,13 @@ def test_a_device_that_slows_down_and_a_link_that_drops_are_told_once() -> None:
     found = _noted(drift, range(20, 20 + STEPS + LAG_STEPS), {"b": 0.25}, 0.1)
     assert {f.key for f in found} == {"b", ("a", "b")} and len(found) == 2
     believed = drift.fleet()
-    assert believed.device("b").flops_per_s == pytest.approx(SPEED / 4)
-    assert believed.device("a").flops_per_s == pytest.approx(SPEED)
+    assert believed.device("b").sustained_flops_per_s == pytest.approx(SPEED / 4)
+    assert believed.device("a").sustained_flops_per_s == pytest.approx(SPEED)
     assert believed.link("a", "b").bandwidth_bytes_per_s == pytest.approx(BANDWIDTH / 10)
     assert believed.link("b", "a") == _fleet().link("b", "a") and believed.link("a", "b").latency_s == 0.01
     assert _noted(drift, range(30, 40), {"b": 0.25}, 0.1) == []
     back = _noted(drift, range(40, 50), {}, 0.1)
-    assert [f.key for f in back] == ["b"] and drift.fleet().device("b").flops_per_s == pytest.approx(SPEED)
+    assert [f.key for f in back] == ["b"] and drift.fleet().device("b").sustained_flops_per_s == pytest.approx(SPEED)
 
 
 @pytest.mark.parametrize("hidden", ["send", "receive"])
@@ -147,7 +147,7 @@ def test_who_was_never_measured_is_as_far_from_what_was_stated_as_the_others_wer
     drift.begin(_plan(), 0)
     _noted(drift, range(20), {"a": 0.5, "b": 0.5})
     _noted(drift, range(20, 40), {"a": 0.5, "b": 0.1})
-    speeds = {d.name: d.flops_per_s for d in drift.fleet().devices}
+    speeds = {d.name: d.sustained_flops_per_s for d in drift.fleet().devices}
     assert speeds == pytest.approx({"a": SPEED / 2, "b": SPEED / 10, "spare": SPEED / 2})
 
 
@@ -155,7 +155,7 @@ def test_a_device_that_is_slow_from_the_beginning_says_nothing_of_the_others() -
     drift = Drift(_fleet())
     drift.begin(_plan(), 0)
     _noted(drift, range(20), {"b": 0.25})
-    speeds = {d.name: d.flops_per_s for d in drift.fleet().devices}
+    speeds = {d.name: d.sustained_flops_per_s for d in drift.fleet().devices}
     assert speeds == pytest.approx({"a": SPEED, "b": SPEED / 4, "spare": SPEED})
 
 
@@ -166,7 +166,7 @@ def test_a_plans_first_step_and_what_was_before_do_not_count() -> None:
     drift.begin(_plan(), 3)
     assert _noted(drift, [3], {"a": 1e-6}) == []
     assert _noted(drift, range(4, 20), {}) == []
-    assert statistics.fmean(d.flops_per_s for d in drift.fleet().devices) == SPEED
+    assert statistics.fmean(d.sustained_flops_per_s for d in drift.fleet().devices) == SPEED
 
 
 def test_a_probe_says_that_a_link_has_recovered() -> None:

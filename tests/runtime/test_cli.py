@@ -18,11 +18,14 @@ from isthmus.cli.planning import plan_for
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
 from isthmus.errors import UserError
+from isthmus.fleet import load_fleet
+from isthmus.fleet.changes import corrected
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.plan import Plan, Schedule, load_plan, save_plan
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names
 from isthmus.planners.sync import sync_planner_names
+from isthmus.protocol.drift import fit_fleet
 from isthmus.training.plain import plain_loss
 
 from .commands import Done, edited, isthmus, refused, write_job
@@ -162,6 +165,7 @@ def test_bad_arguments(tmp_path: Path) -> None:
         assert done.code == 2 and arguments[0] in done.err and "Traceback" not in done.err
     refused(isthmus("plan", job, "--devices", "9"), 2, "9 devices", "1 to 2")
     refused(isthmus("trace", tmp_path), 2, "not a run")
+    refused(isthmus("calibrate", tmp_path), 2, "not a run")
     refused(isthmus("export", tmp_path / "none", tmp_path / "out"), 2, "not found")
     refused(isthmus("train", job, "--resume"), 2, "runs/small", "not found")
     refused(isthmus("train", job, "--resume", "--run", tmp_path), 2, "not a run")
@@ -284,6 +288,39 @@ def test_train_leaves_a_folder_that_explains_it(trained: Trained) -> None:
     assert "computed anew" in used.notes[-1] and used.predicted != asked.predicted
     assert {path.name for path in (trained.run / "logs").iterdir()} == {f"{s.device}.log" for s in used.stages}
     refused(isthmus("train", trained.job, "--run", trained.run), 2, "holds a run already", "--resume")
+
+
+def test_a_run_tells_how_fast_its_fleet_is(trained: Trained, tmp_path: Path) -> None:
+    folder, target = RunFolder(trained.run), tmp_path / "fleet.toml"
+    assert "measured: " in trained.done.err and f"isthmus calibrate {trained.run}" in trained.done.err
+    done = isthmus("calibrate", trained.run, "--out", target)
+    assert done.code == 0 and str(target) in done.err, done.err
+    written, stated = load_fleet(target), folder.fleet()
+    assert written == fit_fleet(stated, folder.periods(), folder.traces()[1].spans)
+    assert [d.flops_per_s for d in written.devices] == [d.flops_per_s for d in stated.devices]
+    assert {d.name for d in written.devices if d.scale != 1} <= set(folder.plan().devices)
+    assert isthmus("calibrate", trained.run).out.strip() == target.read_text().strip()
+    assert json.loads(isthmus("plan", trained.job, "--fleet", target, "--json").out)["predicted"]["step_s"] > 0
+
+
+def test_a_resumed_run_is_planned_for_the_fleet_as_it_was_measured(tmp_path: Path) -> None:
+    job = edited(write_job(tmp_path, steps=1), ("eval_every = 5", "eval_every = 0"))
+    run = RunFolder(tmp_path / "run")
+    assert isthmus("train", job, "--run", run.path).code == 0
+    refused(isthmus("calibrate", run.path), 2, "nothing was measured", "a second step")
+    stated = run.fleet()
+    slow = run.plan().devices[0]
+    measured = corrected(stated, {slow: stated.device(slow).flops_per_s / 50}, {})
+    run.keep_fitted(measured)
+    done = isthmus("train", job, "--run", run.path, "--resume", "--steps", "2", "--planner", "chain")
+    assert done.code == 0 and f"{slow} computes at" in done.err and "x 0.02" in done.err, done
+    again = edited(job, ("steps = 1", "steps = 2"), ("even", "chain"))
+    assert run.plan() == plan_for(prepare(load_job(again)), measured)
+    assert run.periods()[0].fleet == measured and run.fleet() == stated
+    run.begin(run.job(), stated, run.plan(), 2)
+    assert run.fitted() is not None
+    run.begin(run.job(), stated.subset([slow]), run.plan(), 2)
+    assert run.fitted() is None, "it was of another fleet"
 
 
 def test_export_gives_hugging_face_the_same_model(trained: Trained, tmp_path: Path) -> None:

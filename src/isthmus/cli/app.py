@@ -28,6 +28,7 @@ COMMANDS = {
     },
     "run_commands": {
         "trace": "Write a run's Perfetto trace (predicted and measured); print how well it was predicted.",
+        "calibrate": "Write a run's fleet as its first steps showed it: stated speeds times measured factors.",
         "export": "Write the newest checkpoint: a Hugging Face directory when the model is one, else safetensors.",
     },
     "serving_commands": {

@@ -4,6 +4,7 @@ runs/NAME/
   job.json  fleet.json  plan.json  graph.json     what was run
   captured.safetensors                            for a coordinator that is started again: it need not capture
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
+  fitted.json                                     the fleet as its first steps showed it
   plans.json                                      each plan that was in force, and since when
   losses.jsonl                                    one line per step and per evaluation
   plan.png  timeline.png  loss.png  summary.json
@@ -37,6 +38,7 @@ Decoded = TypeVar("Decoded")
 
 JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
 MEASURED, PREDICTED, PERIODS = "trace.jsonl", "predicted.jsonl", "plans.json"
+FITTED = "fitted.json"
 
 
 class RunFolder:
@@ -117,6 +119,8 @@ class RunFolder:
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._archive(start_step)
+            if self.fitted(fleet) is None:
+                (self.path / FITTED).unlink(missing_ok=True)
             _replace(self.path / FLEET, _document(fleet))
             _replace(self.path / PLAN, _document(plan))
             self.forget_losses(start_step)
@@ -180,6 +184,15 @@ class RunFolder:
 
     def fleet(self) -> Fleet:
         return self._decode(FLEET, Fleet)
+
+    def keep_fitted(self, fleet: Fleet) -> None:
+        _replace(self.path / FITTED, _document(fleet))
+
+    def fitted(self, stated: Fleet | None = None) -> Fleet | None:
+        """The fleet as a session of the run measured it; None before that, or if another was `stated` then."""
+        if not (self.path / FITTED).is_file() or (stated is not None and self.fleet() != stated):
+            return None
+        return self._decode(FITTED, Fleet)
 
     def plan(self) -> Plan:
         return load_plan(self.path / PLAN)

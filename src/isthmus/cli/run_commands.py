@@ -1,4 +1,4 @@
-"""`isthmus trace` and `export`: of a run's folder."""
+"""`isthmus trace`, `calibrate` and `export`: of a run's folder."""
 
 from __future__ import annotations
 
@@ -7,8 +7,8 @@ from typing import Annotated
 
 import typer
 
-from isthmus.cli import runs
-from isthmus.cli.options import JsonOption, local_path, out
+from isthmus.cli import calibrating, runs
+from isthmus.cli.options import JsonOption, local_path, notes, out
 
 app = typer.Typer()
 
@@ -19,6 +19,19 @@ def trace(
 ) -> None:
     """Write a run's Perfetto trace (predicted and measured); print how well it was predicted."""
     runs.trace(run, out(), json=json)
+
+
+@app.command()
+def calibrate(
+    run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")],
+    target: Annotated[
+        Path | None,
+        typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
+    ] = None,
+    json: JsonOption = False,
+) -> None:
+    """Write a run's fleet as its first steps showed it: stated speeds times measured factors."""
+    calibrating.calibrate(run, target, notes(), json=json)
 
 
 @app.command()

@@ -45,7 +45,7 @@ def probe(
     drawn = Table("from", *devices, "speed", title="Latency, bandwidth")
     for device in fleet.devices:
         cells = ["" if n == device.name else _link_text(fleet.link(device.name, n)) for n in devices]
-        drawn.add_row(device.name, *cells, format_compute(device.flops_per_s))
+        drawn.add_row(device.name, *cells, format_compute(device.sustained_flops_per_s))
     if target is None:
         typer.echo(dump_fleet(fleet))
         told.print(drawn)

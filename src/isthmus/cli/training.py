@@ -11,12 +11,15 @@ import msgspec
 import typer
 from rich.console import Console
 
+from isthmus.cli.calibrating import fitted_text
 from isthmus.cli.folder import RunFolder
 from isthmus.cli.planning import fleet_for, plan_for, predict_periods
 from isthmus.cli.watch import LoadedHooks, Watch
+from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared, prepare
 from isthmus.plan import PlanPeriod
+from isthmus.protocol.drift import fit_fleet
 from isthmus.report import (
     ComparisonSummary,
     Progress,
@@ -83,9 +86,13 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
         _say(notes, f"going on with {folder.path} {where}")
     fleet, prepared = fleet_for(job), _prepared(job, folder, notes, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
-    plan = record.plan if record is not None else plan_for(prepared, fleet, kept)
+    believed = folder.fitted(fleet) if choices.resume else None
+    if believed is not None:
+        _say(notes, f"as measured before: {fitted_text(believed)}")
+    planned_on = fleet if believed is None or kept is not None else believed
+    plan = record.plan if record is not None else plan_for(prepared, planned_on, kept)
     prepared = prepared.cut_into(plan.micro_batches)
-    (notes if choices.json else out).print(plan_table(plan, fleet, prepared.captured.train))
+    (notes if choices.json else out).print(plan_table(plan, planned_on, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")
 
     def begin() -> None:
@@ -100,7 +107,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
         outcome = run_training(
-            prepared, plan, fleet, folder.path, _options(prepared, choices, checkpoint, record),
+            prepared, plan, fleet, folder.path, _options(prepared, choices, checkpoint, record, believed),
             Watcher(
                 accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
                 noted=progress.note,
@@ -112,6 +119,10 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured, outcome.periods)
     _report(folder, prepared, (predicted, measured), outcome.periods, choices, out)
+    fitted = fit_fleet(fleet, outcome.periods, measured.spans)
+    if fitted is not None:
+        folder.keep_fitted(fitted)
+        _say(notes, f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
     _warn_late(notes, outcome)
     hooks.call("finish", folder.path, outcome.outcome)
     check_outcome(outcome)
@@ -139,14 +150,20 @@ def _prepared(job: Job, folder: RunFolder, notes: Console, *, in_its_middle: boo
     return prepare(job)
 
 
-def _options(prepared: Prepared, choices: Choices, checkpoint: Path | None, record: Record | None) -> RunOptions:
+def _options(
+    prepared: Prepared, choices: Choices, checkpoint: Path | None, record: Record | None, believed: Fleet | None
+) -> RunOptions:
     # The numbers follow from how a batch is cut: that stays as it is.
     kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(plan_for, again)
     if choices.crew is None:
-        return RunOptions(emulate=prepared.job.runtime.emulate, resume_from=checkpoint, replan=replan)
-    return RunOptions(emulate=False, resume_from=checkpoint, crew=choices.crew, record=record, replan=replan)
+        return RunOptions(
+            emulate=prepared.job.runtime.emulate, resume_from=checkpoint, replan=replan, believed=believed
+        )
+    return RunOptions(
+        emulate=False, resume_from=checkpoint, crew=choices.crew, record=record, replan=replan, believed=believed
+    )
 
 
 def _say(notes: Console, text: str) -> None:

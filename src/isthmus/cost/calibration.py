@@ -86,7 +86,7 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
             seconds = sum(durations.get((number, work), 0.0) for work in ("F", "B"))
             flops = stage.flops_forward + stage.flops_backward
             if seconds and flops:
-                found[stage.device] = flops / seconds / fleet.device(stage.device).flops_per_s
+                found[stage.device] = flops / seconds / fleet.device(stage.device).sustained_flops_per_s
         return found
 
 

@@ -140,7 +140,7 @@ class Problem:
 
     def speed(self, device: Device) -> float:
         """Sustained FLOP/s: lambda * S* (FusionLLM, workload estimation)."""
-        return self.speed_scale.get(device.name, 1.0) * device.flops_per_s
+        return self.speed_scale.get(device.name, 1.0) * device.sustained_flops_per_s
 
     def flops(self, op: Op) -> tuple[int, int]:
         """(forward, backward) FLOPs of one micro-batch; none for free operators.

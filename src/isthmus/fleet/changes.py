@@ -37,14 +37,15 @@ class Change(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 def corrected(
     fleet: Fleet, flops_per_s: Mapping[str, float], bandwidth_bytes_per_s: Mapping[tuple[str, str], float]
 ) -> Fleet:
-    """The fleet with these speeds, by device, and these bandwidths, by source and target; all else as it was.
+    """The fleet with these sustained speeds, by device, and these bandwidths, by source and target; all else as it was.
 
     Raises `UserError` for an unknown device.
     """
     for name in (*flops_per_s, *(name for pair in bandwidth_bytes_per_s for name in pair)):
         fleet.device(name)
     devices = tuple(
-        msgspec.structs.replace(d, flops_per_s=flops_per_s.get(d.name, d.flops_per_s)) for d in fleet.devices
+        msgspec.structs.replace(d, scale=flops_per_s[d.name] / d.flops_per_s) if d.name in flops_per_s else d
+        for d in fleet.devices
     )
     kept = [r for r in fleet.links.devices if (r.source, r.target) not in bandwidth_bytes_per_s]
     told = [
@@ -61,7 +62,7 @@ def changed(fleet: Fleet, changes: Iterable[Change], step: int) -> Fleet:
     bandwidths: dict[tuple[str, str], float] = {}
     for change in sorted((c for c in changes if c.step <= step), key=lambda c: c.step):
         if change.link is None:
-            speeds[change.device] = fleet.device(change.device).flops_per_s * change.factor
+            speeds[change.device] = fleet.device(change.device).sustained_flops_per_s * change.factor
         else:
             bandwidths[change.link] = fleet.link(*change.link).bandwidth_bytes_per_s * change.factor
     return corrected(fleet, speeds, bandwidths)

@@ -22,7 +22,8 @@ from isthmus.fleet.links import Link, Links, Route, Site
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One place that computes: a GPU, a CPU, or a whole island behind one name.
 
-    `flops_per_s` is the sustained speed where it is known; the built-in topologies hold the peak that a paper states.
+    `flops_per_s` is the speed as stated: of a data sheet, a paper or a benchmark. Training reaches
+    `sustained_flops_per_s`, which is `scale` times as much (FusionLLM's lambda: S = lambda S*); plans go by that.
     `kind` names the hardware: devices of one kind give the same numbers for the same operations.
     """
 
@@ -32,14 +33,21 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     memory_bytes: int
     price_per_hour: float = 0.0
     kind: str = "cpu"
+    scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
         check_label(f"device {self.name!r}: region", self.region)
         check_label(f"device {self.name!r}: kind", self.kind)
         check_number(f"device {self.name!r}: flops_per_s", self.flops_per_s, above_zero=True)
+        check_number(f"device {self.name!r}: scale", self.scale, above_zero=True)
+        check_number(f"device {self.name!r}: compute times scale", self.sustained_flops_per_s, above_zero=True)
         check_number(f"device {self.name!r}: memory_bytes", self.memory_bytes, above_zero=True)
         check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
+
+    @property
+    def sustained_flops_per_s(self) -> float:
+        return self.scale * self.flops_per_s
 
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):

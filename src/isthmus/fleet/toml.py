@@ -7,6 +7,7 @@
     name = "gpu"                            # with a count: gpu-0, gpu-1, ...
     region = "office"                       # else "local"
     compute = "10 GFLOPS"
+    scale = 0.4                             # sustained over stated speed, as measured; else 1
     memory = "16 GiB"
     count = 8
     price_per_hour = 1.2
@@ -73,6 +74,7 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] | None = None
     price_per_hour: float = 0.0
     kind: str = "cpu"
+    scale: float = 1.0
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -177,6 +179,7 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
                     memory_bytes=memory_bytes,
                     price_per_hour=table.price_per_hour,
                     kind=table.kind,
+                    scale=table.scale,
                 )
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
@@ -255,6 +258,8 @@ def _dump_device(device: Device) -> str:
         f"memory = {_quoted(format_size(device.memory_bytes, exact=True))}",
         f"kind = {_quoted(device.kind)}",
     ]
+    if device.scale != 1:
+        lines.append(f"scale = {float(device.scale)!r}")
     if device.price_per_hour:
         lines.append(f"price_per_hour = {float(device.price_per_hour)!r}")
     return "\n".join(lines)

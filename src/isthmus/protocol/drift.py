@@ -7,7 +7,8 @@
 
 A single slow step, or three in five, changes nothing; a lasting change is believed after five steps, and its size is
 the window's median. What is believed stays until a whole window speaks against it: figures close to the threshold do
-not swing to and fro.
+not swing to and fro. Of a device, plans are made with what the first window showed in any case: that is FusionLLM's
+lambda, S = lambda S*, fitted by the run's own first steps.
 
 A buffer at either end of a link hides a message's time from that end: the end that took longer knows. Latency is left
 as stated: the two ends' clocks are not compared.
@@ -16,15 +17,15 @@ as stated: the two ends' clocks are not compared.
 from __future__ import annotations
 
 import statistics
-from collections import deque
-from collections.abc import Iterable
+from collections import defaultdict, deque
+from collections.abc import Iterable, Sequence
 from typing import NamedTuple
 
 from isthmus.fleet import Fleet
 from isthmus.fleet.changes import corrected
-from isthmus.plan import Plan, Stage
+from isthmus.plan import Plan, PlanPeriod, Stage
 from isthmus.trace import Span
-from isthmus.units import format_bandwidth, format_compute
+from isthmus.units import format_bandwidth, format_compute, significant
 
 STEPS = 5
 """Of a window, at least."""
@@ -61,6 +62,10 @@ class Figure(NamedTuple):
 
 FAR = 2.0
 """People are told of a rate again when it is so many times more or less than what they were told last."""
+
+
+def apart(rate: float, other: float) -> bool:
+    return max(rate / other, other / rate) > APART
 
 
 class News:
@@ -107,6 +112,13 @@ class Gauge:
         return True
 
     @property
+    def fitted(self) -> float | None:
+        """The rate of the first steps; None before the first."""
+        if self.first is None and self._window:
+            return statistics.median(rate for _, rate in self._window)
+        return self.first
+
+    @property
     def measured(self) -> bool:
         """Whether the plan in force shows this rate."""
         return bool(self._window)
@@ -148,6 +160,8 @@ class Drift:
         self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
         """Of messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
         self._first = 0
+        self.fits = 0
+        """Of how many devices and links the first steps have shown the rate."""
 
     def begin(self, plan: Plan, step: int) -> None:
         """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""
@@ -190,16 +204,33 @@ class Drift:
         as is usual for those that were (FusionLLM's lambda, one for all)."""
         firsts = [g.first / g.stated for key, g in self._gauges.items() if isinstance(key, str) and g.first is not None]
         usual = statistics.median_high(firsts) if firsts else 1.0  # the higher: a slow device is no rule
-        usual = usual if max(usual, 1 / usual) > APART else 1.0
-        speeds = {device.name: device.flops_per_s * usual for device in self._fleet.devices}
+        usual = usual if apart(usual, 1.0) else 1.0
+        speeds = {device.name: device.sustained_flops_per_s * usual for device in self._fleet.devices}
         bandwidths: dict[tuple[str, str], float] = {}
         for key, gauge in self._gauges.items():
             if isinstance(key, tuple):
                 if gauge.believed != gauge.stated:
                     bandwidths[key] = gauge.believed
             elif gauge.first is not None:
-                speeds[key] = gauge.believed
+                speeds[key] = gauge.first if gauge.believed == gauge.stated else gauge.believed
         return corrected(self._fleet, speeds, bandwidths)
+
+    def fitted(self) -> Fleet | None:
+        """The fleet with what the first steps showed in place of what is stated: FusionLLM's S = lambda S*, and links
+        beyond `APART` (latency hides in a message's time). Devices that nobody has measured are as stated. None where
+        no device was measured."""
+        speeds: dict[str, float] = {}
+        bandwidths: dict[tuple[str, str], float] = {}
+        for key, gauge in self._gauges.items():
+            fit = gauge.fitted
+            if fit is None:
+                continue
+            if isinstance(key, str):
+                stated = self._fleet.device(key).flops_per_s
+                speeds[key] = significant(fit / stated) * stated
+            elif apart(fit, gauge.stated):
+                bandwidths[key] = significant(8 * fit) / 8  # in bits, as fleets are written
+        return corrected(self._fleet, speeds, bandwidths) if speeds else None
 
     def _computed(self, span: Span) -> None:
         stage = self._stages.get(span.device)
@@ -230,10 +261,38 @@ class Drift:
         gauge = self._gauges.get(key)
         if gauge is None:
             gauge = self._gauges[key] = Gauge(self._stated(key))
-        before = gauge.believed
-        return [Figure(key, before, gauge.believed)] if gauge.add(total.end_s, total.amount / total.seconds) else []
+        before, known = gauge.believed, gauge.first is not None
+        changed = gauge.add(total.end_s, total.amount / total.seconds)
+        self.fits += gauge.first is not None and not known
+        return [Figure(key, before, gauge.believed)] if changed else []
 
     def _stated(self, key: Key) -> float:
         if isinstance(key, str):
-            return self._fleet.device(key).flops_per_s
+            return self._fleet.device(key).sustained_flops_per_s
         return self._fleet.link(*key).bandwidth_bytes_per_s
+
+
+def fit_fleet(stated: Fleet, periods: Sequence[PlanPeriod], spans: Iterable[Span]) -> Fleet | None:
+    """The fleet as the first steps of a run's trace showed it (`Drift.fitted`); `spans` of all devices, in any order.
+    None for a trace that holds no second step under any of its plans: the first is not measured."""
+    drift = Drift(stated)
+    by_step: defaultdict[int, list[Span]] = defaultdict(list)
+    for span in spans:
+        by_step[span.step].append(span)
+    for number, period in enumerate(periods):
+        end = min((p.first_step for p in periods[number + 1 :]), default=max(by_step, default=0) + 1)
+        drift.begin(period.plan, period.first_step)
+        for step in range(period.first_step, end):
+            drift.note(step, [span for span in by_step[step] if span.start_s >= period.since_s])
+        for step in range(end, end + LAG_STEPS):
+            drift.note(step, ())
+    return drift.fitted()
+
+
+def differs(stated: Fleet, fitted: Fleet) -> bool:
+    """Whether plans for the two may differ: a device or a stated link beyond `APART`."""
+    pairs = [(stated.device(d.name).sustained_flops_per_s, d.sustained_flops_per_s) for d in fitted.devices]
+    for route in fitted.links.devices:
+        before = stated.link(route.source, route.target)
+        pairs.append((before.bandwidth_bytes_per_s, route.link.bandwidth_bytes_per_s))
+    return any(apart(before, now) for before, now in pairs)

@@ -70,7 +70,7 @@ def _device_cells(device: Device) -> tuple[str, ...]:
     return (
         device.region,
         device.kind,
-        format_compute(device.flops_per_s),
+        format_compute(device.sustained_flops_per_s),
         format_size(device.memory_bytes),
         price,
     )

@@ -184,7 +184,7 @@ def _stages(
 ) -> Iterable[StageSummary]:
     for index, stage in enumerate(replica.stages):
         device = fleet.device(stage.device)
-        flops_per_s = speed_scale.get(device.name, 1.0) * device.flops_per_s
+        flops_per_s = speed_scale.get(device.name, 1.0) * device.sustained_flops_per_s
         yield StageSummary(
             replica=number,
             device=device.name,

@@ -85,4 +85,4 @@ class Question:
         return replace(self, micro_batches=micro_batches, micro_batch_size=size)
 
     def flops_per_s(self, device: str) -> float:
-        return self.speed_scale.get(device, 1.0) * self.fleet.device(device).flops_per_s
+        return self.speed_scale.get(device, 1.0) * self.fleet.device(device).sustained_flops_per_s

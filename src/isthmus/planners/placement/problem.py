@@ -142,7 +142,7 @@ def from_fleet(fleet: Fleet, task: Task) -> PlacementProblem:
     return PlacementProblem(
         task=task, kind=np.array([number[label] for label in labels], dtype=np.int64),
         latency_s=latency, bandwidth_bytes_per_s=bandwidth,
-        compute_s=np.array([task.work_flops / device.flops_per_s for device in fleet.devices]),
+        compute_s=np.array([task.work_flops / device.sustained_flops_per_s for device in fleet.devices]),
     )  # fmt: skip
 
 

@@ -43,8 +43,8 @@ def profiles_on_fleet(fleet: Fleet, layers: Sequence[LayerWork]) -> tuple[Worker
         found.append(
             WorkerProfile(
                 worker=device.name,
-                forward_s=tuple(layer.flops_forward / device.flops_per_s for layer in layers),
-                backward_s=tuple(layer.flops_backward / device.flops_per_s for layer in layers),
+                forward_s=tuple(layer.flops_forward / device.sustained_flops_per_s for layer in layers),
+                backward_s=tuple(layer.flops_backward / device.sustained_flops_per_s for layer in layers),
                 average_s=tuple(average_s.tolist()),
             )
         )

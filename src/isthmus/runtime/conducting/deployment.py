@@ -207,7 +207,7 @@ class Deployment:
         if not (phases := self._phases()):
             return None
         return Emulation(
-            flops_per_s=tuple((step, fleet.device(stage.device).flops_per_s) for step, fleet in phases),
+            flops_per_s=tuple((step, fleet.device(stage.device).sustained_flops_per_s) for step, fleet in phases),
             flops_forward=stage.flops_forward, flops_backward=stage.flops_backward,
         )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Sequence
@@ -11,7 +12,7 @@ from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Layout
 from isthmus.protocol.coordinator_events import MakePlan
-from isthmus.protocol.drift import Drift, Figure
+from isthmus.protocol.drift import Drift, Figure, differs
 from isthmus.protocol.renewal import Gain, Renewal
 from isthmus.protocol.retries import Pair, Retries
 from isthmus.runtime.conducting.deployment import Deployment
@@ -28,15 +29,17 @@ class Plans:
     """`make` may be called by any thread, all else by one."""
 
     def __init__(
-        self, prepared: Prepared, first: Plan, fleet: Fleet, replan: Callable[[Fleet], Plan] | None, *, emulate: bool
-    ) -> None:
-        """`replan` None: the first plan is the only one."""
+        self, prepared: Prepared, first: Plan, fleet: Fleet, replan: Callable[[Fleet], Plan] | None, *,
+        believed: Fleet | None = None, emulate: bool,
+    ) -> None:  # fmt: skip
+        """`replan` None: the first plan is the only one. `believed`: the fleet as an earlier session measured it."""
         self._prepared = prepared
         self._replan = replan
         self._emulated = fleet if emulate else None
-        self._believed = fleet
+        self._believed = believed or fleet
         """What plans are made for."""
-        self._drift = Drift(fleet)
+        self._drift = Drift(self._believed)
+        self._fits = 0
         self._renewal = Renewal()
         self._retries = Retries(RETRY_S)
         self._adapts = replan is not None and prepared.job.runtime.adapt
@@ -48,9 +51,14 @@ class Plans:
         self._made = {0: self._deployment(first, 0)}
         self.now = self._made[0]
         """In force."""
+        if self._adapts and differs(fleet, self._believed) and not self._is_made_for(self._believed):
+            self._renewal.changed()
 
     def _deployment(self, plan: Plan, number: int) -> Deployment:
         return Deployment(self._prepared, plan, self._believed, emulated=self._emulated, number=number)
+
+    def _is_made_for(self, fleet: Fleet) -> bool:
+        return math.isclose(self.now.repriced(fleet), self.now.plan.predicted.step_s)
 
     def make(self, wanted: MakePlan) -> tuple[Layout, bool]:
         """A plan for these devices, and whether it is worth the change. UserError when there is none."""
@@ -92,7 +100,8 @@ class Plans:
     def _believe(self, found: list[Figure]) -> list[Figure]:
         if found:
             self._renewal.changed()
-            self._believed = self._drift.fleet()
+        if found or self._drift.fits != self._fits:
+            self._fits, self._believed = self._drift.fits, self._drift.fleet()
         return found
 
     def to_try(self) -> Pair | None:

@@ -57,6 +57,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """A checkpoint to go on from."""
     record: Record | None = None
     """Of a run whose coordinator was lost: devices may be at work for it, and hold more than the checkpoint."""
+    believed: Fleet | None = None
+    """The fleet as an earlier session of the run measured it, for plans; None: as stated."""
     crew: Crew = LocalCrew()
     """Who computes."""
     replan: Callable[[Fleet], Plan] | None = None
@@ -94,7 +96,9 @@ class TrainingScript:
         self._watcher = watcher
         self._writer = CheckpointWriter(folder / "checkpoints", keep=self.job.training.keep_checkpoints)
         first = self._record.plan if self._record is not None else plan
-        self._plans = Plans(prepared, first, fleet, options.replan, emulate=options.emulate)
+        self._plans = Plans(
+            prepared, first, fleet, options.replan, believed=options.believed, emulate=options.emulate
+        )
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
         self._begun: Begin | None = None
         self._news = News()

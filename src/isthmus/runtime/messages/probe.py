@@ -44,6 +44,9 @@ class Computes(Message, frozen=True, kw_only=True):
     """Device to coordinator."""
 
     flops_per_s: float = 0.0
+    """As training sustains it."""
+    peak_flops_per_s: float = 0.0
+    """Of nothing but a matrix product."""
     memory_bytes: int = 0
     failure: str = ""
 

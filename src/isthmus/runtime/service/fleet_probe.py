@@ -36,12 +36,12 @@ def probe_fleet(service: Asking, devices: Sequence[str], say: Callable[[str], No
     for number, device in enumerate(devices):
         say(f"measuring {device} ...")
         found = service.ask(device, Compute(run=secrets.token_hex(8)), Computes, COMPUTE_S)
-        if found.failure or found.flops_per_s <= 0 or found.memory_bytes <= 0:
+        if found.failure or min(found.flops_per_s, found.peak_flops_per_s) <= 0 or found.memory_bytes <= 0:
             raise PeerError(f"device {device!r}: cannot say how fast it is: {found.failure or 'no speed'}")
         measured.append(
             Device(
-                name=device, region=f"site-{number}", flops_per_s=significant(found.flops_per_s),
-                memory_bytes=found.memory_bytes,
+                name=device, region=f"site-{number}", flops_per_s=significant(found.peak_flops_per_s),
+                scale=significant(found.flops_per_s / found.peak_flops_per_s), memory_bytes=found.memory_bytes,
             )
         )  # fmt: skip
     routes: list[Route] = []

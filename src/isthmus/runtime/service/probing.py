@@ -10,6 +10,7 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 import torch
@@ -141,16 +142,25 @@ def compute_speed(probe: str, threads: int, place: Place) -> Computes:
         return Computes(run=probe, failure=f"{type(e).__name__}: {e}"[:500])
     machines = place.ranks / place.local_ranks
     return Computes(
-        run=probe, flops_per_s=machines * sum(speed for speed, _ in found),
-        memory_bytes=min(memory for _, memory in found) // place.local_ranks,
+        run=probe, flops_per_s=machines * sum(one.flops_per_s for one in found),
+        peak_flops_per_s=machines * sum(one.peak_flops_per_s for one in found),
+        memory_bytes=min(one.memory_bytes for one in found) // place.local_ranks,
     )  # fmt: skip
 
 
-def _speed(threads: int) -> tuple[float, int]:
-    """FLOP/s and memory, in a process of its own, so that the agent stays small."""
+class _Speed(NamedTuple):
+    """Of one process."""
+
+    flops_per_s: float
+    peak_flops_per_s: float
+    memory_bytes: int
+
+
+def _speed(threads: int) -> _Speed:
+    """In a process of its own, so that the agent stays small."""
     done = subprocess.run(
         [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", str(threads)], capture_output=True, text=True,
         timeout=COMPUTE_LIMIT_S, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
     )  # fmt: skip
     found = json.loads(done.stdout)
-    return float(found["flops_per_s"]), int(found["memory_bytes"])
+    return _Speed(float(found["flops_per_s"]), float(found["peak_flops_per_s"]), int(found["memory_bytes"]))
