@@ -123,7 +123,7 @@ def _row(seed: int, problem: Problem) -> Row:
         return row
     verdict = verify(plan, question_of(problem))
     return msgspec.structs.replace(
-        row, step_s=plan.predicted.step_s, replicas=len(plan.replicas), verified=verdict.holds,
+        row, step_s=plan.predicted.step_s, replicas=len(plan.replicas), verified=verdict.holds(),
         gap=plan.certificate.gap if plan.certificate else None,
     )  # fmt: skip
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import random
 from collections.abc import Iterator, Sequence
@@ -84,14 +85,13 @@ def every_plan(problem: Problem) -> Iterator[Plan]:
             for boundaries in itertools.product(*choices):
                 layouts = [Layout(g, b, m) for g, b, m in zip(groups, boundaries, shares, strict=True)]
                 if all(broken_term(problem, x.order, x.boundaries) is None for x in layouts):
-                    try:
-                        yield build_replicas(problem, layouts, planner="brute")
-                    except FleetTooSmall:
-                        continue
+                    for ordered in itertools.permutations(layouts):  # what an average takes depends on their order
+                        with contextlib.suppress(FleetTooSmall):
+                            yield build_replicas(problem, ordered, planner="brute")
 
 
 def _groups(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to put some of the devices into ordered groups; groups in no order."""
+    """Every way to put some of the devices into ordered groups; groups in one order."""
     if not devices:
         yield []
         return

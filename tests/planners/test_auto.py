@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterator, Sequence
 
@@ -11,11 +10,12 @@ import pytest
 from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph
+from term_cases import every_plan
 
-from isthmus.cost import Layout, Problem, build_replicas
+from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
-from isthmus.graph import Flow, cuts
+from isthmus.graph import Flow
 from isthmus.plan import Plan, Terms
 from isthmus.planners import plan, planner_names
 from isthmus.planners.auto import auto
@@ -24,37 +24,9 @@ from isthmus.planners.groups import share_out
 from isthmus.planners.replica_search import replica_counts
 
 
-def partitions(devices: Sequence[str]) -> Iterator[list[tuple[str, ...]]]:
-    """Every way to put some of the devices into ordered groups; groups in one order."""
-    if not devices:
-        yield []
-        return
-    first, rest = devices[0], devices[1:]
-    for groups in partitions(rest):
-        yield groups
-        yield [(first,), *groups]
-        for k, group in enumerate(groups):
-            for at in range(len(group) + 1):
-                yield [*groups[:k], (*group[:at], first, *group[at:]), *groups[k + 1 :]]
-
-
 def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:
     for cut in itertools.combinations(range(1, total), parts - 1):
         yield tuple(b - a for a, b in itertools.pairwise((0, *cut, total)))
-
-
-def every_plan(problem: Problem) -> Iterator[Plan]:
-    places = [cut.position for cut in cuts(problem.flow)]
-    for groups in partitions(problem.fleet.names):
-        if not groups or len(groups) > problem.micro_batches or max(map(len, groups)) > len(places) + 1:
-            continue
-        choices = [list(itertools.combinations(places, len(group) - 1)) for group in groups]
-        for split in shares(problem.micro_batches, len(groups)):
-            for boundaries in itertools.product(*choices):
-                layouts = [Layout(g, b, m) for g, b, m in zip(groups, boundaries, split, strict=True)]
-                for ordered in itertools.permutations(layouts):  # what an average takes depends on their order
-                    with contextlib.suppress(FleetTooSmall):
-                        yield build_replicas(problem, ordered, planner="brute")
 
 
 @given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(2, 4), micro_batches=st.integers(1, 4))

@@ -35,4 +35,4 @@ def test_plans_of_captured_models_pass(name: str) -> None:
         boundaries = random_cut(captured, random.Random(seed))
         plan = build_plan(problem, fleet.names[: len(boundaries) + 1], boundaries, planner="random")
         found = verify(plan, question)
-        assert found.holds, (boundaries, found.differences)
+        assert found.holds(), (boundaries, found.differences)

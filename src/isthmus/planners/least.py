@@ -91,9 +91,8 @@ def question(problem: Problem, counts: Sequence[int] = ()) -> str:
 def with_certificate(problem: Problem, plan: Plan, found: Least, counts: Sequence[int] = ()) -> Plan:
     """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
     over which the bound ranges."""
-    problem = _as_minimised(problem)
-    certify = price_certificate if problem.terms.objective == "cost" else step_certificate
-    certificate = certify(found.bound, preference(problem, plan)[0], question(problem, counts), exact=found.exact)
+    certify, minimised = price_certificate if _prices(problem) else step_certificate, _as_minimised(problem)
+    certificate = certify(found.bound, preference(minimised, plan)[0], question(problem, counts), exact=found.exact)
     return msgspec.structs.replace(plan, certificate=certificate)
 
 
@@ -118,4 +117,5 @@ def _prices(problem: Problem) -> bool:
 
 
 def _as_minimised(problem: Problem) -> Problem:
-    return problem if _prices(problem) else problem.timed()
+    """On a fleet where nothing has a price the fastest plan is as cheap as any, and within a deadline if any is."""
+    return problem.timed() if problem.terms.objective == "cost" and not _prices(problem) else problem
