@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import contextlib
 import io
 import shutil
+import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
@@ -134,6 +136,32 @@ def test_a_devices(
     shutil.copytree(folders["ours"] / "device", tmp_path / "device")
     damage(tmp_path / "device" / name, folders["theirs"] / "device" / name)
     _check_refused(lambda: _join(tmp_path / "device", monkeypatch), name)
+
+
+@pytest.mark.parametrize("names", [("authority.pem",), ("authority.key",), ("authority.pem", "authority.key")])
+def test_an_authority_that_is_gone_is_not_made_anew(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, names: tuple[str, ...]
+) -> None:
+    kept = shutil.copytree(folders["ours"] / "fleet", tmp_path / "fleet")
+    for name in names:
+        (kept / name).unlink()
+    before = {path.name: path.read_bytes() for path in kept.glob("authority.*")}
+    _check_refused(lambda: _serve(kept, monkeypatch), names[0])
+    assert {path.name: path.read_bytes() for path in kept.glob("authority.*")} == before
+    for name in names:
+        shutil.copy2(folders["ours"] / "fleet" / name, kept / name)
+    _serve(kept, monkeypatch)
+
+
+@pytest.mark.parametrize("name", ["roster.sqlite", "jobs.sqlite"])
+def test_somebody_elses_database(
+    folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str
+) -> None:
+    kept = shutil.copytree(folders["ours"] / "fleet", tmp_path / "fleet")
+    (kept / name).unlink()
+    with contextlib.closing(sqlite3.connect(kept / name)) as database:
+        database.execute("CREATE TABLE other (number)")
+    _check_refused(lambda: _serve(kept, monkeypatch), name)
 
 
 def test_what_is_whole_is_taken(folders: dict[str, Path], tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:

@@ -14,6 +14,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph import Ref
+from isthmus.graph.operators import operator_of
 from isthmus.graph.opgraph import Affine, Arg, ArgList, Named, Op, TensorSpec
 from isthmus.graph.partition import StageGraph
 from isthmus.training.program import Program
@@ -99,6 +100,37 @@ def test_memory_that_nothing_has_written_is_zero(name: str):
     eager = getattr(getattr(torch.ops.aten, name.split(".")[0]), name.split(".")[1])
     plain = [inputs["x"] if isinstance(a, Ref) else list(a.items) for a in EMPTY[name]]
     assert results[0].stride() == eager(*plain).stride()
+
+
+@pytest.mark.parametrize("name", ["empty_strided.default", "new_empty_strided.default"])
+def test_gaps_of_memory_that_nothing_has_written_are_zero(name: str):
+    secrets = [torch.full((3601,), 7.0) for _ in range(20)]
+    del secrets
+    given = () if name.startswith("empty") else (torch.ones(1),)
+    for _ in range(20):
+        made = operator_of(f"aten.{name}")(*given, [2], [3600])
+        assert not made.as_strided((3601,), (1,)).any()
+
+
+@pytest.mark.parametrize("name", ["as_strided", "as_strided_scatter"])
+@pytest.mark.parametrize(
+    ("size", "stride", "offset"),
+    [
+        ((21,), (1,), None), ((2,), (20,), None), ((1,), (1,), 0), ((1,), (1,), 70), ((2, 2), (19, 1), 50),
+        ((3,), (-1,), 60),
+    ],
+)
+def test_a_view_reaches_the_elements_of_its_tensor_alone(
+    name: str, size: tuple[int, ...], stride: tuple[int, ...], offset: int | None
+):
+    part = torch.arange(100.0)[50:70]
+    call = operator_of(f"aten.{name}.default")
+    source = (part,) if name == "as_strided" else (part, torch.zeros(size))
+    with pytest.raises(UserError, match=r"elements of the tensor itself|a size and a stride"):
+        call(*source, list(size), list(stride), offset)
+    whole = (part,) if name == "as_strided" else (part, torch.zeros(2, 10))
+    expected = part.view(2, 10) if name == "as_strided" else torch.zeros(20)
+    assert torch.equal(call(*whole, [2, 10], [10, 1]), expected)
 
 
 ATTENTION = "aten.scaled_dot_product_attention.default"

@@ -130,6 +130,11 @@ class Branching(PerSample):
             return found
         return -found
 
+class Reads(PerSample):
+    def __init__(self):
+        super().__init__()
+        self.scale = float(nn.Linear(64, 64).weight.std())
+
 def no_module():
     return 3
 
@@ -144,7 +149,8 @@ def broken():
         ("PerSample", ["forward returned a tensor of shape [", "expected a scalar"]),
         ("Branching", ["user_models.py:15", "if found > 0"]),
         ("no_module", ["expected it to return an nn.Module, got int"]),
-        ("broken", ["raised RuntimeError: two lines"]),
+        ("broken", ["building it failed (user_models.py:", "RuntimeError: two lines"]),
+        ("Reads", ["building Reads failed (user_models.py:", "float(", "depends on the data of a tensor"]),
     ],
 )
 def test_bad_models(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, name: str, words: list[str]) -> None:

@@ -14,6 +14,7 @@ from rich.table import Table
 
 from isthmus.cli.options import state_folder
 from isthmus.errors import UserError
+from isthmus.runtime.identity.roster import ROSTER
 from isthmus.runtime.service.job_queue import JobQueue, Submitted, job_log
 from isthmus.units import format_duration
 
@@ -24,7 +25,7 @@ TAIL_LINES = 40
 def served_folder(state: Path | None) -> Path:
     """UserError where no fleet was served from it: a folder that was mistyped must not become a fleet."""
     folder = (state or state_folder("fleet")).absolute()
-    if not (folder / "roster.sqlite").is_file():
+    if not (folder / ROSTER).is_file():
         raise UserError(f"state folder {folder}: no fleet was served from it: start `isthmus serve`")
     return folder
 

@@ -168,7 +168,27 @@ def _require(holds: bool, what: str) -> None:
         raise ValueError(what)
 
 
+def _strided_view(given: Arguments) -> None:
+    """Torch lets a view reach all of the storage: what was freed before, and what lies beside a slice."""
+    source = cast(Tensor, given["self"])
+    sizes, strides = cast("Sequence[int]", given["size"]), cast("Sequence[int]", given["stride"])
+    first = given.get("storage_offset")
+    first = source.storage_offset() if first is None else cast(int, first)
+    _require(len(sizes) == len(strides) and all(n >= 0 for n in (*sizes, *strides)), "a size and a stride for each dim")
+    _require(first >= source.storage_offset(), "a view of elements of the tensor itself")
+    if math.prod(sizes):
+        _require(source.numel() > 0, "a view of elements of the tensor itself")
+        end = source.storage_offset() + _reach(source.shape, source.stride())
+        _require(first + _reach(sizes, strides) <= end, "a view of elements of the tensor itself")
+
+
+def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
+    """How far the last element lies behind the first."""
+    return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
+
+
 CHECKS: Mapping[str, Callable[[Arguments], None]] = {
+    "as_strided": _strided_view, "as_strided_scatter": _strided_view,
     "lstm": _recurrent(4), "gru": _recurrent(3), "rnn_tanh": _recurrent(1), "rnn_relu": _recurrent(1),
     "_weight_norm": _weight_norm,
     **dict.fromkeys(

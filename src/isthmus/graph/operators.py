@@ -59,7 +59,10 @@ class _Zeroed:
         self._overload = overload
 
     def __call__(self, *args: object, **kwargs: object) -> Tensor:
-        return cast(Tensor, self._overload(*args, **kwargs)).zero_()
+        made = cast(Tensor, self._overload(*args, **kwargs))
+        elements = made.untyped_storage().nbytes() // made.element_size()
+        made.as_strided((elements,), (1,), 0).zero_()  # gaps between its elements too
+        return made
 
 
 class _Checked:

@@ -10,6 +10,7 @@ from torch import nn
 
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, read_options, third_party
+from isthmus.graph.capture_errors import built_by, reason_of, user_line
 from isthmus.models import hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
@@ -92,7 +93,8 @@ def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
     except IsthmusError:
         raise
     except Exception as error:  # somebody else's code
-        raise UserError(f"model {name!r}: raised {type(error).__name__}: {' '.join(str(error).split())}") from error
+        where = f"building {built_by(error)} failed{user_line(error)}"
+        raise UserError(f"model {name!r}: {where}: {reason_of(error)}") from error
     if not isinstance(module, nn.Module):
         raise UserError(f"model {name!r}: expected it to return an nn.Module, got {type(module).__name__}")
     return module

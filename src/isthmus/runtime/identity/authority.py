@@ -16,6 +16,7 @@ from cryptography.x509.oid import ExtendedKeyUsageOID, NameOID
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import Role, id_of, load_certificate, load_key, pem_of, role_uri, utc
+from isthmus.runtime.identity.roster import ROSTER
 
 AUTHORITY_LIFE_S = 10 * 365 * 86400.0
 CERTIFICATE_LIFE_S = 86400.0
@@ -32,10 +33,13 @@ class Authority:
     def __init__(self, folder: Path) -> None:
         """Open the authority in this folder; make it where there is none. UserError when that cannot be done."""
         private_folder(folder)
-        if not (folder / _CERTIFICATE).exists():  # written last
-            key = ec.generate_private_key(ec.SECP256R1())
-            write_private(folder / _KEY, pem_of(key))
-            write_private(folder / _CERTIFICATE, _self_signed(key).public_bytes(serialization.Encoding.PEM))
+        if not (folder / _CERTIFICATE).exists():
+            if (folder / ROSTER).exists():  # made after both: devices trust an authority that is gone
+                raise UserError(f"certificate {folder / _CERTIFICATE}: not found: {_REMEDY}")
+            if not (folder / _KEY).exists():
+                write_private(folder / _KEY, pem_of(ec.generate_private_key(ec.SECP256R1())))
+            signed = _self_signed(load_key(folder / _KEY, _REMEDY))
+            write_private(folder / _CERTIFICATE, signed.public_bytes(serialization.Encoding.PEM))
         self._key = load_key(folder / _KEY, _REMEDY)
         self._certificate = load_certificate(folder / _CERTIFICATE, _REMEDY)
         if id_of(self._certificate.public_key()) != id_of(self._key.public_key()):

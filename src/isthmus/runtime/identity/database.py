@@ -22,7 +22,7 @@ _FLEET = "CREATE TABLE IF NOT EXISTS fleet (fingerprint BLOB NOT NULL);"
 _PASSING = (sqlite3.SQLITE_FULL, sqlite3.SQLITE_BUSY, sqlite3.SQLITE_IOERR)
 
 
-_REMEDY = "put back a copy of it, or move it away: devices then join again with new tickets"
+_REMEDY = "put back a copy of it, or move it away and lose what it held"
 
 
 class StoreError(UserError):
@@ -69,6 +69,9 @@ class Database:
                 raise UserError(f"{path}: is empty: {_REMEDY}")
             self._connection = sqlite3.connect(path, timeout=_BUSY_S, isolation_level=None, check_same_thread=False)
             self._connection.execute("PRAGMA journal_mode=WAL")
+            tables = {name for (name,) in self._connection.execute("SELECT name FROM sqlite_master")}
+            if tables and "fleet" not in tables:
+                raise UserError(f"{path}: is not of isthmus, or of another version: {_REMEDY}")
             self._connection.executescript(schema + _FLEET)
             (damage,) = self._connection.execute("PRAGMA quick_check(1)").fetchone()
         except OSError as e:

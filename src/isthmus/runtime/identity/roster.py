@@ -23,6 +23,7 @@ CREATE TABLE IF NOT EXISTS devices (
 );
 CREATE UNIQUE INDEX IF NOT EXISTS holder ON devices (name) WHERE revoked_s IS NULL;
 """
+ROSTER = "roster.sqlite"
 _COLUMNS = "id, name, joined_s, seen_s, revoked_s"
 
 
@@ -43,7 +44,7 @@ class Roster:
     def __init__(self, folder: Path, fleet: bytes = b"") -> None:
         """`fleet` is the fingerprint of its authority. UserError when the folder cannot hold it, or holds another
         fleet's."""
-        self._database = Database(folder / "roster.sqlite", _SCHEMA, fleet)
+        self._database = Database(folder / ROSTER, _SCHEMA, fleet)
 
     def close(self) -> None:
         self._database.close()
