@@ -86,6 +86,9 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """Into how many a plan may cut a batch; none: into `training.micro_batches`. Each divides `training.batch_size`."""
     recompute: bool = True
     """Whether stages short of memory may run their forward twice instead of keeping what it saves."""
+    memory_headroom: Annotated[float, Meta(ge=0, lt=1)] = 0.10
+    """Share of each device's memory that plans leave free: for what is not in the model of memory, as allocators'
+    fragments and libraries' workspaces."""
     labels_stay: bool = False
     """Labels do not leave the data holders: they run the last part of the model as well as the first."""
 
@@ -247,6 +250,7 @@ def terms_of(job: Job, fleet: Fleet) -> Terms:
         objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay,
         max_step_s=parse_duration(job.plan.max_step, "plan.max_step") if job.plan.max_step else None,
         max_price=job.plan.max_price, compression=job.compression,
+        memory_headroom=job.plan.memory_headroom,
     )  # fmt: skip
 
 

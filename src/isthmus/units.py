@@ -147,6 +147,11 @@ def format_size(size_bytes: float, *, exact: bool = False) -> str:
     return f"{whole // int(_SIZE.units[largest])} {largest}"
 
 
+def format_share(share: float) -> str:
+    """A part of a whole in percent ("10 %"), to four digits."""
+    return f"{100 * share:.4g} %"
+
+
 def _parse_float(value: object, field: str, quantity: _Quantity) -> float:
     exact, _ = _parse(value, field, quantity)
     try:

@@ -237,8 +237,11 @@ def test_too_small_a_fleet_names_a_device_and_the_missing_bytes() -> None:
         name="one", mode="train", loss=Ref("loss"),
         ops=(placeholder("x", 1), operator("loss", "x", flops=1, saved=100, outputs=(tensor(batched=False),))),
     )  # fmt: skip
-    with pytest.raises(FleetTooSmall, match=r"'one' does not fit fleet 'near': .* device d0 would have to hold 200 B, "
-                       r"has 150 B: 50 bytes short \(the whole model needs 200 B, the fleet has 300 B\)"):  # fmt: skip
+    words = (
+        r"'one' does not fit fleet 'near': .* device d0 would have to hold 200 B, offers 150 B: 50 bytes short "
+        r"\(the whole model needs 200 B, the fleet offers 300 B\)"
+    )
+    with pytest.raises(FleetTooSmall, match=words):
         plan("chain", problem_of(graph, _fleet([1.0, 1.0], memory=150)))
 
 

@@ -19,7 +19,7 @@ OURS = [name for name in planner_names() if not name.startswith("test")]
 @pytest.mark.parametrize("memory", [40, 90])
 def test_too_small_a_fleet_is_refused_with_a_device_and_the_bytes(name: str, memory: int) -> None:
     problem = problem_of(random_graph(7, 6), fleet_of([1.0, 2.0, 3.0, 4.0], 1, memory=[memory] * 4))
-    with pytest.raises(FleetTooSmall, match=r"device d\d.* has \d+ B: \d+ bytes short") as refused:
+    with pytest.raises(FleetTooSmall, match=r"device d\d.* offers \d+ B: \d+ bytes short") as refused:
         plan(name, problem)
     short = re.search(r"(\d+) bytes short", str(refused.value))
     assert short is not None and int(short[1]) > 0
@@ -36,7 +36,7 @@ def test_a_planner_that_misses_what_fits_says_where(name: str) -> None:
     fleet = fleet_of([1.0, 1.0], 1, memory=[900, 2600])
     fitting = plan("chain", problem_of(graph, fleet))
     assert len(fitting.stages) == 2
-    with pytest.raises(FleetTooSmall, match=r"device d\d .*has \d.*: \d+ bytes short"):
+    with pytest.raises(FleetTooSmall, match=r"device d\d .*offers \d.*: \d+ bytes short"):
         plan(name, problem_of(graph, fleet))
 
 

@@ -138,7 +138,7 @@ def test_a_plan_that_keeps_data_and_labels_is_explained_verified_and_simulated(t
     told = json.loads(done.out)
     devices = [stage["device"] for stage in told["plan"]["replicas"][0]["stages"]]
     assert len(devices) > 2 and devices[0] == devices[-1] == "hospital"
-    assert told["plan"]["terms"] == {"data_holders": ["hospital"], "labels_stay": True}
+    assert told["plan"]["terms"] == {"data_holders": ["hospital"], "labels_stay": True, "memory_headroom": 0.1}
     assert any("Labels stay there too" in line for line in told["explanation"]["step"])
     document = tmp_path / "plan.json"
     document.write_text(json.dumps(told["plan"]))

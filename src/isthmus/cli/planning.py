@@ -9,6 +9,7 @@ import msgspec
 from rich.console import Console
 
 from isthmus.cost import Problem, build_again, layouts_of
+from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
@@ -81,12 +82,9 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:
         again = scheduled(problem, build_again(problem, layouts_of(plan), plan))
+        as_limited = limited_as(problem, again, [replica.schedule for replica in plan.replicas]).replicas
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
-    as_limited = tuple(
-        msgspec.structs.replace(new, schedule=old.schedule)
-        for new, old in zip(again.replicas, plan.replicas, strict=True)
-    )
     if (as_limited, again.predicted, again.sync) == (plan.replicas, plan.predicted, plan.sync):
         return plan
     note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"

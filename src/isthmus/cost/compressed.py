@@ -12,8 +12,9 @@ from isthmus.cost.compression.messages import Message, messages_of, packed_edges
 from isthmus.cost.in_flight import Room, in_flight_limits
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import pipeline, prediction, together
-from isthmus.errors import UserError
+from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import CompressionConfig, Edge, Packing, Plan, Prediction, Replica, Schedule, Stage, StageMemory
+from isthmus.units import format_size
 
 
 def plan_compression(
@@ -79,6 +80,30 @@ def with_edges(problem: Problem, plan: Plan, edges: Sequence[Sequence[Edge]]) ->
     )  # fmt: skip
 
 
+def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> Plan:
+    """The plan with other limits in flight, one schedule per replica, and the memory that they take; its prediction
+    stays. UserError for another number of limits, FleetTooSmall where a device does not offer what they need."""
+    found: list[Replica] = []
+    for replica, schedule in zip(plan.replicas, schedules, strict=True):
+        was, now = replica.schedule.in_flight, schedule.in_flight
+        if len(was) != len(now):
+            raise UserError(f"schedule.in_flight: got {len(now)} entries, expected {len(was)}, one per stage")
+        stages = tuple(
+            msgspec.structs.replace(stage, memory=_memory(stage, a, b))
+            for stage, a, b in zip(replica.stages, was, now, strict=True)
+        )
+        for device in {stage.device for stage in stages}:
+            need = sum(stage.memory.total for stage in stages if stage.device == device)
+            offered = problem.offered_bytes(device)
+            if need > offered:
+                raise FleetTooSmall(
+                    f"device {device} needs {format_size(need)} with {list(now)} micro-batches in flight, offers "
+                    f"{format_size(offered)}{problem.terms.after_headroom}: {need - offered} bytes short"
+                )
+        found.append(msgspec.structs.replace(replica, stages=stages, schedule=schedule))
+    return msgspec.structs.replace(plan, replicas=tuple(found))
+
+
 def check_same_problem(problem: Problem, plan: Plan) -> None:
     for field, got, expected in (
         ("model", plan.model, problem.flow.graph.name),
@@ -114,6 +139,6 @@ def _memory(stage: Stage, in_flight: int, now: int) -> StageMemory:
 def _room(problem: Problem, stage: Stage, in_flight: int) -> Room:
     """`in_flight` is what the stage's memory was stated for."""
     return Room(
-        capacity=problem.fleet.device(stage.device).memory_bytes, fixed=stage.memory.total - stage.memory.activations,
+        capacity=problem.offered_bytes(stage.device), fixed=stage.memory.total - stage.memory.activations,
         each=stage.memory.activations // in_flight,
     )  # fmt: skip

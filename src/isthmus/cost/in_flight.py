@@ -15,7 +15,7 @@ class Room(NamedTuple):
     """What a stage needs of its device's memory, in bytes."""
 
     capacity: int
-    """Of the device."""
+    """What plans may use of the device."""
     fixed: int
     """Whatever is in flight."""
     each: int

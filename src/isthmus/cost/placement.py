@@ -107,16 +107,15 @@ def rooms(placed: Placement) -> list[Room]:
         raise FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: {which} on "
             f"device {name} needs {format_size(need)} with {least_in_flight(problem)} micro-batches in flight, "
-            f"has {format_size(capacity)}: {need - capacity} bytes short"
+            f"offers {format_size(capacity)}{problem.terms.after_headroom}: {need - capacity} bytes short"
         )
     return found
 
 
 def room_of_each(placed: Placement) -> list[Room]:
     """As `rooms`, also where they do not fit."""
-    fleet = placed.problem.fleet
     return [
-        Room(fleet.device(name).memory_bytes, size.memory(0, again).total, size.kept(again))
+        Room(placed.problem.offered_bytes(name), size.memory(0, again).total, size.kept(again))
         for name, size, again in zip(placed.order, placed.sizes, placed.recompute, strict=True)
     ]
 

@@ -142,6 +142,10 @@ class Problem:
         """Sustained FLOP/s: lambda * S* (FusionLLM, workload estimation)."""
         return self.speed_scale.get(device.name, 1.0) * device.sustained_flops_per_s
 
+    def offered_bytes(self, device: str) -> int:
+        """What plans may use of the device's memory."""
+        return self.terms.offered_bytes(self.fleet.device(device).memory_bytes)
+
     def flops(self, op: Op) -> tuple[int, int]:
         """(forward, backward) FLOPs of one micro-batch; none for free operators.
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 from collections.abc import Sequence
 
 from isthmus.plan.terms import Terms
+from isthmus.units import format_share
 
 
 def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, period: int, recompute: bool) -> str:
@@ -22,6 +23,8 @@ def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, peri
         conditions.append(f"at most {terms.max_price:g} for 1,000 steps")
     if terms.data_holders:
         conditions.append(f"data on {_or(terms.data_holders)} only{', labels too' if terms.labels_stay else ''}")
+    if terms.memory_headroom:
+        conditions.append(f"{format_share(terms.memory_headroom)} of each device's memory left free")
     if terms.compression is not None:
         conditions.append(f"messages packed by {terms.compression}")
     if not recompute:

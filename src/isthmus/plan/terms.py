@@ -10,6 +10,7 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
+from isthmus.units import format_share
 
 Objective = Literal["time", "cost"]
 
@@ -44,6 +45,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     """Of objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
     compression: CompressionConfig | None = None
     """How messages between stages are packed. None sends them as they are."""
+    memory_headroom: float = 0.0
+    """Share of each device's memory, 0 or more and less than 1, that a plan leaves free."""
 
     def __post_init__(self) -> None:
         if self.max_step_s is not None and self.objective != "cost":
@@ -53,6 +56,8 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         for field, limit in (("max_step", self.max_step_s), ("max_price", self.max_price)):
             if limit is not None and not 0 < limit < math.inf:
                 raise UserError(f"{field}: got {limit:g}, expected a finite number above 0")
+        if not 0 <= self.memory_headroom < 1:
+            raise UserError(f"memory_headroom: got {self.memory_headroom:g}, expected at least 0 and less than 1")
         if self.labels_stay and not self.data_holders:
             raise UserError("labels_stay: got true without a data_holder, expected one where the labels stay")
 
@@ -60,6 +65,15 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
     def limited(self) -> bool:
         """Whether what is not minimised has a limit."""
         return self.max_step_s is not None or self.max_price is not None
+
+    @property
+    def after_headroom(self) -> str:
+        """What is said behind the bytes that a device offers a plan."""
+        return f" after {format_share(self.memory_headroom)} headroom" if self.memory_headroom else ""
+
+    def offered_bytes(self, memory_bytes: int) -> int:
+        """What a plan may use of a device's memory."""
+        return memory_bytes - math.ceil(self.memory_headroom * memory_bytes)
 
     def unlimited(self, objective: Objective) -> Terms:
         """The same with another objective and no limit."""

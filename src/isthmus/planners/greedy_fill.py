@@ -108,12 +108,12 @@ class _Filling:
         blocks, network, problem = self.blocks, self.network, self.problem
         whole, stage = (stage_bytes(blocks, a, b, self.held) for a, b in ((0, blocks.count), (start, end)))
         hint = f" with {self.held} micro-batches in flight, as gpipe holds them" if problem.schedule == "gpipe" else ""
-        total = format_size(int(network.memory.sum()))
+        total, after = format_size(int(network.memory.sum())), problem.terms.after_headroom
         return FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: filled one after another, "
             f"device {network.names[device]}{_why(problem, network.names[device])} would have to hold "
-            f"{format_size(stage)}, has {format_size(room)}: {stage - room} bytes short "
-            f"(the whole model needs {format_size(whole)}{hint}, the fleet has {total})"
+            f"{format_size(stage)}, offers {format_size(room)}{after}: {stage - room} bytes short "
+            f"(the whole model needs {format_size(whole)}{hint}, the fleet offers {total}{after})"
         )
 
 

@@ -27,7 +27,7 @@ class Network:
     speed: Floats
     """FLOP/s, scaled by lambda."""
     memory: Floats
-    """Bytes."""
+    """Bytes that plans may use."""
     kind: Ints
     """[devices]: row in the two matrices below."""
     kind_latency: Floats
@@ -68,7 +68,7 @@ def network_of(problem: Problem) -> Network:
     return Network(
         names=fleet.names,
         speed=np.array([problem.speed(d) for d in fleet.devices]),
-        memory=np.array([float(d.memory_bytes) for d in fleet.devices]),
+        memory=np.array([float(problem.offered_bytes(name)) for name in fleet.names]),
         kind=kind, kind_latency=latency, kind_byte_s=byte_s,
     )  # fmt: skip
 

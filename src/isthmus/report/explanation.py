@@ -163,11 +163,11 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
         period_s = _period_s(p, replica)
         for k, stage in enumerate(replica.stages):
             share = (problem.cumulative_flops[stage.last + 1] - problem.cumulative_flops[stage.first]) / work
-            room = problem.fleet.device(stage.device).memory_bytes
+            room = problem.offered_bytes(stage.device)
             yield (
                 f"{stage.device}: operators {stage.first}..{stage.last}, {share:.1%} of the FLOPs, computes "
                 f"{p.times.compute_s[k] / period_s if period_s else 0:.0%} of each period; "
-                f"{format_size(stage.memory.total)} of {format_size(room)}, "
+                f"{format_size(stage.memory.total)} of {format_size(room)}{problem.terms.after_headroom}, "
                 f"{replica.schedule.in_flight[k]} micro-batches in flight"
             )
             if stage.recompute:
@@ -177,7 +177,7 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
 def _recomputes(placed: Placement, replica: Replica, stage: int) -> str:
     """What a stage pays for running its forward twice, and what it gets."""
     size, again = placed.sizes[stage], replica.stages[stage].memory
-    room = placed.problem.fleet.device(placed.order[stage]).memory_bytes
+    room = placed.problem.offered_bytes(placed.order[stage])
     most = max(0, size.most_in_flight(room, replica.micro_batches))
     return (
         f"computes its forward again in each backward, {format_duration(placed.times.forward_s[stage])}: it keeps "

@@ -20,7 +20,7 @@ from isthmus.report.summary import (
     Transfer,
     plan_summary,
 )
-from isthmus.units import format_bandwidth, format_duration, format_size
+from isthmus.units import format_bandwidth, format_duration, format_share, format_size
 
 MOST_LEFT_OUT = 8
 """Devices of which it is said why: the document says it of all."""
@@ -123,6 +123,8 @@ def _plan_caption(plan: PlanSummary) -> str:
     if plan.price_per_1000_steps:
         minimised = ", which was minimised" if plan.terms.objective == "cost" else ""
         lines.append(f"price of 1,000 steps: {plan.price_per_1000_steps:.4g}{minimised}")
+    if plan.terms.memory_headroom:
+        lines.append(f"memory left free: at least {format_share(plan.terms.memory_headroom)} of each device's")
     if plan.certificate is not None:
         lines.append(f"certificate: {certificate_text(plan.certificate)}")
     return "\n".join([*lines, *_notes(plan)])

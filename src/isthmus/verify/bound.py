@@ -36,6 +36,7 @@ class Bounds:
     def __init__(self, reading: Reading, fleet: Fleet | None = None) -> None:
         self.reading, self._question = reading, reading.question
         self._fleet = fleet = fleet or self._question.fleet
+        self._rooms = [self._question.room_bytes(name) for name in fleet.names]
         self._micro_batches = self._question.micro_batches
         self._speeds = sorted((self._question.flops_per_s(name) for name in fleet.names), reverse=True)
         self._edges = (0, *reading.places, len(reading.operators))
@@ -56,7 +57,7 @@ class Bounds:
     @cached_property
     def fewest(self) -> int:
         """So many devices hold the model with one micro-batch."""
-        room = itertools.accumulate(sorted((d.memory_bytes for d in self._fleet.devices), reverse=True))
+        room = itertools.accumulate(sorted(self._rooms, reverse=True))
         return 1 + sum(1 for held in room if held < self.need_bytes)
 
     @cached_property
@@ -149,10 +150,10 @@ class Bounds:
 
     def several_s(self) -> float:
         """Of two replicas and more."""
-        devices, counted = len(self._speeds), self._fleet.devices
+        devices = len(self._speeds)
         if self.fewest > min(devices, self.blocks):
             return NEVER
-        room = sum(d.memory_bytes for d in counted) // self.need_bytes if self.need_bytes else devices
+        room = sum(self._rooms) // self.need_bytes if self.need_bytes else devices
         most = min(devices // self.fewest, self._micro_batches, room)
         if most < 2:
             return NEVER

@@ -84,6 +84,7 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     ledger.same("fleet", plan.fleet, question.fleet.name)
     ledger.same("terms.objective", plan.terms.objective, question.terms.objective)
     ledger.same("terms.compression", str(plan.terms.compression), str(question.terms.compression))
+    ledger.same("terms.memory_headroom", plan.terms.memory_headroom, question.terms.memory_headroom)
     held = [
         ledger.same("terms.data_holders", ", ".join(plan.terms.data_holders), ", ".join(question.terms.data_holders)),
         ledger.same("terms.labels_stay", plan.terms.labels_stay, question.terms.labels_stay),
@@ -154,7 +155,7 @@ def _memory(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, quest
         words = f"{words} + stages[{index}]" if words else f"{where}.stages[{index}]"
         needs[stage.device] = words, before + part.memory_bytes(replica.schedule.in_flight[index], stage.recompute)
     for device, (words, need) in needs.items():
-        room = question.fleet.device(device).memory_bytes
+        room = question.room_bytes(device)
         ledger.judge(f"{words}.memory", need <= room, need, f"at most {room} on {device}")
 
 

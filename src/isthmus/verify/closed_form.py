@@ -124,14 +124,14 @@ class ClosedForm:
 
     def _most(self, setup: Setup, device: str, part: Part, recompute: bool) -> int:
         """Micro-batches that the device holds of this stage alone; below 0 where it does not fit at all."""
-        room = self._question.fleet.device(device).memory_bytes - part.memory_bytes(0, recompute)
+        room = self._question.room_bytes(device) - part.memory_bytes(0, recompute)
         each = part.kept_bytes(recompute)
         return -1 if room < 0 else min(setup.micro_batches, room // each) if each else setup.micro_batches
 
     def _limits(self, setup: Setup, graph: CutGraph, recompute: tuple[bool, ...]) -> list[int] | None:
         """As many as fit, the least for all stages first; where stages share a device, the first takes what is left."""
         least = [self._least(setup)] * len(setup.devices)
-        free = {device: self._question.fleet.device(device).memory_bytes for device in setup.devices}
+        free = {device: self._question.room_bytes(device) for device in setup.devices}
         for device, part, count, again in zip(setup.devices, graph.parts, least, recompute, strict=True):
             free[device] -= part.memory_bytes(count, again)
         if min(free.values()) < 0:

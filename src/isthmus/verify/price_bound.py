@@ -20,7 +20,8 @@ def single_price(bounds: Bounds) -> float:
     question = bounds.reading.question
     devices, work = question.fleet.devices, question.micro_batches * bounds.work
     per_flop = {d.name: d.price_per_hour / SECONDS_PER_HOUR / question.flops_per_s(d.name) for d in devices}
-    alone = min((work * per_flop[d.name] for d in devices if d.memory_bytes >= bounds.need_bytes), default=NEVER)
+    large = [d.name for d in devices if question.room_bytes(d.name) >= bounds.need_bytes]
+    alone = min((work * per_flop[name] for name in large), default=NEVER)
     if len(devices) == 1 or bounds.blocks == 1:
         return alone
     idle = sorted(d.price_per_hour / SECONDS_PER_HOUR for d in devices)[: max(1, bounds.fewest - 1)]

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from types import MappingProxyType
@@ -83,6 +84,11 @@ class Question:
         """The same batch in so many micro-batches."""
         size = self.micro_batch_size * self.micro_batches // micro_batches
         return replace(self, micro_batches=micro_batches, micro_batch_size=size)
+
+    def room_bytes(self, device: str) -> int:
+        """What stages may take of the device's memory."""
+        memory = self.fleet.device(device).memory_bytes
+        return memory - math.ceil(memory * self.terms.memory_headroom)
 
     def flops_per_s(self, device: str) -> float:
         return self.speed_scale.get(device, 1.0) * self.fleet.device(device).sustained_flops_per_s

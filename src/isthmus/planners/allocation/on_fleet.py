@@ -149,7 +149,7 @@ def _allocated(
         try:
             return layers, allocate(layers.problem)
         except FleetTooSmall as refusal:
-            why = _binding(network, cut, in_flight, refusal)
+            why = _binding(problem, network, cut, in_flight, refusal)
     greedy_fill(problem, network, Blocks(problem))  # raises with the device that is short, unless a placement fits
     raise FleetTooSmall(
         f"{planner} found no allocation of model {problem.flow.graph.name!r} that fits fleet {problem.fleet.name!r}, "
@@ -157,13 +157,15 @@ def _allocated(
     )
 
 
-def _binding(network: Network, blocks: Blocks, in_flight: int, refusal: FleetTooSmall) -> str:
+def _binding(
+    problem: Problem, network: Network, blocks: Blocks, in_flight: int, refusal: FleetTooSmall
+) -> str:  # fmt: skip
     """What was short, in bytes: a device, or the memory of all together."""
-    held = f"with {in_flight} micro-batches in flight"
+    held, after = f"with {in_flight} micro-batches in flight", problem.terms.after_headroom
     if isinstance(refusal, RunTooLarge):
         who, room = f"device {network.names[refusal.device]}", int(network.memory[refusal.device])
         need = stage_bytes(blocks, refusal.start, refusal.end, in_flight)
         words = f"to hold operators {blocks.places[refusal.start]}..{blocks.places[refusal.end] - 1} {held}"
-        return f"{words}, {who} needs {format_size(need)}, has {format_size(room)}: {need - room} bytes short"
+        return f"{words}, {who} needs {format_size(need)}, offers {format_size(room)}{after}: {need - room} bytes short"
     need, room = stage_bytes(blocks, 0, blocks.count, in_flight), int(network.memory.sum())
-    return f"{refusal}; {held} the whole model needs {format_size(need)}, the fleet has {format_size(room)}"
+    return f"{refusal}; {held} the whole model needs {format_size(need)}, the fleet offers {format_size(room)}{after}"

@@ -6,13 +6,13 @@ from isthmus.cost.transfer import value_spec
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Affine
-from isthmus.job import Prepared
+from isthmus.job import Prepared, terms_of
 from isthmus.plan import Edge, Plan
 
 
 def check_feedback(prepared: Prepared, plan: Plan, fleet: Fleet) -> None:
     """UserError where a plan asks for feedback that would do nothing, or that its devices cannot hold."""
-    job, samples = prepared.job, prepared.samples.train
+    job, samples, terms = prepared.job, prepared.samples.train, terms_of(prepared.job, fleet)
     for replica in plan.replicas:
         for stage, place in enumerate(replica.stages):
             edges = [e for e in replica.edges if e.target == stage and _remembers(e)]
@@ -26,12 +26,13 @@ def check_feedback(prepared: Prepared, plan: Plan, fleet: Fleet) -> None:
                     "gradients is added when it comes again"
                 )
             kept_bytes = samples * sum(e.backward_bytes for e in edges) // job.micro_batch_size
-            needed_bytes, device = place.memory.total + kept_bytes, fleet.device(place.device)
-            if edges and needed_bytes > device.memory_bytes:
+            needed_bytes = place.memory.total + kept_bytes
+            offered_bytes = terms.offered_bytes(fleet.device(place.device).memory_bytes)
+            if edges and needed_bytes > offered_bytes:
                 raise UserError(
-                    f"compression.feedback: device {device.name!r} keeps {kept_bytes} bytes, the gradients of "
+                    f"compression.feedback: device {place.device!r} keeps {kept_bytes} bytes, the gradients of "
                     f"{samples} samples, and needs {needed_bytes} with its stage, "
-                    f"expected at most {device.memory_bytes}"
+                    f"expected at most {offered_bytes}{terms.after_headroom}"
                 )
 
 

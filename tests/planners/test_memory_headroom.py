@@ -1,0 +1,88 @@
+"""What a plan leaves free of each device's memory: a fleet with that much less memory has the same plans."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import msgspec
+import pytest
+from plan_cases import fleet_of, problem_of, random_graph
+from test_verify import check, make_plan, question_of
+
+from isthmus.cost import Problem
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.plan import Plan, Terms
+from isthmus.planners import plan, planner_names
+from isthmus.verify import verify
+
+OURS = [name for name in planner_names() if not name.startswith("test")]
+SPEEDS = [1.0, 2.0, 3.0, 4.0]
+
+
+def used(made: Plan) -> dict[str, int]:
+    found: dict[str, int] = {}
+    for stage in (stage for replica in made.replicas for stage in replica.stages):
+        found[stage.device] = found.get(stage.device, 0) + stage.memory.total
+    return found
+
+
+def tight(headroom: float) -> Problem:
+    """Without headroom the fastest pipeline fills a device to the byte."""
+    graph = random_graph(3, 6)
+    most = max(used(plan("chain", problem_of(graph, fleet_of(SPEEDS, 3)))).values())
+    return problem_of(graph, fleet_of(SPEEDS, 3, memory=[most] * 4), terms=Terms(memory_headroom=headroom))
+
+
+@pytest.mark.parametrize("name", OURS)
+def test_plans_are_those_of_a_fleet_with_less_memory(name: str) -> None:
+    headroom = 0.2
+    problem = tight(headroom)
+    devices = tuple(
+        msgspec.structs.replace(d, memory_bytes=problem.offered_bytes(d.name)) for d in problem.fleet.devices
+    )
+    less = replace(problem, fleet=msgspec.structs.replace(problem.fleet, devices=devices), terms=Terms())
+    try:
+        expected = make_plan(name, less)
+    except FleetTooSmall:
+        with pytest.raises(FleetTooSmall, match=rf"offers \d+ B after {100 * headroom:.0f} % headroom"):
+            make_plan(name, problem)
+        return
+    made = make_plan(name, problem)
+    assert made.replicas == expected.replicas and made.predicted == expected.predicted
+    for device, size in used(made).items():
+        assert size <= (1 - headroom) * problem.fleet.device(device).memory_bytes
+    assert made.certificate is not None and expected.certificate is not None
+    assert made.certificate.lower_bound == expected.certificate.lower_bound
+    assert f"{100 * headroom:.0f} % of each device's memory left free" in made.certificate.question
+    check(made, problem, bound_unchecked=True)
+
+
+def test_without_headroom_a_plan_may_fill_a_device_to_the_byte() -> None:
+    graph = random_graph(3, 6)
+    roomy = problem_of(graph, fleet_of([1.0]), recompute=False, schedule="gpipe")
+    size = plan("chain", roomy).stages[0].memory.total
+    full = replace(roomy, fleet=fleet_of([1.0], memory=[size]))
+    check(plan("chain", full), full)
+    with pytest.raises(FleetTooSmall, match=r"device d0 .*, offers .* after 10 % headroom: \d+ bytes short"):
+        plan("chain", replace(full, terms=Terms(memory_headroom=0.1)))
+
+
+@pytest.mark.parametrize("claimed", [0.0, 0.1])
+def test_a_plan_made_without_headroom_is_none_for_who_asked_for_it(claimed: float) -> None:
+    asked = tight(0.1)
+    made = make_plan("chain", replace(asked, terms=Terms()))
+    name, size = max(used(made).items(), key=lambda item: item[1])
+    assert size == asked.fleet.device(name).memory_bytes
+    forged = msgspec.structs.replace(made, terms=Terms(memory_headroom=claimed))
+    fields = {d.field: d for d in verify(forged, question_of(asked)).differences}
+    assert ("terms.memory_headroom" in fields) == (not claimed)
+    (short,) = [d for field, d in fields.items() if field.endswith(".memory") and name in str(d.expected)]
+    assert f"at most {asked.offered_bytes(name)} on" in str(short.expected)
+    without = question_of(replace(asked, terms=Terms()))  # and the other way round
+    assert any(d.field == "terms.memory_headroom" for d in verify(make_plan("chain", asked), without).differences)
+
+
+@pytest.mark.parametrize("headroom", [1.0, -0.1, float("nan"), float("inf")])
+def test_a_headroom_that_is_no_share_is_refused(headroom: float) -> None:
+    with pytest.raises(UserError, match=r"memory_headroom: got .*, expected at least 0 and less than 1"):
+        Terms(memory_headroom=headroom)
