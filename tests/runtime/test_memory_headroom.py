@@ -63,7 +63,9 @@ def test_a_document_and_its_explanation_say_so_and_an_edited_one_is_refused(tmp_
     memory = needed(tmp_path)
     document = tmp_path / "plan.json"
     job = job_with(tmp_path, memory)
-    told = json.loads(isthmus("plan", job, "--explain", "--json").out)
+    done = isthmus("plan", job, "--explain", "--json")
+    assert done.code == 0, done
+    told = json.loads(done.out)
     assert told["plan"]["terms"] == {"memory_headroom": 0.1}
     assert "after 10 % headroom" in json.dumps(told["explanation"])
     assert "at least 10 % of each device's" in isthmus("plan", job).out

@@ -156,7 +156,7 @@ def test_the_cheapest_plan_and_its_row(tmp_path: Path) -> None:
     job = clinics(tmp_path, speed="30 GFLOPS")
     fast, cheap = (json.loads(isthmus("plan", job, "--json", *o).out) for o in ((), ("--objective", "cost")))
     assert fast["certificate"]["objective"] == "step" and cheap["certificate"]["objective"] == "cost"
-    assert cheap["terms"] == {"objective": "cost"}
+    assert cheap["terms"] == {"objective": "cost", "memory_headroom": 0.1}
     assert cheap["predicted"]["step_s"] >= fast["predicted"]["step_s"]
     compared = json.loads(isthmus("plan", job, "--objective", "cost", "--compare", "even,auto,chain", "--json").out)
     rows = {row["planner"]: row for row in compared["rows"]}

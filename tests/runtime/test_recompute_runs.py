@@ -30,7 +30,7 @@ DEVICES = 3
 def gpipe_job() -> Job:
     """GPipe holds all micro-batches between forward and backward, so memory decides what fits."""
     job = job_of("gpt", GPT, TEXT, batch_size=16, micro_batches=MICRO_BATCHES, clip_norm=1.0)
-    return msgspec.structs.replace(job, schedule="gpipe")
+    return msgspec.structs.replace(job, schedule="gpipe", plan=PlanConfig(memory_headroom=0))
 
 
 @functools.cache
@@ -40,7 +40,7 @@ def prepared() -> Prepared:
 
 def forbidding() -> Prepared:
     return msgspec.structs.replace(
-        prepared(), job=msgspec.structs.replace(gpipe_job(), plan=PlanConfig(recompute=False))
+        prepared(), job=msgspec.structs.replace(gpipe_job(), plan=PlanConfig(recompute=False, memory_headroom=0))
     )
 
 
