@@ -8,6 +8,7 @@ from synthetic_pipeline import make_fleet, make_plan, play
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
+from isthmus.fleet.changes import corrected
 from isthmus.plan import Plan
 from isthmus.report import comparison_summary, plan_summary, prediction_error
 from isthmus.trace import Span, Trace, steady_step_s
@@ -29,7 +30,8 @@ def test_plan_json(plan: Plan, fleet: Fleet) -> None:
 
 
 def test_measured_speed_scales_compute(plan: Plan, fleet: Fleet) -> None:
-    stages = plan_summary(plan, fleet, {"oslo-2": 0.5}).stages
+    slower = corrected(fleet, {"oslo-2": 0.5 * fleet.device("oslo-2").flops_per_s}, {})
+    stages = plan_summary(plan, slower).stages
     assert [stage.backward_s for stage in stages] == pytest.approx([0.06, 0.06, 0.12, 0.06])
 
 

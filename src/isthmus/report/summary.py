@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import statistics
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 import msgspec
 
@@ -140,11 +140,8 @@ def prediction_error(predicted_s: float, measured_s: float) -> float:
     return (predicted_s - measured_s) / measured_s
 
 
-def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}) -> PlanSummary:
-    """The plan's stages with what its fleet makes of them. UserError when a device is not in the fleet.
-
-    `speed_scale` is FusionLLM's lambda by device, the share of its stated speed that was measured; 1 where absent.
-    """
+def plan_summary(plan: Plan, fleet: Fleet) -> PlanSummary:
+    """The plan's stages with what its fleet makes of them. UserError when a device is not in the fleet."""
     predicted = plan.predicted
     flops = sum(r.micro_batches * _model_flops(stage) for r in plan.replicas for stage in r.stages)
     return PlanSummary(
@@ -155,9 +152,7 @@ def plan_summary(plan: Plan, fleet: Fleet, speed_scale: Mapping[str, float] = {}
         micro_batch_size=plan.micro_batch_size,
         micro_batches=plan.micro_batches,
         stages=tuple(
-            stage
-            for number, replica in enumerate(plan.replicas)
-            for stage in _stages(number, replica, fleet, speed_scale)
+            stage for number, replica in enumerate(plan.replicas) for stage in _stages(number, replica, fleet)
         ),
         predicted=predicted,
         samples_per_s=_rate(plan.batch, predicted.step_s),
@@ -179,12 +174,10 @@ def _rate(amount: float, seconds: float) -> float:
     return amount / seconds if seconds else 0.0
 
 
-def _stages(
-    number: int, replica: Replica, fleet: Fleet, speed_scale: Mapping[str, float]
-) -> Iterable[StageSummary]:
+def _stages(number: int, replica: Replica, fleet: Fleet) -> Iterable[StageSummary]:
     for index, stage in enumerate(replica.stages):
         device = fleet.device(stage.device)
-        flops_per_s = speed_scale.get(device.name, 1.0) * device.sustained_flops_per_s
+        flops_per_s = device.sustained_flops_per_s
         yield StageSummary(
             replica=number,
             device=device.name,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable
 
 from rich import box
 from rich.console import Group, RenderableType
@@ -42,14 +42,12 @@ def new_table(columns: Iterable[str], numbers: Iterable[str] = ()) -> Table:
     return table
 
 
-def plan_table(
-    plan: Plan, fleet: Fleet, graph: OpGraph | None = None, speed_scale: Mapping[str, float] = {}
-) -> RenderableType:
+def plan_table(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> RenderableType:
     """One row per stage, and what the plan should cost. With its `graph`, operators are shown by module.
 
-    `speed_scale` as in `plan_summary`. UserError when the plan names a device that is not in the fleet.
+    UserError when the plan names a device that is not in the fleet.
     """
-    summary = plan_summary(plan, fleet, speed_scale)
+    summary = plan_summary(plan, fleet)
     modules = {op.name: op.module for op in graph.ops if op.module} if graph else {}
     table = new_table(
         ("#", "device", "operators", "weights", "GFLOP", "compute", "memory", "in\nflight", "sends per micro-batch"),
