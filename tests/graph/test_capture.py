@@ -6,11 +6,14 @@ import json
 import subprocess
 import sys
 from collections.abc import Callable
+from functools import partial
+from typing import Any
 
 import pytest
 import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
+from torch.nn.utils import parametrizations
 
 from isthmus.errors import UserError
 from isthmus.graph import Flow, Ref, decode, encode, partition
@@ -294,3 +297,49 @@ def test_a_constructor_that_reads_its_weights_is_named_with_its_line():
     where = r"building ReadsItsWeights failed \(test_capture.py:\d+: self.scale = .*depends"
     with pytest.raises(UserError, match=where):
         capture(ReadsItsWeights, VECTOR)
+
+
+class Parametrised(nn.Module):
+    """A layer whose weight is computed, and something done to what the layer gives."""
+
+    def __init__(self, wrap: Callable[[nn.Module], nn.Module], then: Callable[[Tensor], Tensor]) -> None:
+        super().__init__()
+        self.layer = wrap(nn.Linear(8, 8))
+        self.head = nn.Linear(8, 4)
+        self.then = then
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        return F.cross_entropy(self.head(self.then(self.layer(x))), y)
+
+
+def same(value: Any) -> Any:
+    return value
+
+
+WRAPPED: dict[str, tuple[Callable[[nn.Module], nn.Module], Callable[[Tensor], Tensor]]] = {
+    "spectral norm": (parametrizations.spectral_norm, same),
+    "spectral norm by hooks": (nn.utils.spectral_norm, same),
+    "orthogonal": (parametrizations.orthogonal, same),
+    "orthogonal, householder": (partial(parametrizations.orthogonal, orthogonal_map="householder"), same),
+    "orthogonal, cayley": (partial(parametrizations.orthogonal, orthogonal_map="cayley"), same),
+    "conjugate": (same, lambda z: (torch.fft.fft(z) * torch.fft.fft(z.roll(1, 1)).conj()).real),
+    "conjugate's imaginary part": (same, lambda z: torch.fft.fft(z).conj().imag),
+    "adjoint": (same, lambda z: torch.fft.fft(z).mH.real.T),
+}
+
+
+@pytest.mark.parametrize("name", WRAPPED)
+def test_computed_weights_and_conjugates_are_the_plain_modules(name: str):
+    def build() -> nn.Module:
+        return Parametrised(*WRAPPED[name])
+
+    data = {"x": torch.randn(3, 8, generator=torch.Generator().manual_seed(3)), "y": torch.tensor([0, 1, 2])}
+    found = capture(build, VECTOR)
+    engine = whole(found, build, 3)
+    inputs = {Ref(op.name): data[op.target] for op in found.train.ops if op.kind == "placeholder"}
+    torch.manual_seed(1)
+    plain = build().train()
+    for step in range(3):  # buffers change from one to the next
+        engine.forward(step, 0, inputs)
+        told = engine.take_loss()
+        assert told is not None and told[0] == float(plain(**data).detach())

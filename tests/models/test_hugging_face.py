@@ -5,6 +5,7 @@ import torch
 from torch._subclasses.fake_tensor import FakeTensor, FakeTensorMode
 
 from isthmus.errors import UserError
+from isthmus.graph.capture import Column, capture
 from isthmus.models import ModelSpec, build_model, is_hugging_face, model_names, save_hugging_face
 
 transformers = pytest.importorskip("transformers")
@@ -28,6 +29,7 @@ BERT = {
     "max_position_embeddings": 12,
     "num_labels": 3,
 }
+MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
 RESNET = {
     "num_channels": 1,
     "embedding_size": 8,
@@ -62,6 +64,7 @@ CASES = [
     ("hf-gpt2", GPT2, text_batch, "GPT2LMHeadModel"),
     ("hf:GPT2LMHeadModel", GPT2, text_batch, "GPT2LMHeadModel"),
     ("hf-llama", LLAMA, text_batch, "LlamaForCausalLM"),
+    ("hf:MixtralForCausalLM", MIXTRAL, text_batch, "MixtralForCausalLM"),
     ("hf-bert-classifier", BERT, pair_batch, "BertForSequenceClassification"),
     ("hf-resnet", RESNET, image_batch, "ResNetForImageClassification"),
 ]
@@ -88,6 +91,24 @@ def test_builds_trains_and_exports(name, options, example, class_name):
     symbols = [node.meta["val"].shape for node in exported.graph.nodes if node.name in inputs]
     assert len(symbols) == len(inputs)
     assert all(isinstance(shape[0], torch.SymInt) for shape in symbols)
+
+
+def test_a_mixture_of_experts_is_captured_and_computes_what_each_expert_would():
+    columns = {name: Column("int64", (12,)) for name in ("input_ids", "labels")}
+    found = capture(lambda: build("hf:MixtralForCausalLM", **MIXTRAL), columns)
+    assert found.train.batch is None
+    torch.manual_seed(0)
+    module, batch = build("hf:MixtralForCausalLM", **MIXTRAL), text_batch(3)
+    loss = module(**batch)["loss"]
+    module.set_experts_implementation("eager")
+    assert torch.allclose(loss, module(**batch)["loss"], rtol=1e-5)
+
+
+def test_another_way_to_compute_experts_is_refused_with_the_one_that_works():
+    library = pytest.importorskip("transformers")
+    columns = {name: Column("int64", (12,)) for name in ("input_ids", "labels")}
+    with pytest.raises(UserError, match=r'experts.*experts_implementation="batched_mm"'):
+        capture(lambda: library.MixtralForCausalLM(library.MixtralConfig(**MIXTRAL)), columns)
 
 
 def test_gpt2_xl_has_its_real_sizes():

@@ -25,6 +25,7 @@ from isthmus.graph.schema import (
     IN_PLACE_VIEWS,
     aliased_position,
     base_name,
+    fake_result,
     hidden_writes,
     is_default,
     is_random,
@@ -32,6 +33,7 @@ from isthmus.graph.schema import (
     out_of_place,
     returns_its_input,
     storage_of,
+    without_out,
     written,
 )  # fmt: skip
 from isthmus.graph.sizes import NotAffine, Unknown, affine, affine_or_unknown, spec_of
@@ -189,6 +191,9 @@ class _Converter:
 
     def _operator(self, node: fx.Node, label: str) -> None:
         overload = _allowed(node, label)
+        if (out := node.kwargs.get("out")) is not None:
+            self._into(node, overload, out)
+            return
         names = tuple(self._arg(a) for a in node.args)
         if returns_its_input(node, overload):
             self.values[node] = names[0]
@@ -206,7 +211,7 @@ class _Converter:
             outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=module_path(node),
             random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
         )  # fmt: skip
-        by_position, _ = written(overload, names, kwargs)
+        by_position = written(overload, names)
         if by_position and not retaken:
             self.values[node] = self._write(node, op, names, by_position)
             return
@@ -215,6 +220,32 @@ class _Converter:
         self.values[node] = Ref(op.name)
         if self._passes_gradients(op, names):
             self.trainable |= {Ref(op.name, i) for i, t in enumerate(tensors) if t.dtype.is_floating_point}
+
+    def _into(self, node: fx.Node, overload: OpOverload, out: object) -> None:
+        """A call with `out=`: the operator that returns its result, and a copy of that into what is written."""
+        where = f"{where_in(node)}: {base_name(str(overload))}"
+        returning, target = without_out(overload), self._arg(out)
+        if returning is None or not is_callable(str(returning)) or not isinstance(target, Ref):
+            raise UserError(f"{where} writes to an out= argument: use its result instead")
+        names, given = node.args, {k: v for k, v in node.kwargs.items() if k != "out"}
+        fake = cast(Tensor, fake_result(returning, names, given))
+        refs = tuple(self._arg(a) for a in names)
+        result = Op(
+            name=node.name, kind="operator", target=str(returning), args=tuple(self._latest(a) for a in refs),
+            kwargs={k: self._latest(self._arg(v)) for k, v in given.items()}, outputs=(spec_of(fake),),
+            requires_grad=() if self.gradients_on else (False,), module=module_path(node),
+            random=is_random(returning, refs, {}),
+        )  # fmt: skip
+        shape = self.ops[target.op].outputs[target.index].shape
+        if self._passes_gradients(result, refs) or shape != result.outputs[0].shape:
+            raise UserError(f"{where} writes to an out= argument: use its result instead")
+        self.ops[result.name] = result
+        copy = Op(
+            name=self.writes.new_name(node.name), kind="operator", target="aten.copy_.default",
+            args=(self._latest(target), Ref(result.name)), outputs=(spec_of(node.meta["val"]),),
+            requires_grad=result.requires_grad, module=result.module,
+        )  # fmt: skip
+        self.values[node] = self._write(node, copy, copy.args, [target])
 
     def _check_labels(self, node: fx.Node, label: str, args: Sequence[Arg]) -> None:
         position = label_argument(label)
@@ -293,11 +324,16 @@ def _allowed(node: fx.Node, label: str) -> OpOverload:
     """The operator of a node that a graph may hold."""
     if any(free_unbacked_symbols(t) for t in tree_leaves(node.meta.get("val")) if isinstance(t, Tensor)):
         raise UserError(f"{where_in(node)}: the size of its result depends on the data of a tensor: {WITHOUT_DATA}")
-    if isinstance(node.target, OpOverload) and written(node.target, (), cast("dict[str, Arg]", node.kwargs))[1]:
-        raise UserError(f"{where_in(node)}: {base_name(label)} writes to an out= argument: use its result instead")
+    if isinstance(node.target, OpOverload) and node.kwargs.get("out") is not None:
+        return node.target
     if isinstance(node.target, OpOverload) and (is_callable(label) or is_callable(out_of_place(label))):
         return node.target
     raise UserError(
-        f"{where_in(node)}: operator {label.removesuffix('.default')} is not on the allow-list: "
-        "use operators of torch itself (see isthmus/graph/allowlist.txt)"
+        f"{where_in(node)}: operator {label.removesuffix('.default')} is not on the allow-list: {_instead_of(node)}"
     )
+
+
+def _instead_of(node: fx.Node) -> str:
+    if "transformers/integrations/moe.py" in (node.meta.get("stack_trace") or ""):
+        return 'build the model with experts_implementation="batched_mm", whose sizes do not depend on the data'
+    return "use operators of torch itself (see isthmus/graph/allowlist.txt)"

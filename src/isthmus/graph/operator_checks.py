@@ -83,6 +83,10 @@ def _labels_of_many(given: Arguments) -> None:
     _require(bool(((classes >= -1) & (classes < scores.shape[-1])).all()), f"class ids below {scores.shape[-1]}, or -1")
 
 
+def _complex(given: Arguments) -> None:
+    _require(cast(Tensor, given["self"]).is_complex(), "a complex tensor")
+
+
 def _attention(given: Arguments) -> None:
     """The fused kernels take the lengths and sizes of keys and values from one of them, or from the queries."""
     query, key, value = (cast(Tensor, given[name]) for name in ("query", "key", "value"))
@@ -196,7 +200,7 @@ CHECKS: Mapping[str, Callable[[Arguments], None]] = {
         _convolution,
     ),
     **dict.fromkeys(("div", "div_", "divide", "floor_divide", "fmod", "remainder"), _division),
-    "embedding_bag": _embedding_bag,
+    "_conj": _complex, "embedding_bag": _embedding_bag,
     "binary_cross_entropy": _one_shape, "multilabel_margin_loss": _labels_of_many,
     "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
     "scaled_dot_product_attention": _attention,

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 import contextlib
 from collections.abc import Mapping, Sequence
+from typing import cast
 
 import torch
 from torch import Tensor, fx
 from torch._ops import OpOverload
 from torch._subclasses.fake_tensor import FakeTensor
-from torch.utils._pytree import tree_map_only
+from torch.utils._pytree import tree_leaves, tree_map_only
 
 from isthmus.graph.opgraph import Arg, Ref
 
@@ -63,12 +64,19 @@ def returns_its_input(node: fx.Node, overload: OpOverload) -> bool:
     """
     if base_name(str(overload)) == "contiguous" or aliased_position(overload) != 0 or not _is_composite(overload):
         return False  # whether a tensor is contiguous is known for sure only where it is computed
-    args, kwargs = tree_map_only(fx.Node, lambda given: given.meta["val"], (node.args, node.kwargs))
+    first = node.args[0]
+    return isinstance(first, fx.Node) and fake_result(overload, node.args, node.kwargs) is first.meta["val"]
+
+
+def fake_result(overload: OpOverload, args: Sequence[object], kwargs: Mapping[str, object]) -> object:
+    """What the operator gives for the fake tensors of these nodes."""
+    given, named = tree_map_only(fx.Node, lambda node: node.meta["val"], (tuple(args), dict(kwargs)))
     with contextlib.ExitStack() as stack:
         stack.enter_context(torch.no_grad())
-        if isinstance(args[0], FakeTensor):
-            stack.enter_context(args[0].fake_mode)
-        return overload(*args, **kwargs) is args[0]
+        fake = next((t for t in tree_leaves((given, named)) if isinstance(t, FakeTensor)), None)
+        if fake is not None:
+            stack.enter_context(fake.fake_mode)
+        return overload(*given, **named)
 
 
 def _is_composite(overload: OpOverload) -> bool:
@@ -78,12 +86,23 @@ def _is_composite(overload: OpOverload) -> bool:
     )
 
 
-def written(overload: OpOverload, args: Sequence[Arg], kwargs: Mapping[str, Arg]) -> tuple[list[Ref], list[str]]:
-    """Tensors that a call writes: those given by position, and the names of those given by keyword."""
+def written(overload: OpOverload, args: Sequence[Arg]) -> list[Ref]:
+    """Tensors given by position that a call writes."""
     arguments = overload._schema.arguments  # pyright: ignore[reportPrivateUsage]
     writes = [a.alias_info is not None and a.alias_info.is_write for a in arguments]
-    by_position = [a for a, w in zip(args, writes, strict=False) if w and isinstance(a, Ref)]
-    return by_position, [a.name for a, w in zip(arguments, writes, strict=True) if w and a.name in kwargs]
+    return [a for a, w in zip(args, writes, strict=False) if w and isinstance(a, Ref)]
+
+
+def without_out(overload: OpOverload) -> OpOverload | None:
+    """The overload that returns what this one writes to `out=`; None where it writes anything else."""
+
+    def taken(of: OpOverload) -> list[tuple[str, str]]:
+        arguments = of._schema.arguments  # pyright: ignore[reportPrivateUsage]
+        return [(a.name, str(a.type)) for a in arguments if a.name != "out"]
+
+    packet = overload.overloadpacket
+    others = [cast(OpOverload, getattr(packet, name)) for name in packet.overloads()]
+    return next((other for other in others if other is not overload and taken(other) == taken(overload)), None)
 
 
 def hidden_writes(target: str, args: Sequence[Arg]) -> tuple[str, ...]:

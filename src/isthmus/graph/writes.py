@@ -75,7 +75,7 @@ class Writes:
             view = self._views[ref]
             args = [*view.op.args]
             args[view.position] = self.latest(view.parent)
-            again = msgspec.structs.replace(view.op, name=self._name(view.op.name), args=tuple(args))
+            again = msgspec.structs.replace(view.op, name=self.new_name(view.op.name), args=tuple(args))
             self._ops[again.name] = again
             self._latest[ref] = Ref(again.name, view.output)
         return self._latest.get(ref, ref)
@@ -219,13 +219,13 @@ class Writes:
         if dtype is not None:
             spec = msgspec.structs.replace(spec, dtype=dtype)
         op = Op(
-            name=self._name(cause.name), kind="operator", target=target, args=args, outputs=(spec,),
+            name=self.new_name(cause.name), kind="operator", target=target, args=args, outputs=(spec,),
             requires_grad=cause.requires_grad[:1], module=cause.module, mutates=mutates,
         )  # fmt: skip
         self._ops[op.name] = op
         return Ref(op.name)
 
-    def _name(self, base: str) -> str:
+    def new_name(self, base: str) -> str:
         """A new name; the same in every process, since conversion is deterministic."""
         number = 1
         while f"{base}_w{number}" in self._ops:

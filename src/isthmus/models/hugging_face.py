@@ -59,6 +59,10 @@ class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     config: dict[str, object] = {}
 
 
+EXPERTS = "batched_mm"
+"""How mixtures of experts compute: each token with weights gathered for it, of sizes that are known."""
+
+
 def _transformers() -> ModuleType:
     library = import_extra("transformers", "the model")
     library.logging.set_verbosity_error()
@@ -84,6 +88,9 @@ def _prepare_for_training(config: object, task: str) -> None:
     """Settles what would otherwise depend on the data, or return what training never reads."""
     if hasattr(config, "use_cache"):
         config.use_cache = False  # pyright: ignore[reportAttributeAccessIssue]
+    if getattr(config, "_experts_implementation", "set") is None:
+        # The others compute on as many rows as the data sends to an expert, which no graph can hold.
+        config._experts_implementation = EXPERTS  # pyright: ignore[reportAttributeAccessIssue]
     if task.lower().replace("-", "").endswith(("sequenceclassification", "imageclassification")):
         # Left unset, the first forward looks at the labels' dtype and writes the answer into the config.
         config.problem_type = "single_label_classification"  # pyright: ignore[reportAttributeAccessIssue]
