@@ -3,8 +3,10 @@ PYTHON ?= python3
 VENV := .venv
 BIN := $(VENV)/bin
 READY := $(VENV)/.ready
-# Twice quiet: only errors. pip warns of every index that it is configured with, twice a package.
+# pip warns of each attempt to reach an index that it is configured with, however quiet it is asked to be.
+SHELL := /bin/bash
 PIP := $(BIN)/pip --disable-pip-version-check install --quiet --quiet
+UNWARNED := 2> >(grep --invert-match --line-buffered '^WARNING: ' >&2)
 
 # How often `make fuzz` searches, each time with a fresh seed.
 ROUNDS ?= 1
@@ -40,9 +42,9 @@ $(READY): pyproject.toml constraints.txt
 	@echo "making $(VENV) ..."
 	@$(PYTHON) -m venv $(VENV)
 	@echo "installing PyTorch (`tail -n 1 constraints.txt`; see constraints.txt) ..."
-	@$(PIP) -r constraints.txt
+	@$(PIP) -r constraints.txt $(UNWARNED)
 	@echo "installing Isthmus and what its tests need ..."
-	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,dev]"
+	@$(PIP) -c constraints.txt -e ".[train,hf,privacy,dev]" $(UNWARNED)
 	touch $(READY)
 
 clean:

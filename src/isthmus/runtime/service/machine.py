@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib
+import importlib.util
 import platform
 import socket
 import sys
@@ -41,18 +42,32 @@ def _python() -> Finding:
 
 
 def _system() -> Finding:
-    remedy = "`plan` and `simulate` work here; for all else take Linux (on Windows, WSL)"
-    return Finding("system", sys.platform == "linux", f"{platform.system()} {platform.release()}", remedy)
+    remedy = "`plan` and `simulate` work here; for all else take Linux or macOS (on Windows, WSL)"
+    return Finding("system", _is_there("fcntl"), f"{platform.system()} {platform.release()}", remedy)
 
 
 def _libraries() -> Iterator[Finding]:
-    for module in (name for name, extra in EXTRAS.items() if extra == "train" and name != "sympy"):
+    for module, extra in EXTRAS.items():
+        if module == "sympy":  # torch brings it
+            continue
+        if extra != "train":  # some jobs need it
+            detail = "there" if _is_there(module) else f'not there: some jobs need "isthmus[{extra}]"'
+            yield Finding(module, True, detail)
+            continue
         try:
             library = import_extra(module, "Isthmus")
         except UserError as e:
             yield Finding(module, False, "cannot be imported", str(e))
         else:
             yield Finding(module, True, str(getattr(library, "__version__", "there")))
+
+
+def _is_there(module: str) -> bool:
+    """Found, not imported: that takes seconds for some."""
+    try:
+        return importlib.util.find_spec(module) is not None
+    except (ImportError, ValueError):
+        return False
 
 
 def _accelerators() -> Iterator[Finding]:
@@ -72,8 +87,9 @@ def _ports(port: int) -> Iterator[Finding]:
         try:
             socket.create_server(("127.0.0.1", wanted)).close()
         except OSError as e:
-            remedy = "let this user listen on 127.0.0.1" if not wanted else "give another one: `isthmus serve --port`"
-            yield Finding("port", bool(wanted), f"{what}: {e.strerror or e}", remedy)
+            another = "; `isthmus serve --port` takes another" if wanted else ""  # devices do not need it
+            detail = f"{what}: {e.strerror or e}{another}"
+            yield Finding("port", bool(wanted), detail, "let this user listen on 127.0.0.1")
         else:
             yield Finding("port", True, f"{what}: can be bound")
 
