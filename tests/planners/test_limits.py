@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 from itertools import combinations
+from math import inf
 
 import msgspec
 import pytest
@@ -11,10 +12,11 @@ from plan_cases import all_orders_of, fleet_of, problem_of, random_graph
 from test_verify import check, question_of
 
 from isthmus.cost import Problem, build_plan, step_price
+from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
 from isthmus.plan import Terms
-from isthmus.planners import plan
+from isthmus.planners import over_counts, plan
 from isthmus.verify import verify
 
 
@@ -55,6 +57,16 @@ def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> Non
     several = plan("auto", asked)
     reached = several.predicted.step_s, 1000 * step_price(several, problem.fleet).total
     assert reached[other] <= limit * (1 + 1e-9) and reached[mine] <= best * (1 + 1e-9)
+
+
+def test_the_certificate_says_the_limit_and_a_plan_beyond_it_has_a_finite_gap() -> None:
+    problem = priced(1)
+    cheapest = min(price for _, price in every_pair(problem))
+    asked = replace(problem, terms=Terms(max_price=1.01 * cheapest))
+    dear = over_counts(asked, (asked.micro_batches,), lambda cut: plan("even", cut.timed()), None)
+    assert beyond_limit(asked, dear) is not None
+    assert dear.certificate is not None and 0 <= dear.certificate.gap < inf
+    assert f"at most {asked.terms.max_price:g} for 1,000 steps" in dear.certificate.question
 
 
 @pytest.mark.parametrize("planner", ["auto", "chain"])

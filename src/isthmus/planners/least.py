@@ -91,8 +91,9 @@ def question(problem: Problem, counts: Sequence[int] = ()) -> str:
 def with_certificate(problem: Problem, plan: Plan, found: Least, counts: Sequence[int] = ()) -> Plan:
     """The plan with what the bound proves of it. `problem` has the plan's number of micro-batches; `counts` are those
     over which the bound ranges."""
-    certify, minimised = price_certificate if _prices(problem) else step_certificate, _as_minimised(problem)
-    certificate = certify(found.bound, preference(minimised, plan)[0], question(problem, counts), exact=found.exact)
+    certify, objective = (price_certificate, "cost") if _prices(problem) else (step_certificate, "time")
+    reached, _ = preference(problem.unlimited(objective), plan)  # of a plan beyond a limit too
+    certificate = certify(found.bound, reached, question(problem, counts), exact=found.exact)
     return msgspec.structs.replace(plan, certificate=certificate)
 
 
