@@ -204,7 +204,7 @@ def test_headroom_is_that_of_the_fullest_device() -> None:
 def test_a_verdict_names_fields_and_says_what_was_done() -> None:
     asked = problem(fleet([100.0]))
     plan = build_plan(asked, ["d0"], [], planner="hand")
-    bound = BoundCheck(method="none", told="nobody looked")
+    bound = BoundCheck(status="none stated", told="nobody looked")
     assert "all 7 figures hold" in told(verdict_table(Verdict(checked=7, differences=(), bound=bound), plan, "p.json"))
     wrong = Difference(field="predicted.step_s", got=2.0, expected=1.5, by="+0.5")
     text = told(verdict_table(Verdict(checked=7, differences=(wrong,), bound=bound), plan, "p.json"))
