@@ -90,5 +90,9 @@ def test_pictures_are_drawn_where_there_is_something_to_draw(tmp_path: Path) -> 
     assert draw_paces([line(0)], tmp_path / "p.png")
     draw_round_timeline(line(0), tmp_path / "r.png")
     assert all((tmp_path / name).read_bytes().startswith(b"\x89PNG") for name in ("a.png", "p.png", "r.png"))
+    clients = ClientAccuracies(clients=5, mean=0.5, worst_decile=0.1, deviation=0.2)
+    alone = Evaluation(loss=None, accuracy=None, clients=clients)
+    lines = [msgspec.structs.replace(line(number), evaluation=alone) for number in range(2)]
+    assert draw_rounds(lines, tmp_path / "c.png") and (tmp_path / "c.png").is_file()
     assert not draw_rounds([line(0, accuracy=None)], tmp_path / "none.png")
     assert not (tmp_path / "none.png").exists()

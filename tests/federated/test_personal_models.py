@@ -43,6 +43,12 @@ class Silent(Heads, frozen=True):
     def own_model(self, model, state):
         return None
 
+class Forgetful(Heads, frozen=True):
+    "A client may begin anew."
+    @property
+    def state_can_be_lost(self):
+        return True
+
 class Wrong(Heads, frozen=True):
     def own_model(self, model, state):
         return state["head"]
@@ -89,3 +95,35 @@ def test_what_is_no_model_is_refused(job: Path) -> None:
     job.write_text(job.read_text().replace('"fedavg"', '"heads:Wrong"'))
     done = isthmus("train", job)
     assert done.code == 2 and "own_model gives float32 [50], expected float32 [" in done.err
+
+
+@pytest.mark.parametrize("algorithm", ["Forgetful", "Heads"])
+def test_a_lost_state_of_a_client_that_does_not_train_is_no_end_where_the_algorithm_allows(
+    job: Path, algorithm: str
+) -> None:
+    text = job.read_text().replace('"fedavg"', f'"heads:{algorithm}"\nevaluate_clients = 5')
+    job.write_text(text.replace("epochs = 5", "epochs = 1").replace("rounds = 6", "rounds = 4"))
+    run = job.parent / "run"
+    assert isthmus("train", job, "--run", run).code == 0
+    (kept,) = (run / "states").rglob("*.states")
+    kept.write_bytes(bytes(kept.stat().st_size))
+    text = job.read_text().replace("rounds = 4", "rounds = 6")
+    job.write_text(text.replace("[participation]\nclients = 5", "[participation]\nclients = 1"))
+    done = isthmus("train", job, "--resume", "--run", run)
+    if algorithm == "Heads":
+        assert done.code == 2 and "the algorithm cannot go on without it" in done.err
+        return
+    assert done.code == 0, done.err
+    trained = {t.client for line in History.of(run).lines()[4:] for one in line.record.trained.values() for t in one}
+    assert len(trained) <= 2
+    for client in set(range(5)) - trained:
+        assert f"client {client} is evaluated with a new one" in " ".join(done.err.split())
+    assert (last := History.of(run).lines()[-1].evaluation) is not None
+    assert last.clients is not None and last.clients.clients == 5
+
+
+def test_the_accuracies_of_clients_alone_are_drawn(job: Path) -> None:
+    job.write_text(job.read_text().replace('"fedavg"', '"heads:Heads"').replace("rounds = 6", "rounds = 2"))
+    run = job.parent / "run"
+    assert isthmus("train", job, "--run", run).code == 0
+    assert (run / "accuracy.png").read_bytes().startswith(b"\x89PNG")

@@ -185,3 +185,15 @@ def test_a_folder_is_of_one_kind(run: Path, tmp_path: Path) -> None:
         "holds no federated job",
     )
     assert len(History.of(run).lines()) == 3
+
+
+def test_the_older_round_is_exported_where_the_newest_is_damaged_whatever_clients_keep(tmp_path: Path) -> None:
+    (tmp_path / "job.toml").write_text(JOB.format(folder=tmp_path).replace('"fedavg"', '"scaffold"'))
+    assert isthmus("train", tmp_path / "job.toml").code == 0
+    newest = sorted((tmp_path / "runs" / "small" / "rounds").iterdir())[-1]
+    newest.write_bytes(newest.read_bytes()[:-1] + b"\xff")
+    done = isthmus("export", tmp_path / "runs" / "small", tmp_path / "out")
+    assert done.code == 0 and done.out.endswith("the model after 2 rounds\n")
+    assert str(newest) in done.err and "going back to round 2" in done.err
+    refused(isthmus("train", tmp_path / "job.toml", "--resume"), 2, "round 2 cannot be gone back to")
+    assert "last federated round" in " ".join(isthmus("export", "--help").out.split())

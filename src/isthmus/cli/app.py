@@ -29,7 +29,7 @@ COMMANDS = {
     "run_commands": {
         "trace": "Write a run's Perfetto trace (predicted and measured); print how well it was predicted.",
         "calibrate": "Write a run's fleet as its first steps showed it: stated speeds times measured factors.",
-        "export": "Write the newest checkpoint: a Hugging Face directory when the model is one, else safetensors.",
+        "export": "Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.",
     },
     "serving_commands": {
         "serve": "Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.",

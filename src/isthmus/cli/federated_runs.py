@@ -38,9 +38,12 @@ def trace(folder: RunFolder, out: Console, *, json: bool) -> None:
 
 def trained_model(folder: RunFolder, job: FederatedJob) -> tuple[nn.Module, int]:
     """The server's model after the last committed round that is whole, and how many rounds that is."""
-    found = Commits(folder.path / ROUNDS).newest(lambda why: print(why, file=sys.stderr))
+    damaged: list[str] = []
+    found = Commits(folder.path / ROUNDS).newest(damaged.append, needs_states=False)
     if found is None:
         raise UserError(f"run folder {folder.path}: no round was committed yet")
+    for why in damaged:
+        print(f"{why}; going back to round {found.round + 1}", file=sys.stderr)
     resident = Resident(build(job))
     model = found.values.get("model")
     if model is None or model.shape != (resident.size,) or model.dtype != resident.dtype:

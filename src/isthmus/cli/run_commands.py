@@ -40,5 +40,7 @@ def export(
     directory: Annotated[Path, typer.Argument(metavar="DIR", parser=local_path, help="Where to write.")],
     json: JsonOption = False,
 ) -> None:
-    """Write the newest checkpoint: a Hugging Face directory when the model is one, else safetensors."""
+    """Write a run's newest checkpoint or last federated round: a Hugging Face directory, or safetensors.
+
+    A Hugging Face directory when the model is one."""
     runs.export(run, directory, json=json)

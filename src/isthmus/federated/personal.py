@@ -11,7 +11,7 @@ from torch import Tensor
 from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import Form, first_state
 from isthmus.federated.algorithms import Algorithm, Values
-from isthmus.federated.states import States
+from isthmus.federated.states import StateLost, States
 from isthmus.protocol.federated_events import NONE
 
 
@@ -22,25 +22,39 @@ def is_personal(algorithm: Algorithm, model: Tensor) -> bool:
 
 
 class OwnModels:
-    """Reads clients' states, beside those who write them."""
+    """Reads clients' states, beside those who write them. A client whose state is lost has the model with which it will
+    begin anew, where the algorithm allows that."""
 
     def __init__(self, algorithm: Algorithm, states: States) -> None:
         self._algorithm = algorithm
         self._states = states
+        self._lost: set[tuple[int, int]] = set()
+        """Clients and places of which that was said."""
 
-    def after(self, model: Tensor, places: NDArray[int32]) -> Callable[[int], Tensor]:
-        """Each client's, [P], after a round that left the server this model and the clients' states in these places."""
+    def after(self, model: Tensor, places: NDArray[int32], say: Callable[[str], None]) -> Callable[[int], Tensor]:
+        """Each client's, [P], after a round that left the server this model and the clients' states in these places.
+        `say` is told once of a state that is lost; UserError where the algorithm cannot do without it."""
 
         def of(client: int) -> Tensor:
             place = int(places[client])
-            state = first_state(self._algorithm, model) if place == NONE else self._read(client, place)
+            kept = None if place == NONE else self._read(client, place, say)
+            state = first_state(self._algorithm, model) if kept is None else kept
             own = None if state is None else _own(self._algorithm, model, state)
             return model if own is None else own
 
         return of
 
-    def _read(self, client: int, place: int) -> Values:
-        return {name: value[0] for name, value in self._states.read([client], [place]).items()}
+    def _read(self, client: int, place: int, say: Callable[[str], None]) -> Values | None:
+        """None where it is lost."""
+        try:
+            return {name: value[0] for name, value in self._states.read([client], [place]).items()}
+        except StateLost as lost:
+            if not self._algorithm.state_can_be_lost:
+                raise lost.refusal() from None
+            if (client, place) not in self._lost:
+                self._lost.add((client, place))
+                say(f"{lost}; client {client} is evaluated with a new one")
+            return None
 
 
 def _own(algorithm: Algorithm, model: Tensor, state: Values) -> Tensor | None:

@@ -257,9 +257,11 @@ class Commits:
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))
 
-    def newest(self, passed_over: Callable[[str], None] = lambda _: None) -> Committed | None:
+    def newest(
+        self, passed_over: Callable[[str], None] = lambda _: None, *, needs_states: bool = True
+    ) -> Committed | None:
         """The last committed round that is as it was saved; None before the first. `passed_over` is told why of each
-        newer one.
+        newer one. Only who goes on from it `needs_states` of clients.
 
         UserError for a file of another run; and where none is whole, or where one that is whole needs states that may
         have been written over: to begin anew is for the user to say.
@@ -272,7 +274,7 @@ class Commits:
                 damaged = damaged or e
                 passed_over(str(e))
                 continue
-            if damaged is not None and found.states is not None:
+            if needs_states and damaged is not None and found.states is not None:
                 what = f"round {found.round + 1} cannot be gone back to, as its clients' states may be written over"
                 raise UserError(f"{damaged}; {what}")
             return found

@@ -54,6 +54,10 @@ class StateLost(UserError):
         self.clients = frozenset(clients)
         """Whose states are lost."""
 
+    def refusal(self) -> UserError:
+        """Of an algorithm whose clients cannot begin anew."""
+        return UserError(f"{self}; the algorithm cannot go on without it")
+
 
 class States(Protocol):
     """Where a worksite keeps its clients' states."""

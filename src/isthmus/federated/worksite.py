@@ -306,7 +306,7 @@ class Worksite:
                 return kept, self._states.read([t.client for t in read], [t.state for t in read]) if read else {}
             except StateLost as lost:
                 if not self._work.algorithm.state_can_be_lost:
-                    raise UserError(f"{lost}; the algorithm cannot go on without it") from None
+                    raise lost.refusal() from None
                 self._renewed |= lost.clients
                 self._say(f"{lost}; {_clients(lost.clients)} on with a new one")
 

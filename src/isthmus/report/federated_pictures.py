@@ -22,14 +22,16 @@ MOST_EDGED = 100
 
 
 def draw_rounds(lines: Sequence[RoundLine], path: Path) -> bool:
-    """Accuracy on held-out samples and of the clients' worst decile over the rounds; False where none was taken."""
+    """Accuracy over the rounds, on held-out samples and of clients on their own data, whichever was taken; False where
+    none was."""
     known = [(line.record.round + 1, line.evaluation) for line in lines if line.evaluation is not None]
     points = [(number, e.accuracy) for number, e in known if e.accuracy is not None]
-    if not points:
+    each = [(number, e.clients) for number, e in known if e.clients is not None]
+    if not points and not each:
         return False
     figure, axes = _figure()
-    axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, label="held-out samples")
-    each = [(number, e.clients) for number, e in known if e.clients is not None]
+    if points:
+        axes.plot(*zip(*points, strict=True), color=_COLOURS[0], linewidth=1.8, label="held-out samples")
     if each:
         numbers = [number for number, _ in each]
         mean = np.array([c.mean for _, c in each])

@@ -106,15 +106,16 @@ class Books:
     def _tell_renewed(self, record: Record) -> None:
         for name, timed in record.trained.items():
             if clients := [t.client for t in timed if t.renewed]:
-                what = f"state of client {clients[0]}" if len(clients) == 1 else f"states of {len(clients)} clients"
-                self._note(f"round {record.round + 1}: {name}: the {what} was lost: begun anew")
+                one, several = f"state of client {clients[0]} was", f"states of {len(clients)} clients were"
+                what = one if len(clients) == 1 else several
+                self._note(f"round {record.round + 1}: {name}: the {what} lost: begun anew")
 
     def _evaluation(self, closed: Closed) -> Evaluation | None:
         if self.evaluator is None or not self._is_due(closed.record):
             return None
         model, own = closed.values["model"], None
         if self.own_models is not None and closed.states is not None:
-            own = self.own_models.after(model, closed.states)
+            own = self.own_models.after(model, closed.states, self._note)
         return self.evaluator.evaluate(model, closed.values.get(BUFFERS), own)
 
     def _is_due(self, record: Record) -> bool:
