@@ -4,6 +4,7 @@
       ├─ UserError       bad config, model or input: exit 2
       │    └─ FleetTooSmall   the fleet cannot hold the job: exit 3
       ├─ PeerError       another party sent something wrong, or went away: exit 4
+      │    └─ DivergedUpdate  its numbers are not finite
       ├─ StepError       the job's model or data raised on a device: exit 2
       ├─ Diverged        the training's numbers are not finite: exit 1
       └─ InternalError   ours: exit 1
@@ -47,6 +48,10 @@ class PeerError(IsthmusError):
     """Another party sent something wrong or went away. Names the party."""
 
     exit_code = 4
+
+
+class DivergedUpdate(PeerError):
+    """The numbers that another party trained are not finite, or too large to be added up."""
 
 
 class StepError(IsthmusError):

@@ -37,6 +37,8 @@ class Sites:
 
     def __init__(self, *, start: int = 3, wait_s: float = 5.0, **rules: object) -> None:
         options = {"rounds": 9, "needed": 3, "gathering": Gathering(start=start, wait_s=wait_s)} | rules
+        self.diverged = 0
+        """As many of the first sites have numbers that are not finite."""
         self.sizes = np.zeros(3, dtype=np.int64)
         self.machine = FederatedCoordinator(
             SITES, RoundRules(**options), self.sizes, lambda r: self.machine.here, Pace(3, window_rounds=5)
@@ -56,7 +58,7 @@ class Sites:
     def update(self, name: str, turn: Turn, *, good: bool = True, seconds: float = 1.0) -> list[CoordinatorInstruction]:
         client = SITES.index(name)
         timed = (Timed(client, 10, seconds),) if good else ()
-        refused = () if good else (Refusal(client, "bad"),)
+        refused = () if good else (Refusal(client, "bad", client < self.diverged),)
         return self.machine.handle(Summed(executor=name, turn=turn, timed=timed, refused=refused))
 
     def tick(self, now_s: float) -> list[CoordinatorInstruction]:
@@ -188,8 +190,10 @@ def test_before_another_attempt_sites_that_are_away_are_waited_for() -> None:
     assert asked(sites.tick(10.0)) == {"a": (Turn(4, 1), [0]), "b": (Turn(4, 1), [1])}
 
 
-def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> None:
+@pytest.mark.parametrize(("diverged", "outcome"), [(0, "lost"), (2, "lost"), (3, "diverged")])
+def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run(diverged: int, outcome: str) -> None:
     sites = Sites(attempts=2)
+    sites.diverged = diverged
     sites.join(*SITES)
     sites.update("a", Turn(0), good=False)
     sites.update("b", Turn(0), good=False)
@@ -199,6 +203,7 @@ def test_updates_that_are_all_refused_are_tried_again_and_then_end_the_run() -> 
         out = sites.update(name, Turn(0, 1), good=False)
     finish = out[-1]
     assert isinstance(finish, Finish)
+    assert finish.outcome == outcome
     assert finish.reason == (
         "round 1: 0 clients were in, expected at least 1, after 2 attempts; client 0: bad; client 1: bad; client 2: bad"
     )

@@ -344,14 +344,19 @@ def test_too_few_at_the_deadline_is_tried_again_and_then_fails() -> None:
     assert "after 2 attempts" in finish.reason
 
 
-def test_clients_that_are_all_refused_are_not_trained_again() -> None:
+@pytest.mark.parametrize(("diverged", "outcome"), [(0, "lost"), (3, "lost"), (4, "diverged")])
+def test_clients_that_are_all_refused_are_not_trained_again(diverged: int, outcome: str) -> None:
     machine = coordinator(attempts=3)
     reports = [
-        Summed(executor=name, turn=TURN, timed=(), refused=tuple(Refusal(client, "bad") for client in clients))
+        Summed(
+            executor=name, turn=TURN, timed=(),
+            refused=tuple(Refusal(client, "bad", client < diverged) for client in clients),
+        )
         for name, clients in start(machine).items()
-    ]
+    ]  # fmt: skip
     *_, finish = [machine.handle(report) for report in reports][-1]
     assert isinstance(finish, Finish)
+    assert finish.outcome == outcome
     assert finish.reason.startswith("round 1: 0 clients were in, expected at least 1; client ")
 
 

@@ -16,8 +16,9 @@ import torch
 from msgspec import Meta
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, UserError, users_code
+from isthmus.errors import DivergedUpdate, IsthmusError, PeerError, UserError, users_code
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Pass, Update, Values
+from isthmus.protocol.federated_events import Refusal
 from isthmus.training.finite import is_finite
 
 
@@ -154,8 +155,13 @@ def admit(update: Update, forms: Mapping[str, Form], rules: AdmissionRules) -> U
             raise PeerError(f"value {name!r}: got {got}, expected {forms[name]}")
     for name, value in update.values.items():
         if not is_finite(value):
-            raise PeerError(f"value {name!r}: not all numbers are finite")
+            raise DivergedUpdate(f"value {name!r}: not all numbers are finite")
     return bounded(update, rules)
+
+
+def refusal_of(client: int, error: PeerError) -> Refusal:
+    """Of a client whose update was refused with this error."""
+    return Refusal(client, str(error), isinstance(error, DivergedUpdate))
 
 
 def bounded(update: Update, rules: AdmissionRules) -> Update:
@@ -167,7 +173,8 @@ def bounded(update: Update, rules: AdmissionRules) -> Update:
     if norm <= rules.max_norm:
         return update
     if not rules.clip or not math.isfinite(norm):
-        raise PeerError(f"an update of norm {norm:.4g}, expected at most {rules.max_norm:g}")
+        kind = PeerError if math.isfinite(norm) else DivergedUpdate
+        raise kind(f"an update of norm {norm:.4g}, expected at most {rules.max_norm:g}")
     scale = rules.max_norm / norm
     clipped = {name: update.values[name] * scale for name in counted}
     return Update(values={**update.values, **clipped}, state=update.state, weight=update.weight)

@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor
 
-from isthmus.errors import PeerError
+from isthmus.errors import DivergedUpdate, PeerError
 from isthmus.federated.spreading import spread
 
 FRACTION_BITS = 36
@@ -97,7 +97,7 @@ class FixedSum:
             if not found < _LIMIT:
                 self._take_back(parts[:number], factor)
                 within = f"{_LIMIT / factor:.3g}" if factor else "any bound"
-                raise PeerError(f"got {_worst(term)}, expected numbers within {within}")
+                raise DivergedUpdate(f"got {_worst(term)}, expected numbers within {within}")
             largest = max(largest, found)
             rounded = self._round(part, factor)
             np.subtract(rounded, _MAGIC_BITS, out=total if self._empty else rounded)
@@ -148,7 +148,7 @@ class FixedSum:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""
         largest = _largest(term.detach()) * weight * self._factor
         if not largest < _LIMIT:
-            raise PeerError(f"got {_worst(term)}, expected numbers within {_LIMIT / (weight * self._factor):.3g}")
+            raise DivergedUpdate(f"got {_worst(term)}, expected numbers within {_LIMIT / (weight * self._factor):.3g}")
         if self._bound + largest >= _SUM_LIMIT:
             raise PeerError(f"a sum of {(self._bound + largest) * self._unit:.3g} has no room in 64 bits")
 

@@ -13,7 +13,7 @@ import msgspec
 import torch
 from torch import Tensor
 
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import DivergedUpdate, PeerError, UserError
 from isthmus.federated.algorithms import Cohort, Combine, Update, Values
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
 from isthmus.training.finite import is_finite
@@ -76,7 +76,7 @@ class Partial:
             try:
                 _check_finite(update.values[name])
             except PeerError as e:
-                raise PeerError(f"client {client}: value {name!r}: {e}") from None
+                raise type(e)(f"client {client}: value {name!r}: {e}") from None
         added: list[tuple[FixedSum, Tensor, float]] = []
         for name in self._of("weighted_mean", "mean", "sum"):
             value = update.values[name]
@@ -87,7 +87,7 @@ class Partial:
             except PeerError as e:
                 for other, term, used in added:
                     other.add(term, -used)
-                raise PeerError(f"client {client}: value {name!r}: {e}") from None
+                raise type(e)(f"client {client}: value {name!r}: {e}") from None
             added.append((total, value, factor))
         if self.collects:
             self._collected[client] = {name: update.values[name].detach().clone() for name in self._of("collect")}
@@ -124,7 +124,7 @@ class Partial:
                 factor = weight if self._returns[name] == "weighted_mean" else 1.0
                 self._sum(name, value.numel()).check_term(value, factor)
             except PeerError as e:
-                raise PeerError(f"value {name!r}: {e}") from None
+                raise type(e)(f"value {name!r}: {e}") from None
 
     def _weight_of(self, update: Update, samples: int) -> float:
         weight = float(samples if update.weight is None else update.weight)
@@ -187,7 +187,7 @@ class Partial:
                 else:
                     _check_finite(value)
             except PeerError as e:
-                raise PeerError(f"value {name!r}: {e}") from None
+                raise type(e)(f"value {name!r}: {e}") from None
         return largest
 
     def _check_sum(self, name: str, value: Tensor, bound: float | None) -> float:
@@ -262,7 +262,7 @@ def _check_names(values: Values, returns: Mapping[str, Combine]) -> None:
 
 def _check_finite(value: Tensor) -> None:
     if not is_finite(value):
-        raise PeerError("not all numbers are finite")
+        raise DivergedUpdate("not all numbers are finite")
 
 
 def _few(names: Iterable[str]) -> str:

@@ -25,7 +25,7 @@ from torch import Tensor
 
 from isthmus.data.dataset import fingerprint_of
 from isthmus.documents import follow_umask
-from isthmus.errors import UserError, users_code
+from isthmus.errors import Diverged, UserError, users_code
 from isthmus.federated.admission import AdmissionRules, Form, admit, first_state, forms_of, named_tensors, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Update, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
@@ -172,7 +172,8 @@ class Server:
         self._partial.fold(client, update, samples)
 
     def absorb(self) -> None:
-        """All sums of the pass are in. UserError when the algorithm's step fails or leaves what is not finite."""
+        """All sums of the pass are in. UserError when the algorithm's step fails, Diverged when it leaves what
+        is not finite."""
         assert self.turn is not None, "a turn is open"
         combined = self._partial.combined(self.values["model"].dtype)
         cohort = self._partial.cohort(self._population)
@@ -193,7 +194,7 @@ class Server:
         for name, value in self.values.items():
             if not is_finite(value):
                 what = f"round {self.turn.round + 1}: the server's {name!r} is not finite any more"
-                raise UserError(f"{what}: try a smaller learning rate")
+                raise Diverged(f"{what}: try a smaller learning rate")
 
 
 def _tensors(values: Values, by: str) -> Values:

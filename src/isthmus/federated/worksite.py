@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError, users_code
-from isthmus.federated.admission import checked, first_state, unwritten
+from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.pacing import Pacer
@@ -135,7 +135,7 @@ class Worksite:
             try:
                 state = self._train_one(task)
             except PeerError as e:
-                refused.append(Refusal(task.client, str(e)))
+                refused.append(refusal_of(task.client, e))
                 continue
             timed.append(self._timed(task, self._pacer.end(), state))
         return tuple(timed), tuple(refused)
@@ -237,7 +237,7 @@ class Worksite:
             try:
                 taken.append((task, self._take_in(task, Update(values=values, state=state, weight=update.weight))))
             except PeerError as e:
-                refused.append(Refusal(task.client, str(e)))
+                refused.append(refusal_of(task.client, e))
         return taken, tuple(refused)
 
     def expect(self, tasks: Sequence[Task]) -> None:

@@ -39,6 +39,7 @@ from isthmus.protocol.federated_events import (
     Merge,
     Open,
     Opening,
+    Outcome,
     Record,
     Refusal,
     Refused,
@@ -376,7 +377,8 @@ class FederatedCoordinator:
                 each = f"{self.rules.deadline_s:g} s" if why == "deadline" else ""
                 tries = f"{turn.attempt + 1} attempts" if turn.attempt else ""
                 after = f", after {' of '.join(filter(None, (tries, each)))}" if tries or each else ""
-                return [*out, *self._end("lost", "; ".join([what + after, *opened.reasons, *_told(opened.refused)]))]
+                reason = "; ".join([what + after, *opened.reasons, *_told(opened.refused)])
+                return [*out, *self._end("diverged" if _diverged(opened, why) else "lost", reason)]
             return [*out, *self._try_again(Turn(turn.round, turn.attempt + 1, turn.number))]
         if self.rules.staleness and self.rules.gathering is not None:
             tasks = {name: next(iter(opened.held[name].values())) for name in there if opened.held[name]}
@@ -452,9 +454,15 @@ class FederatedCoordinator:
             return self._open_turn(Turn(turn.round, turn.attempt + 1, turn.number))
         return [*rehouse(homeless, names, opened, self._dealer, holds=self._steals)]
 
-    def _end(self, outcome: Literal["done", "interrupted", "lost"], reason: str = "") -> list[CoordinatorInstruction]:
+    def _end(self, outcome: Outcome, reason: str = "") -> list[CoordinatorInstruction]:
         self._phase, self._open = "done", None
         return [Halt(), Finish(outcome, reason)]
+
+
+def _diverged(opened: OpenTurn, why: Why) -> bool:
+    """Whether every client of the turn was trained, and none to finite numbers."""
+    everyone = why == "all" and not opened.done and not opened.reasons
+    return everyone and bool(opened.refused) and all(refusal.diverged for refusal in opened.refused)
 
 
 def _told(refused: Sequence[Refusal]) -> list[str]:

@@ -69,6 +69,8 @@ class Refusal(msgspec.Struct, frozen=True, array_like=True):
 
     client: int
     reason: str
+    diverged: bool = False
+    """Its numbers are not finite, or too large to be added up."""
 
 
 # To the executor
@@ -312,8 +314,12 @@ class Halt(msgspec.Struct, frozen=True):
     """Tell every executor to leave."""
 
 
+Outcome = Literal["done", "interrupted", "lost", "diverged"]
+"""Diverged: the numbers of every client of a round are not finite. Lost: the run cannot go on for another reason."""
+
+
 class Finish(msgspec.Struct, frozen=True):
-    outcome: Literal["done", "interrupted", "lost"]
+    outcome: Outcome
     reason: str = ""
 
 

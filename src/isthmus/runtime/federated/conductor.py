@@ -13,7 +13,7 @@ from typing import Protocol
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import Diverged, PeerError, UserError
 from isthmus.federated.server import Server
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import (
@@ -64,6 +64,15 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     """Messages that brought values: sums or collected ones."""
     value_bytes: int = 0
     """Of those values, without headers."""
+
+
+def ended(finish: Finish) -> Finish:
+    """How a run ended that is done or interrupted; PeerError and Diverged where it could not go on."""
+    if finish.outcome == "diverged":
+        raise Diverged(finish.reason)
+    if finish.outcome == "lost":
+        raise PeerError(finish.reason)
+    return finish
 
 
 class Outgoing(Protocol):

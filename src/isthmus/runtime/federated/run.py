@@ -17,7 +17,7 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.errors import PeerError, UserError, users_code
+from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import bounded, first_state
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import History, RoundLine
@@ -45,7 +45,7 @@ from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Finish, Record
 from isthmus.protocol.federated_pace import Pace
 from isthmus.runtime.federated.books import JOB, Books, Closed
-from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure
+from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure, ended
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.intake import SumsIntake
 from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
@@ -122,14 +122,13 @@ class FederatedRun:
         self.books.begin(note)
 
     def run(self, note: Callable[[str], None] = lambda _: None) -> Finish:
-        """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left."""
+        """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
+        when no client's numbers are finite."""
         self.begin(note)
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
             finish = self._in_processes(after, note) if apart else self._in_process(after)
-        if finish.outcome == "lost":
-            raise PeerError(finish.reason)
-        return finish
+        return ended(finish)
 
     def _site(self, number: int) -> Worksite:
         job = self.job

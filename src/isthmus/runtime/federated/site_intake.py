@@ -8,12 +8,12 @@ from collections.abc import Callable, Mapping
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.federated.admission import AdmissionRules
+from isthmus.federated.admission import AdmissionRules, refusal_of
 from isthmus.federated.algorithms import Update
 from isthmus.federated.offer import Offer
 from isthmus.federated.past import faded
 from isthmus.federated.server import Server
-from isthmus.protocol.federated_events import CoordinatorEvent, Drained, Joined, Refusal, Summed, Timed, Turn
+from isthmus.protocol.federated_events import CoordinatorEvent, Drained, Joined, Summed, Timed, Turn
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.federated import DrainedMessage
 from isthmus.runtime.messages.run import Failed, Heartbeat
@@ -82,7 +82,7 @@ class UpdatesIntake:
                 admitted = self._server.admit(update, samples, self._rules)
             except PeerError as e:
                 self._note(f"site {executor}: its update of round {turn.round + 1} is refused: {e}")
-                return Summed(executor=executor, turn=turn, timed=(), refused=(Refusal(client, str(e)),))
+                return Summed(executor=executor, turn=turn, timed=(), refused=(refusal_of(client, e),))
             self._updates[executor] = faded(admitted, late)
         timed = Timed(client, samples, message.seconds, message.state, message.renewed)
         return Summed(executor=executor, turn=turn, timed=(timed,))

@@ -16,7 +16,7 @@ import numpy as np
 import torch
 from numpy.typing import NDArray
 
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import (
@@ -38,7 +38,7 @@ from isthmus.protocol.federated_pace import Pace
 from isthmus.protocol.federated_rules import Gathering
 from isthmus.runtime.conducting.crew import Call
 from isthmus.runtime.federated.books import Books
-from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure
+from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure, ended
 from isthmus.runtime.federated.site_intake import UpdatesIntake
 from isthmus.runtime.federated.site_reception import Lane, SiteReception
 from isthmus.runtime.service.service import Service
@@ -89,7 +89,8 @@ class SiteRun:
         return members(self.job, self._sizes, round_, self.machine.here)
 
     def run(self, service: Service, note: Callable[[str], None] = lambda _: None) -> Finish:
-        """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part."""
+        """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part,
+        Diverged when no site's numbers are finite."""
         self.books.begin(note)
         run = secrets.token_hex(16)
         clients = {name: number for number, name in enumerate(self.deployment.sites)}
@@ -107,10 +108,7 @@ class SiteRun:
             run=run, devices=self.deployment.sites, patience_s=self.job.patience_s, threads=1, logs=self.folder / "logs"
         )
         with service.standing(call, conductor.reception):
-            finish = conductor.conduct()
-        if finish.outcome == "lost":
-            raise PeerError(finish.reason)
-        return finish
+            return ended(conductor.conduct())
 
     def _kept_run(self) -> str:
         """The name under which sites keep their clients' states: the run folder's own."""
