@@ -2,13 +2,12 @@
 
 from __future__ import annotations
 
-import contextlib
 import math
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import TypeVar
 
@@ -115,10 +114,16 @@ def _struct_of(expected: object) -> type[msgspec.Struct] | None:
     return None
 
 
-def read_lines(path: Path, kind: type[Document]) -> list[Document]:
-    """Every line of JSON that was written whole: a killed run may leave half a one. Nothing where there is no file."""
+def read_lines(
+    path: Path, kind: type[Document], passed_over: Callable[[int, bool], None] = lambda number, last: None
+) -> list[Document]:
+    """Every line of JSON that was written whole: a killed run may leave half a one. Nothing where there is no file.
+    `passed_over` is told of each other line: its number, from 1, and whether it is the last one."""
     found: list[Document] = []
-    for line in path.read_bytes().splitlines() if path.is_file() else []:
-        with contextlib.suppress(ValueError):  # msgspec's, or UnicodeDecodeError
+    lines = path.read_bytes().splitlines() if path.is_file() else []
+    for number, line in enumerate(lines, 1):
+        try:
             found.append(msgspec.json.decode(line, type=kind))
+        except ValueError:  # msgspec's, or UnicodeDecodeError
+            passed_over(number, number == len(lines))
     return found

@@ -3,6 +3,9 @@
 from __future__ import annotations
 
 import json
+import re
+import shutil
+from collections.abc import Callable
 from pathlib import Path
 
 import pytest
@@ -197,3 +200,49 @@ def test_the_older_round_is_exported_where_the_newest_is_damaged_whatever_client
     assert str(newest) in done.err and "going back to round 2" in done.err
     refused(isthmus("train", tmp_path / "job.toml", "--resume"), 2, "round 2 cannot be gone back to")
     assert "last federated round" in " ".join(isthmus("export", "--help").out.split())
+
+
+def copied(run: Path, folder: Path) -> Path:
+    return Path(shutil.copytree(run, folder / "copy"))
+
+
+def test_rounds_that_are_gone_were_still_made(run: Path, tmp_path: Path) -> None:
+    other = copied(run, tmp_path)
+    shutil.rmtree(other / "rounds")
+    refused(isthmus("export", other, tmp_path / "out"), 2, "holds no round, expected the last of the 3")
+    job = (other / "job.json").read_text()
+    (other / "job.json").write_text(
+        re.sub(r'("save_every": ?)1\b', r"\g<1>5", re.sub(r'("rounds": ?)3\b', r"\g<1>9", job))
+    )
+    refused(isthmus("export", other, tmp_path / "out"), 2, "no round was saved yet: federated.save_every is 5")
+    (other / "rounds.jsonl").write_bytes(b"{\n")
+    refused(isthmus("export", other, tmp_path / "out"), 2, "holds no round, and no line of rounds.jsonl can be read")
+
+
+@pytest.mark.parametrize(("content", "what"), [(None, "missing"), (b"", "empty"), (b"\0" * 99, "damaged")])
+def test_a_trace_without_the_rounds_lines_says_so(run: Path, tmp_path: Path, content: bytes | None, what: str) -> None:
+    other = copied(run, tmp_path)
+    (other / "rounds.jsonl").unlink()
+    if content is not None:
+        (other / "rounds.jsonl").write_bytes(content)
+    refused(isthmus("trace", other), 2, f"rounds.jsonl: {what}")
+
+
+@pytest.mark.parametrize(
+    ("damage", "said", "kept"),
+    [
+        (lambda lines: [lines[0], lines[1][:50]], ("line 2 is the last one and is not whole", "rounds 2 to 3:"), 1),
+        (lambda lines: [lines[0][:9] + b"\n", *lines[1:]], ("line 1 cannot be read", "round 1:"), 2),
+        (lambda lines: [lines[0], lines[2]], ("tells nothing of round 2:",), 2),
+        (lambda lines: lines, (), 3),
+    ],
+)
+def test_a_trace_says_of_which_rounds_it_is_not(
+    run: Path, tmp_path: Path, damage: Callable[[list[bytes]], list[bytes]], said: tuple[str, ...], kept: int
+) -> None:
+    other = copied(run, tmp_path)
+    path = other / "rounds.jsonl"
+    path.write_bytes(b"".join(damage(path.read_bytes().splitlines(keepends=True))))
+    done = isthmus("trace", other, "--json")
+    assert done.code == 0 and json.loads(done.out)["rounds"] == kept
+    assert all(what in done.err for what in said) and bool(done.err) == bool(said)

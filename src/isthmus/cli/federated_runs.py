@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import itertools
 import sys
+from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -13,7 +15,7 @@ from torch import nn
 from isthmus.cli.folder import RunFolder
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import BUFFERS
-from isthmus.federated.history import History
+from isthmus.federated.history import ROUND_LINES, History
 from isthmus.federated.job import FederatedJob, build
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import ROUNDS, Commits
@@ -24,9 +26,13 @@ from isthmus.trace import write_perfetto
 
 def trace(folder: RunFolder, out: Console, *, json: bool) -> None:
     """Its rounds for a trace viewer, and what they took."""
-    lines = History.of(folder.path).lines()
+    lines = History.of(folder.path).lines(_note)
+    kept = Commits(folder.path / ROUNDS).rounds()
     if not lines:
-        raise UserError(f"run folder {folder.path}: no round was committed yet")
+        raise _no_lines(folder, kept)
+    told_of = {line.record.round for line in lines}
+    if missing := [number + 1 for number in range(max(kept, *(n + 1 for n in told_of))) if number not in told_of]:
+        _note(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {_ranges(missing)}: not in the trace")
     write_perfetto([trace_of(folder.path.name, lines)], folder.perfetto)
     if json:
         told = {"perfetto": str(folder.perfetto), "rounds": len(lines), "seconds": sum(line.seconds for line in lines)}
@@ -41,9 +47,9 @@ def trained_model(folder: RunFolder, job: FederatedJob) -> tuple[nn.Module, int]
     damaged: list[str] = []
     found = Commits(folder.path / ROUNDS).newest(damaged.append, needs_states=False)
     if found is None:
-        raise UserError(f"run folder {folder.path}: no round was committed yet")
+        raise _nothing_saved(folder, job)
     for why in damaged:
-        print(f"{why}; going back to round {found.round + 1}", file=sys.stderr)
+        _note(f"{why}; going back to round {found.round + 1}")
     resident = Resident(build(job))
     model = found.values.get("model")
     if model is None or model.shape != (resident.size,) or model.dtype != resident.dtype:
@@ -55,3 +61,45 @@ def trained_model(folder: RunFolder, job: FederatedJob) -> tuple[nn.Module, int]
     if BUFFERS in found.values:
         resident.set_buffers(found.values[BUFFERS])
     return resident.module, found.round + 1
+
+
+def _note(what: str) -> None:
+    print(what, file=sys.stderr)
+
+
+def _no_lines(folder: RunFolder, kept: int) -> UserError:
+    """Of a trace: the rounds' lines are not there, though rounds may have been made."""
+    path = folder.path / ROUND_LINES
+    if path.is_file() and path.stat().st_size:
+        return UserError(f"{path}: damaged: none of its lines can be read")
+    if kept:
+        state = "empty" if path.is_file() else "missing"
+        return UserError(
+            f"{path}: {state}, expected a line for each of {kept} rounds, of which the last are in {ROUNDS}/"
+        )
+    return UserError(f"run folder {folder.path}: no round was committed yet")
+
+
+def _nothing_saved(folder: RunFolder, job: FederatedJob) -> UserError:
+    """Of an export: there is no file of a round."""
+    unread: list[str] = []
+    lines, config = History.of(folder.path).lines(unread.append), job.federated
+    done = max((line.record.round + 1 for line in lines), default=0)
+    if done >= min(config.save_every, config.rounds):
+        what = f"{ROUNDS}/ holds no round, expected the last of the {done} that {ROUND_LINES} tells of"
+    elif done:
+        what = f"no round was saved yet: federated.save_every is {config.save_every}, and {done} were made"
+    elif unread:
+        what = f"{ROUNDS}/ holds no round, and no line of {ROUND_LINES} can be read"
+    else:
+        what = "no round was committed yet"
+    return UserError(f"run folder {folder.path}: {what}")
+
+
+def _ranges(rounds: Sequence[int]) -> str:
+    """Ascending numbers, as "rounds 2, 5 to 9"."""
+    parts: list[str] = []
+    for first in (n for n in rounds if n - 1 not in rounds):
+        last = next(n for n in itertools.count(first) if n + 1 not in rounds)
+        parts.append(str(first) if first == last else f"{first} to {last}")
+    return f"round{'s' if len(rounds) > 1 else ''} {', '.join(parts)}"

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from pathlib import Path
 
 import msgspec
@@ -11,6 +11,9 @@ from isthmus.documents import read_lines
 from isthmus.errors import UserError
 from isthmus.federated.evaluation import Evaluation
 from isthmus.protocol.federated_events import Record
+
+ROUND_LINES = "rounds.jsonl"
+"""In a run's folder."""
 
 
 class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
@@ -69,7 +72,7 @@ class History:
     @classmethod
     def of(cls, run: Path) -> History:
         """Of the run in this folder."""
-        return cls(run / "rounds.jsonl")
+        return cls(run / ROUND_LINES)
 
     def keep(self, rounds: int) -> None:
         """Forget what comes after so many rounds: a resumed run makes them again."""
@@ -88,5 +91,11 @@ class History:
         except OSError as e:
             raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 
-    def lines(self) -> list[RoundLine]:
-        return read_lines(self._path, RoundLine)
+    def lines(self, note: Callable[[str], None] = lambda _: None) -> list[RoundLine]:
+        """Those that can be read; `note` is told of each other one."""
+
+        def passed_over(number: int, last: bool) -> None:
+            what = "is the last one and is not whole" if last else "cannot be read"
+            note(f"history {self._path}: line {number} {what}: passed over")
+
+        return read_lines(self._path, RoundLine, passed_over)

@@ -258,6 +258,11 @@ class Commits:
     def _files(self) -> list[Path]:
         return sorted(self._folder.glob("round-*.safetensors"))
 
+    def rounds(self) -> int:
+        """How many were made by the time of the last file there is, whole or not."""
+        numbers = [path.stem.removeprefix("round-") for path in self._files()]
+        return max((int(number) + 1 for number in numbers if number.isdecimal()), default=0)
+
     def newest(
         self, passed_over: Callable[[str], None] = lambda _: None, *, needs_states: bool = True
     ) -> Committed | None:
