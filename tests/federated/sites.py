@@ -91,6 +91,11 @@ def free_port() -> int:
         return int(listener.getsockname()[1])
 
 
+def listens(port: int) -> bool:
+    with socket.socket() as probe:
+        return probe.connect_ex(("127.0.0.1", port)) == 0
+
+
 def write_tickets(folder: Path, names: tuple[str, ...], port: int) -> Path:
     """The fleet's state folder, and a ticket file for each site."""
     state = FleetState(folder / "fleet")

@@ -6,7 +6,6 @@ import contextlib
 import math
 import os
 import signal
-import socket
 import sys
 import threading
 from collections.abc import Iterator, Mapping, Sequence
@@ -30,7 +29,7 @@ from isthmus.runtime.federated.site_run import SiteRun
 from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, membership_in
-from tests.federated.sites import attend, free_port, model, samples, write_job, write_tickets
+from tests.federated.sites import attend, free_port, listens, model, samples, write_job, write_tickets
 from tests.fleet_service.parties import Fleet, in_background, serving, soon
 from tests.runtime.commands import Done, edited, isthmus, refused
 
@@ -258,11 +257,6 @@ def test_late_updates_count_once_and_for_less(tmp_path: Path, monkeypatch: pytes
 def test_a_site_that_is_too_late_is_named(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     _, said = served(tmp_path, monkeypatch, "quorum = 0.5", {"a": 0.01, "b": 0.5}, rounds=2)
     assert "site b: too late for round 1: its update counts nowhere" in said
-
-
-def listens(port: int) -> bool:
-    with socket.socket() as probe:
-        return probe.connect_ex(("127.0.0.1", port)) == 0
 
 
 def newest_round(run: Path) -> int:

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import math
+import os
+import signal
 from pathlib import Path
 
 import pytest
@@ -14,8 +16,11 @@ from isthmus.federated.admission import AdmissionRules, bounded, refusal_of
 from isthmus.federated.partial import Partial
 from isthmus.protocol.federated_events import Finish
 from isthmus.runtime.federated.conductor import ended
+from isthmus.runtime.processes.forked import Forked
+from tests.federated.sites import attend, free_port, listens, write_job, write_tickets
 from tests.federated.test_run_folders import JOB
-from tests.runtime.commands import isthmus, refused
+from tests.fleet_service.parties import soon
+from tests.runtime.commands import edited, isthmus, refused
 
 
 @pytest.mark.parametrize("more", ['"sp"\ntogether = 1', '"sp"\ntogether = 3', '"ours"\nexecutors = 2'])
@@ -51,3 +56,27 @@ def test_how_a_run_ends_is_raised() -> None:
     with pytest.raises(PeerError, match="why"):
         ended(Finish("lost", "why"))
     assert ended(Finish("interrupted")).outcome == "interrupted"
+
+
+def test_sites_that_all_diverge_end_the_run(tmp_path: Path) -> None:
+    names, port = ("a", "b"), free_port()
+    job = edited(write_job(tmp_path, names), ("batch_size = 4", "batch_size = 4\nlearning_rate = 1e25"))
+    state = write_tickets(tmp_path, names, port)
+
+    def serve(_: str) -> None:
+        done = isthmus("serve", job, "--state", state, "--port", str(port), "--tickets", "0")
+        (tmp_path / "unfinished").write_text(f"{done.code} {done.err}")
+        (tmp_path / "unfinished").rename(tmp_path / "served")
+
+    with (
+        Forked({"coordinator": serve}, tmp_path / "logs-1") as coordinator,
+        Forked({name: attend(tmp_path, name) for name in names}, tmp_path / "logs-2") as sites,
+    ):
+        coordinator.begin("")
+        soon(lambda: listens(port), 60)
+        sites.begin("")
+        soon((tmp_path / "served").exists, 60)
+        for pid in sites.pids().values():
+            os.kill(pid, signal.SIGKILL)
+    told = (tmp_path / "served").read_text()
+    assert told.startswith("1 ") and "round 1: 0 clients were in" in told, told

@@ -219,7 +219,7 @@ def test_rounds_that_are_gone_were_still_made(run: Path, tmp_path: Path) -> None
     refused(isthmus("export", other, tmp_path / "out"), 2, "holds no round, and no line of rounds.jsonl can be read")
 
 
-@pytest.mark.parametrize(("content", "what"), [(None, "missing"), (b"", "empty"), (b"\0" * 99, "damaged")])
+@pytest.mark.parametrize(("content", "what"), [(None, "missing"), (b"", "empty"), (b"{\n", "damaged")])
 def test_a_trace_without_the_rounds_lines_says_so(run: Path, tmp_path: Path, content: bytes | None, what: str) -> None:
     other = copied(run, tmp_path)
     (other / "rounds.jsonl").unlink()
