@@ -109,7 +109,7 @@ def test_the_only_process_dies_and_its_device_is_called_again(fleet: Fleet, tmp_
     )  # fmt: skip
     assert outcome.outcome == "done", (outcome.reason, notes)
     (recovery,) = outcome.recoveries
-    assert recovery.from_checkpoint and recovery.step == 4
+    assert recovery.from_checkpoint and recovery.step in (4, 8), "a device may be items ahead of what was reported"
     assert "d0: its process was killed by SIGKILL): calling d0 again, attempt 1 of 3" in notes[0], notes
     devices.stop()
 

@@ -13,8 +13,8 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.plan import Plan
+from isthmus.planners import over_counts, planner_names
 from isthmus.planners import plan as make_plan
-from isthmus.planners import planner_names
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.simulator import simulate
@@ -56,7 +56,9 @@ def small_fleet() -> Fleet:
 
 @functools.cache
 def planned(planner: str = "chain") -> Plan:
-    return make_plan(planner, prepared().problem(small_fleet()))
+    """With the certificate that documents have, whoever planned."""
+    problem = prepared().problem(small_fleet())
+    return over_counts(problem, (problem.micro_batches,), lambda cut: make_plan(planner, cut), None)
 
 
 def test_it_fits_only_with_stages_that_recompute() -> None:

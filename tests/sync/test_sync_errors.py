@@ -14,7 +14,7 @@ from torch import Tensor, nn
 from isthmus.errors import UserError
 from isthmus.sync import Options, Sync, attach, load_worker, mode_names, save_worker
 
-FREE = sorted(set(mode_names()) - {"dream"})
+FREE = sorted(set(mode_names()) - {"dream", "dreamddp"})
 """Modes that do not update inside backward."""
 
 

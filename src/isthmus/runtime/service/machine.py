@@ -85,7 +85,9 @@ def _ports(port: int) -> Iterator[Finding]:
     for wanted in (0, port):
         what = "any" if not wanted else f"{wanted}, which `isthmus serve` takes"
         try:
-            socket.create_server(("127.0.0.1", wanted)).close()
+            with socket.socket() as trial:
+                trial.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
+                trial.bind(("127.0.0.1", wanted))
         except OSError as e:
             another = "; `isthmus serve --port` takes another" if wanted else ""  # devices do not need it
             detail = f"{what}: {e.strerror or e}{another}"
