@@ -242,10 +242,15 @@ def test_a_plan_as_it_was_made_is_taken_as_it_is(tmp_path: Path) -> None:
     job = load_job(write_job(tmp_path))
     prepared, fleet, path = prepare(job), fleet_of(job), tmp_path / "plan.json"
     plan = plan_for(prepared, fleet)
+    save_plan(plan, path)
+    assert plan_for(prepared, fleet, path) == plan
     limited = msgspec.structs.replace(plan.replica, schedule=Schedule("1f1b", (1, 1)))
-    for kept in (plan, msgspec.structs.replace(plan, replicas=(limited,))):
-        save_plan(kept, path)
-        assert plan_for(prepared, fleet, path) == kept
+    save_plan(msgspec.structs.replace(plan, replicas=(limited,)), path)
+    taken = plan_for(prepared, fleet, path)
+    assert taken.replica.schedule == limited.schedule and taken.notes == plan.notes
+    assert taken.predicted == plan.predicted
+    less = [stage.memory.total - before.memory.total for stage, before in zip(taken.stages, plan.stages, strict=True)]
+    assert max(less) <= 0 and min(less) < 0, "fewer micro-batches in flight"
 
 
 class Trained(NamedTuple):

@@ -85,10 +85,19 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
         as_limited = limited_as(problem, again, [replica.schedule for replica in plan.replicas]).replicas
     except UserError as e:
         raise type(e)(f"plan file {document}: {e}") from None
-    if (as_limited, again.predicted, again.sync) == (plan.replicas, plan.predicted, plan.sync):
-        return plan
+    alike = _but_memory(as_limited) == _but_memory(plan.replicas)
+    if alike and (again.predicted, again.sync) == (plan.predicted, plan.sync):
+        return msgspec.structs.replace(plan, replicas=as_limited)  # other limits need other memory
     note = f"{document.name} is not as planner {plan.planner} left it: all figures were computed anew"
     return msgspec.structs.replace(again, notes=(*again.notes, note))
+
+
+def _but_memory(replicas: Sequence[Replica]) -> list[object]:
+    return [
+        msgspec.structs.asdict(replica)
+        | {"stages": [msgspec.structs.asdict(stage) | {"memory": None} for stage in replica.stages]}
+        for replica in replicas
+    ]
 
 
 def _check_covers(replica: Replica, last: int, source: str) -> None:
