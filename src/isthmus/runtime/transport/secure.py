@@ -18,6 +18,8 @@ from isthmus.runtime.transport.pacing import pace
 
 RECORD_BYTES = 1 << 14
 """The most that one TLS record holds."""
+HANDSHAKE_RECORD = b"\x16\x03"
+"""How each begins that asks for TLS: its content type, and the major version."""
 RECORD_HEADER_BYTES = 5
 """Kind, version, length (u16)."""
 
@@ -176,7 +178,7 @@ def await_hello(connection: socket.socket) -> None:
     """Until the other side's first TLS record is here in whole; nothing of it is read. What is no TLS at all is left
     to TLS to refuse. OSError: the other side left, or took longer than the socket's timeout."""
     header = _peeked(connection, RECORD_HEADER_BYTES)
-    if len(header) == RECORD_HEADER_BYTES:
+    if len(header) == RECORD_HEADER_BYTES and header.startswith(HANDSHAKE_RECORD):
         length = min(int.from_bytes(header[-2:]), RECORD_BYTES)
         _peeked(connection, RECORD_HEADER_BYTES + length)
     connection.setsockopt(socket.SOL_SOCKET, socket.SO_RCVLOWAT, 1)
