@@ -32,7 +32,7 @@ def question_of(problem: Problem) -> Question:
     state = problem.state
     return Question(
         graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
-        micro_batches=problem.micro_batches, schedule=problem.schedule, speed_scale=problem.speed_scale,
+        micro_batches=problem.micro_batches, schedule=problem.schedule,
         recompute=problem.recompute,
         state=StateBytes(
             master=state.master_bytes, gradient=state.gradient_bytes, optimizer=state.optimizer_bytes

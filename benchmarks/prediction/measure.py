@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import dataclasses
 import itertools
 import subprocess
 import sys
@@ -16,7 +15,7 @@ from pairs import Pair, Shares
 
 from isthmus.cost import build_plan
 from isthmus.cost.calibration import Calibration, Warmup, calibrate
-from isthmus.fleet import Fleet, Link, Route
+from isthmus.fleet import Fleet, Link, Route, corrected
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
 from isthmus.plan import Plan
@@ -193,7 +192,7 @@ def network_result(pair: Pair, settings: Settings) -> Result:
         simulated = simulate(plan, probed, run_spec(prepared), options)
         measured = run_plan(prepared.job, plan, fleet, lab, settings)
     # The closed form and Eq. 3 get the same links and, as FusionLLM has it, one factor per device.
-    problem = dataclasses.replace(prepared.problem(probed), speed_scale=calibration.speed_scale(plan, probed))
+    problem = prepared.problem(corrected(probed, calibration.flops_per_s(plan), {}))
     scaled = build_plan(problem, fleet.names, plan.boundaries(), planner=plan.planner)
     return _result(pair, scaled, simulated, measured, max(others_cores, measured.others_cores))
 

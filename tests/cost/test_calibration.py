@@ -8,7 +8,7 @@ from hypothesis import strategies as st
 
 from isthmus.cost.calibration import Calibration, Line, Warmup, calibrate, fit, trimmed_mean
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Fleet, Link, Links
+from isthmus.fleet import Device, Fleet, Link, Links, corrected
 from isthmus.plan import (
     Edge,
     Plan,
@@ -96,9 +96,10 @@ def test_two_plans_give_the_durations_of_a_third(
 
 def test_one_plan_gives_a_speed_per_device() -> None:
     plan, fleet = plan_of([(4_000_000, 8_000_000, 10), (2_000_000, 4_000_000, 10)]), fleet_of(2)
-    warmup = Warmup(plan, simulate(plan, fleet, SPEC, SimulationOptions(speed_scale={"d1": 0.5})))
+    slower = corrected(fleet, {"d1": 5e8}, {})
+    warmup = Warmup(plan, simulate(plan, slower, SPEC, SimulationOptions()))
     found = calibrate([warmup])
-    assert found.speed_scale(plan, fleet) == pytest.approx({"d0": 1.0, "d1": 0.5})
+    assert found.flops_per_s(plan) == pytest.approx({"d0": 1e9, "d1": 5e8})
     twice = plan_of([(8_000_000, 16_000_000, 10), (1_000_000, 2_000_000, 10)])
     assert found.durations(twice)[0, "B"] == pytest.approx(0.016)
     assert found.durations(twice)[1, "F"] == pytest.approx(0.002)

@@ -18,7 +18,7 @@ from isthmus.cost import (
     step_price,
 )  # fmt: skip
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
 
 
@@ -74,6 +74,10 @@ def problem(fleet: Fleet | None = None, **more: object) -> Problem:
     return Problem(flow=Flow(skipping_graph()), fleet=fleet or three_devices(), **fields)  # type: ignore[arg-type]
 
 
+def much_faster(fleet: Fleet) -> Fleet:
+    return corrected(fleet, {d.name: 100 * d.flops_per_s for d in fleet.devices}, {})
+
+
 def test_edges_carry_each_value_straight_to_its_user_and_gradients_where_due() -> None:
     placed = place(problem(), ["p", "q", "r"], [2, 3])
     edges = [(e.source, e.target, e.values, e.gradients, e.forward_bytes, e.backward_bytes) for e in placed.edges]
@@ -99,7 +103,7 @@ def test_the_closed_form_is_fill_plus_periods_plus_shared() -> None:
 
 
 def test_a_links_bytes_count_in_the_period_but_its_latency_does_not() -> None:
-    times = place(problem(speed_scale={"p": 100.0, "q": 100.0, "r": 100.0}), ["p", "q", "r"], [2, 3]).times
+    times = place(problem(much_faster(three_devices())), ["p", "q", "r"], [2, 3]).times
     assert times.bottleneck == (pytest.approx(48 / 8), "link p -> r")
 
 
@@ -196,8 +200,6 @@ def test_notes_say_what_each_device_does() -> None:
         ({"micro_batches": 0}, "micro_batches: got 0, expected at least 1"),
         ({"micro_batch_size": 0}, "micro_batch_size: got 0"),
         ({"schedule": "2f2b"}, "unknown schedule '2f2b'"),
-        ({"speed_scale": {"z": 1.0}}, "unknown device in speed_scale 'z'"),
-        ({"speed_scale": {"p": 0.0}}, "speed_scale of 'p': got 0.0"),
     ],
 )
 def test_a_wrong_problem_is_the_users_error(fields: dict[str, object], message: str) -> None:
@@ -224,9 +226,8 @@ def sites(*found: Site) -> Fleet:
 
 
 def test_links_that_leave_a_site_share_its_uplink() -> None:
-    fast = {"p": 100.0, "q": 100.0, "r": 100.0}
     fleet = sites(Site(region="away", uplink_bytes_per_s=7.0))
-    times = place(problem(fleet, speed_scale=fast), ["p", "q", "r"], [2, 3]).times
+    times = place(problem(much_faster(fleet)), ["p", "q", "r"], [2, 3]).times
     # p sends 32 bytes to q and 48 to r; neither link alone is faster than the uplink.
     assert times.bottleneck == (pytest.approx((32 + 48) / 7), "uplink of away")
     assert times.edges[1].forward_wire_s == pytest.approx(48 / 7)

@@ -14,7 +14,7 @@ from term_cases import every_plan
 
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state, plan_compression
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
+from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
 from isthmus.plan import Plan
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
@@ -31,7 +31,7 @@ from isthmus.verify.search import Search
 def question_of(problem: Problem) -> Question:
     return Question(
         graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
-        micro_batches=problem.micro_batches, schedule=problem.schedule, speed_scale=problem.speed_scale,
+        micro_batches=problem.micro_batches, schedule=problem.schedule,
         terms=problem.terms, recompute=problem.recompute,
         state=StateBytes(
             master=problem.state.master_bytes, gradient=problem.state.gradient_bytes,
@@ -90,11 +90,12 @@ def test_every_plan_of_ours_passes(
     planner: str, seed: int, devices: int, units: int, micro_batches: int, schedule: str, memory: int, saved: int,
     recompute: bool,
 ) -> None:  # fmt: skip
-    fleet = fleet_of([1 + (seed * (k + 3)) % 7 for k in range(devices)], seed, memory=[memory] * devices)
+    stated = fleet_of([1 + (seed * (k + 3)) % 7 for k in range(devices)], seed, memory=[memory] * devices)
+    fleet = corrected(stated, {"d0": 0.5 * stated.device("d0").flops_per_s}, {})
     state = parameter_state("adamw")
     problem = problem_of(
         saving(random_graph(seed, units), saved), fleet, micro_batches=micro_batches, schedule=schedule, state=state,
-        speed_scale={"d0": 0.5}, recompute=recompute,
+        recompute=recompute,
     )  # fmt: skip
     try:
         plan = make_plan(planner, problem)

@@ -174,7 +174,7 @@ def _note(replicas: Sequence[Placement], name: str, why: str) -> str:
     if placed is None:
         return f"{name} is left out{reason}"
     runs = " and ".join(_runs(placed, stage) for stage in placed.times.stages_of[name])
-    speed = format_compute(placed.problem.speed(placed.problem.fleet.device(name)))
+    speed = format_compute(placed.problem.fleet.device(name).sustained_flops_per_s)
     return f"{name} runs {runs} at {speed}, {placed.times.device_s[name]:.3g} s per micro-batch{reason}"
 
 

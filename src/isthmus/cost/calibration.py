@@ -6,8 +6,8 @@ warm-up runs with different cuts give each device a line per kind of work,
 
     seconds = fixed + FLOPs * slope,    both at least 0, least squares over the runs
 
-(the update: over parameter bytes), and any other cut is read off the lines. `Calibration.speed_scale` is FusionLLM's
-one factor, for planners. (Rejected: one line for all devices. Processes that share a machine, or sit in different
+(the update: over parameter bytes), and any other cut is read off the lines. `Calibration.flops_per_s` is FusionLLM's
+lambda S*, for planners. (Rejected: one line for all devices. Processes that share a machine, or sit in different
 places, do not slow down alike.)
 """
 
@@ -22,7 +22,6 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet import Fleet
 from isthmus.plan import Plan, Stage
 from isthmus.trace import Span, Trace
 
@@ -78,15 +77,15 @@ class Calibration(msgspec.Struct, frozen=True, kw_only=True):
                     found[number, work] = line.seconds(_size(stage, work))
         return found
 
-    def speed_scale(self, plan: Plan, fleet: Fleet) -> dict[str, float]:
-        """FusionLLM's lambda per device: what makes FLOPs / (lambda * S*) the time that the lines give under `plan`."""
+    def flops_per_s(self, plan: Plan) -> dict[str, float]:
+        """Sustained speed per device (FusionLLM's lambda S*): FLOPs over the time that the lines give under `plan`."""
         durations = self.durations(plan)
         found: dict[str, float] = {}
         for number, stage in enumerate(plan.stages):
             seconds = sum(durations.get((number, work), 0.0) for work in ("F", "B"))
             flops = stage.flops_forward + stage.flops_backward
             if seconds and flops:
-                found[stage.device] = flops / seconds / fleet.device(stage.device).sustained_flops_per_s
+                found[stage.device] = flops / seconds
         return found
 
 

@@ -13,4 +13,4 @@ def stage_flops(problem: Problem, stage: StageGraph) -> tuple[int, int]:
 
 
 def compute_s(problem: Problem, device: str, flops: float) -> float:
-    return flops / problem.speed(problem.fleet.device(device))
+    return flops / problem.fleet.device(device).sustained_flops_per_s

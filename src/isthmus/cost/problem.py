@@ -3,16 +3,14 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
 from functools import cached_property
-from types import MappingProxyType
 from typing import Annotated, Literal
 
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet import Device, Fleet
+from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
 from isthmus.plan import SCHEDULES, Objective, Outer, Terms
@@ -85,10 +83,6 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
             raise ValueError(f"period: got {self.period}, expected 1 where mode is 'every-step'")
 
 
-def _no_scale() -> Mapping[str, float]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Problem:
     """One planning problem. `flow` is that of the train graph.
@@ -104,8 +98,6 @@ class Problem:
     sync: SyncPolicy = field(default_factory=SyncPolicy)
     """Of several replicas."""
     state: ParameterState = field(default_factory=ParameterState)
-    speed_scale: Mapping[str, float] = field(default_factory=_no_scale)
-    """lambda of FusionLLM's S = lambda * S*, per device; 1 where absent."""
     terms: Terms = field(default_factory=Terms)
     """With data holders, `flow` becomes one whose columns are all read by the first stage."""
     recompute: bool = True
@@ -119,11 +111,6 @@ class Problem:
                 raise UserError(f"{name}: got {value}, expected at least 1")
         if self.schedule not in SCHEDULES:
             raise unknown_name("schedule", self.schedule, SCHEDULES)
-        for name, scale in self.speed_scale.items():
-            if name not in self.fleet.names:
-                raise unknown_name("device in speed_scale", name, self.fleet.names)
-            if not scale > 0:
-                raise UserError(f"speed_scale of {name!r}: got {scale}, expected a number above 0")
         for name in self.terms.data_holders:
             if name not in self.fleet.names:
                 raise unknown_name("device in data_holder", name, self.fleet.names)
@@ -137,10 +124,6 @@ class Problem:
             )
         if not self.flow.operators:
             raise UserError(f"graph {graph.name!r}: has no operator that depends on an input or a trainable parameter")
-
-    def speed(self, device: Device) -> float:
-        """Sustained FLOP/s: lambda * S* (FusionLLM, workload estimation)."""
-        return self.speed_scale.get(device.name, 1.0) * device.sustained_flops_per_s
 
     def offered_bytes(self, device: str) -> int:
         """What plans may use of the device's memory."""
@@ -207,7 +190,6 @@ class Problem:
         """The same on a part of the fleet, with so many micro-batches. UserError where no data holder is in it."""
         return replace(
             self, fleet=fleet, micro_batches=micro_batches or self.micro_batches, terms=self.terms.among(fleet.names),
-            speed_scale={name: scale for name, scale in self.speed_scale.items() if name in fleet.names},
         )  # fmt: skip
 
     @cached_property

@@ -49,6 +49,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     def sustained_flops_per_s(self) -> float:
         return self.scale * self.flops_per_s
 
+    @property
+    def price_per_flop(self) -> float:
+        """For comparisons: of an hour, over FLOP/s."""
+        return self.price_per_hour / self.sustained_flops_per_s
+
 
 class Fleet(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, dict=True):
     """Devices, and a link for every ordered pair of different devices.

@@ -86,7 +86,7 @@ def device_sets(problem: Problem) -> Iterator[tuple[str, ...]]:
 def _cheap_first(problem: Problem) -> Iterator[tuple[str, ...]]:
     """The first few by price per FLOP, of the whole fleet and of each region; then everything."""
     fleet = problem.fleet
-    by_price = sorted(fleet.devices, key=lambda d: (d.price_per_hour / problem.speed(d), -problem.speed(d)))
+    by_price = sorted(fleet.devices, key=lambda d: (d.price_per_flop, -d.sustained_flops_per_s))
     ranked = [d.name for d in by_price]
     holder = [name for name in ranked if name in problem.terms.data_holders][:1]
     for region in (None, *fleet.regions):

@@ -36,15 +36,11 @@ def narrowed(problem: Problem, network: Network, blocks: Blocks) -> Problem:
         return problem
     kept = {network.names[d] for d in _promising(network, blocks)} | set(problem.terms.data_holders[:MOST_DEVICES])
     if problem.terms.objective == "cost":
-        kept |= set(sorted(network.names, key=lambda name: _price_per_flop(problem, name))[: MOST_DEVICES // 4])
+        by_price = sorted(problem.fleet.devices, key=lambda device: device.price_per_flop)
+        kept |= {device.name for device in by_price[: MOST_DEVICES // 4]}
     if len(kept) == len(network.names):  # memory asks for all of them
         return problem
     return problem.on(problem.fleet.subset(name for name in network.names if name in kept))
-
-
-def _price_per_flop(problem: Problem, name: str) -> float:
-    device = problem.fleet.device(name)
-    return device.price_per_hour / problem.speed(device)
 
 
 def _promising(network: Network, blocks: Blocks) -> set[int]:

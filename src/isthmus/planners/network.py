@@ -67,7 +67,7 @@ def network_of(problem: Problem) -> Network:
     kind, latency, byte_s = _kinds(fleet)
     return Network(
         names=fleet.names,
-        speed=np.array([problem.speed(d) for d in fleet.devices]),
+        speed=np.array([d.sustained_flops_per_s for d in fleet.devices]),
         memory=np.array([float(problem.offered_bytes(name)) for name in fleet.names]),
         kind=kind, kind_latency=latency, kind_byte_s=byte_s,
     )  # fmt: skip

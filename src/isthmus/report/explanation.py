@@ -95,7 +95,7 @@ def _step(problem: Problem, plan: Plan, slowest: Placement, steps_s: Sequence[fl
             f"{format_duration(said.sync_s)}, {said.sync_s / said.step_s:.1%} of the step."
         )
     work = problem.cumulative_flops[-1]
-    speed = sum(problem.speed(problem.fleet.device(name)) for name in plan.used)
+    speed = sum(problem.fleet.device(name).sustained_flops_per_s for name in plan.used)
     busy = plan.micro_batches * work / speed / said.step_s if said.step_s else 0.0
     used = f"{len(plan.used)} of {len(problem.fleet.names)}"
     yield f"Devices in use: {used}; weighted by their speeds they compute {busy:.1%} of the time."

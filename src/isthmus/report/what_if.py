@@ -13,7 +13,7 @@ from isthmus.cost.placement import rooms
 from isthmus.cost.steptime import pipeline
 from isthmus.cost.sync import sync_s
 from isthmus.errors import UserError
-from isthmus.fleet import Fleet, Route
+from isthmus.fleet import Fleet, Route, corrected
 from isthmus.graph import cuts
 from isthmus.plan import Plan
 
@@ -84,16 +84,14 @@ def _abreast(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Itera
     period_s = plan.predicted.period_s
     slow = [d for p in placed for d, s in p.times.device_s.items() if s >= ABREAST * period_s]
     if len(slow) > 1:
-        scale = {**problem.speed_scale, **{name: 2 * problem.speed_scale.get(name, 1.0) for name in slow}}
         names = " and ".join(slow) if len(slow) <= 3 else f"the {len(slow)} slowest devices"
-        yield f"{names} twice as fast, together", replace(problem, speed_scale=scale)
+        yield f"{names} twice as fast, together", replace(problem, fleet=_twice_as_fast(problem.fleet, slow))
 
 
 def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
     fleet = problem.fleet
     for name in plan.used:
-        scale = {**problem.speed_scale, name: 2 * problem.speed_scale.get(name, 1.0)}
-        yield f"{name} twice as fast", replace(problem, speed_scale=scale)
+        yield f"{name} twice as fast", replace(problem, fleet=_twice_as_fast(fleet, [name]))
         yield f"{name} with twice the memory", replace(problem, fleet=_roomier(fleet, name))
     for a, b in _pairs(plan):
         yield f"twice the bandwidth between {a} and {b}", replace(problem, fleet=_relinked(fleet, a, b, 1.0, 2.0))
@@ -107,6 +105,10 @@ def _better(problem: Problem, plan: Plan) -> Iterator[tuple[str, Problem]]:
 
 def _with(fleet: Fleet, **fields: object) -> Fleet:
     return msgspec.structs.replace(fleet, **fields)
+
+
+def _twice_as_fast(fleet: Fleet, names: Sequence[str]) -> Fleet:
+    return corrected(fleet, {name: 2 * fleet.device(name).sustained_flops_per_s for name in names}, {})
 
 
 def _roomier(fleet: Fleet, name: str) -> Fleet:
@@ -147,7 +149,7 @@ def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str
     layouts = [layout._replace(recompute=None) for layout in layouts_of(plan)]
     busiest = sorted(
         ((problem.cumulative_flops[s.last + 1] - problem.cumulative_flops[s.first])
-         / problem.speed(problem.fleet.device(s.device)), r, k)
+         / problem.fleet.device(s.device).sustained_flops_per_s, r, k)
         for r, replica in enumerate(plan.replicas) for k, s in enumerate(replica.stages)
     )[::-1]  # fmt: skip
     for _, r, k in busiest[:MOST_SWAPS]:
@@ -168,7 +170,7 @@ def _alternatives(problem: Problem, plan: Plan, name: str) -> Iterator[tuple[str
 def _middle(problem: Problem, first: int, last: int, pair: tuple[str, str]) -> int | None:
     """The place at which two devices would share the operators most evenly, by their speeds."""
     work = problem.cumulative_flops
-    a, b = (problem.speed(problem.fleet.device(name)) for name in pair)
+    a, b = (problem.fleet.device(name).sustained_flops_per_s for name in pair)
     wanted = work[first] + (work[last + 1] - work[first]) * a / (a + b)
     places = [cut.position for cut in cuts(problem.flow) if first < cut.position <= last]
     return min(places, key=lambda place: abs(work[place] - wanted), default=None)

@@ -51,7 +51,7 @@ class Costs:
 def _tasklet_seconds(plan: Plan, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:
     seconds: dict[tuple[int, Work], float] = {}
     for worker, stage in enumerate(stage for replica in plan.replicas for stage in replica.stages):
-        flops_per_s = fleet.device(stage.device).sustained_flops_per_s * options.speed_scale.get(stage.device, 1.0)
+        flops_per_s = fleet.device(stage.device).sustained_flops_per_s
         forward = options.durations.get((worker, "F"), stage.flops_forward / flops_per_s)
         seconds[worker, "F"] = forward
         seconds[worker, "B"] = options.durations.get((worker, "B"), stage.flops_backward / flops_per_s)

@@ -56,8 +56,6 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     eval_edges: Mapping[tuple[int, int], int] | None = None
     """Bytes per micro-batch that an evaluation sends from stage to stage; None: as in training."""
 
-    speed_scale: Mapping[str, float] = {}
-    """Factor on a device's `flops_per_s`; 1 where it is not named."""
     durations: Mapping[tuple[int, Timed], float] = {}
     """Measured seconds by (stage, work), stages counted replica after replica, in place
     of what the FLOPs say. An evaluation falls back to the forward."""
@@ -80,9 +78,5 @@ class SimulationOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
     def __post_init__(self) -> None:
         for name in ("update_s", "save_s", "header_bytes", "control_latency_s", "jitter"):
             _check(name, getattr(self, name))
-        for device, scale in self.speed_scale.items():
-            _check(f"speed_scale: {device}", scale)
-            if not scale:
-                raise UserError(f"speed_scale: {device}: got 0, expected a number above 0")
         for (stage, work), seconds in self.durations.items():
             _check(f"durations: stage {stage}, {work}", seconds)

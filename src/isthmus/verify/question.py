@@ -3,9 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from types import MappingProxyType
 
 import msgspec
 
@@ -38,10 +36,6 @@ def state_bytes(optimizer: str, *, momentum: bool = False, narrow: bool = False)
     return StateBytes(master=FLOAT32_BYTES if narrow else 0, optimizer=FLOAT32_BYTES * _KEPT_TENSORS[name])
 
 
-def _as_stated() -> Mapping[str, float]:
-    return MappingProxyType({})
-
-
 @dataclass(frozen=True, kw_only=True)
 class Question:
     """The problem that the document claims to solve.
@@ -58,8 +52,6 @@ class Question:
     state: StateBytes = field(default_factory=StateBytes)
     period: int = 1
     """Steps in which every parameter is averaged; 1 where gradients are summed in each step."""
-    speed_scale: Mapping[str, float] = field(default_factory=_as_stated)
-    """Factor on a device's stated speed; 1 where absent."""
     terms: Terms = field(default_factory=Terms)
     recompute: bool = True
     """Whether a stage may run its forward twice."""
@@ -91,4 +83,4 @@ class Question:
         return memory - math.ceil(memory * self.terms.memory_headroom)
 
     def flops_per_s(self, device: str) -> float:
-        return self.speed_scale.get(device, 1.0) * self.fleet.device(device).sustained_flops_per_s
+        return self.fleet.device(device).sustained_flops_per_s
