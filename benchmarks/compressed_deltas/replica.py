@@ -98,12 +98,13 @@ class Trainer:
     def outcome(self, setting: Setting) -> Outcome:
         method = setting.method
         training = self._start(setting)
+        outer = Options(
+            outer_rate=method.outer_rate, outer_momentum=method.outer_momentum, error_decay=method.error_decay
+        )  # fmt: skip
+        mode, options = ("every-step", Options()) if method.period == 1 else ("outer", outer)
         sync = isthmus.sync.attach(
-            training.model, training.optimizer, mode="every-step" if method.period == 1 else "outer",
-            period=method.period, codec=None if method.packing is None else codec_of(method.packing),
-            options=Options(
-                outer_rate=method.outer_rate, outer_momentum=method.outer_momentum, error_decay=method.error_decay
-            ),
+            training.model, training.optimizer, mode=mode, period=method.period, options=options,
+            codec=None if method.packing is None else codec_of(method.packing),
         )  # fmt: skip
         self._train(training, sync, setting, range(setting.start, setting.steps), method.rate)
         sent_bytes = sync.statistics().sent_bytes

@@ -65,8 +65,10 @@ AHEAD = ("partial", "dream")
 def with_sync(case: Case, mode: str) -> tuple[ModeFigures, SyncStatistics]:
     module = slow_model(case)
     optimizer = torch.optim.SGD(module.parameters(), lr=0.01, momentum=0.9)
-    # The plan is to be that of the first probe, whatever the machine's other work does.
-    options = Options(overlap=mode == "partial", forward_overlap=mode in AHEAD, drift=1e9)
+    # `dream`'s plan is to be that of the first probe, whatever the machine's other work does.
+    options = Options(
+        overlap=mode == "partial", forward_overlap=mode in AHEAD, drift=1e9 if mode == "dream" else None
+    )  # fmt: skip
     sync = isthmus.sync.attach(module, optimizer, mode=mode, period=PERIOD, options=options)
     settle = {"dream": 4 + PERIOD, "dreamddp": 4 + PERIOD, "asc-wfbp": 5, "every-step": 1, "s-sgd": 1}.get(mode, PERIOD)
     step_s = timed(case, module, optimizer, sync.step, settle=settle)

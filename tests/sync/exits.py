@@ -34,9 +34,12 @@ STEPS = 9
 """One more than two periods: the report of the second is on its way, and `streaming`'s next exchange."""
 MODES = {
     "every-step": ("every-step", Options(), None),
+    "s-sgd": ("s-sgd", Options(), None),
+    "asc-wfbp": ("asc-wfbp", Options(bucket_bytes=512), None),
     "local": ("local", Options(), None),
     "partial": ("partial", Options(overlap=True, forward_overlap=True, smallest_layer_bytes=0), None),
     "dream": ("dream", Options(forward_overlap=True, smallest_layer_bytes=0), None),
+    "dreamddp": ("dreamddp", Options(smallest_layer_bytes=0), None),
     "outer": ("outer", Options(), Int8()),
     "streaming": ("streaming", Options(delay=3, smallest_layer_bytes=0), None),
     "streaming-int8": ("streaming", Options(delay=3, smallest_layer_bytes=0), Int8()),

@@ -122,10 +122,12 @@ def apart(one: nn.Module, other: nn.Module) -> float:
 
 def parity(found: dict[str, float]) -> None:
     """With a period of 1 every mode is S-SGD."""
-    small = Options(smallest_layer_bytes=0, bucket_bytes=512)
-    plain = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0)
-    cases = [("every-step", small), ("s-sgd", small), ("asc-wfbp", small), ("local", plain), ("partial", plain),
-             ("dream", plain), ("dreamddp", plain), ("outer", plain), ("streaming", plain)]  # fmt: skip
+    plain = Options(smallest_layer_bytes=0)
+    buckets = Options(smallest_layer_bytes=0, bucket_bytes=512)
+    outer = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0)
+    at_once = Options(smallest_layer_bytes=0, outer_rate=1.0, outer_momentum=0.0, delay=0, mixing=0.0)
+    cases = [("every-step", buckets), ("s-sgd", plain), ("asc-wfbp", buckets), ("local", plain), ("partial", plain),
+             ("dream", plain), ("dreamddp", plain), ("outer", outer), ("streaming", at_once)]  # fmt: skip
     overlapped = Options(smallest_layer_bytes=0, overlap=True, forward_overlap=True)
     for name in ("sgd", "momentum", "adamw") if dist.get_world_size() == 2 else ("momentum",):
         make = OPTIMIZERS[name]
@@ -140,7 +142,7 @@ def parity(found: dict[str, float]) -> None:
 
 
 def _with_state(options: Options) -> Options:
-    return msgspec.structs.replace(options, average_state=True)
+    return msgspec.structs.replace(options, average_state=True, forward_overlap=False)
 
 
 def periods(found: dict[str, float]) -> None:
@@ -195,7 +197,8 @@ def shared(found: dict[str, float]) -> None:
     workers, rank = dist.get_world_size(), dist.get_rank()
     make = OPTIMIZERS["sgd"]
     for mode in ("every-step", "local", "partial", "outer"):
-        options = Options(outer_rate=1.0, outer_momentum=0.0, smallest_layer_bytes=0)
+        outer = {"outer_rate": 1.0, "outer_momentum": 0.0} if mode == "outer" else {}
+        options = Options(smallest_layer_bytes=0, **outer)
         made = model()
         optimizer = make(made)
         sync = isthmus.sync.attach(made, optimizer, mode=mode, period=1, options=options)
@@ -340,7 +343,8 @@ def unequal(found: dict[str, float]) -> None:
     for mode in ("local", "outer"):
         made = model()
         optimizer = OPTIMIZERS["sgd"](made)
-        options = Options(balance=True, outer_rate=1.0, outer_momentum=0.0)
+        outer = {"outer_rate": 1.0, "outer_momentum": 0.0} if mode == "outer" else {}
+        options = Options(balance=True, **outer)
         sync = isthmus.sync.attach(made, optimizer, mode=mode, period=6, options=options)
         while sync.periods < 4:
             optimizer.zero_grad()

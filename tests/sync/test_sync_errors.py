@@ -12,10 +12,36 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
+from isthmus.plan import Certificate
+from isthmus.plan.sync import SyncPlan
 from isthmus.sync import Options, Sync, attach, load_worker, mode_names, save_worker
 
 FREE = sorted(set(mode_names()) - {"dream", "dreamddp"})
 """Modes that do not update inside backward."""
+
+SET: dict[str, object] = {
+    "balance": True, "average_state": True, "bucket_bytes": 64, "overlap": True, "forward_overlap": True, "spare": 0.5,
+    "warm_up_steps": 3, "drift": 0.1, "planner": "dream-brute", "at_once": 3, "outer_rate": 0.5, "outer_momentum": 0.1,
+    "error_decay": 0.9, "fragments": 2, "delay": 2, "mixing": 0.1,
+}  # fmt: skip
+"""Every option that not all modes read, but for a plan: other than its default."""
+_PLANNED = {"average_state", "forward_overlap", "spare", "warm_up_steps", "drift", "planner"}
+READ = {
+    "s-sgd": set[str](),
+    "every-step": {"bucket_bytes"},
+    "asc-wfbp": {"bucket_bytes", "warm_up_steps", "at_once"},
+    "local": {"balance", "average_state"},
+    "outer": {"balance", "average_state", "outer_rate", "outer_momentum"},
+    "streaming": {"outer_rate", "outer_momentum", "fragments", "delay", "mixing"},
+    "partial": {"average_state", "overlap"},
+    "dream": _PLANNED,
+    "dreamddp": _PLANNED,
+}
+"""By themselves: others want a companion."""
+PLAN = SyncPlan(
+    planner="dream", layers=(), forward_overlap=True, iterations=(), period_s=1.0, workers=(), slowest="",
+    certificate=Certificate(lower_bound=1.0, gap=0.0, question=""),
+)  # fmt: skip
 
 
 def net() -> nn.Sequential:
@@ -197,11 +223,31 @@ class TestAttach:
         with pytest.raises(UserError, match=r"optimizer LBFGS.*any optimizer works in 'every-step'"):
             attach(model, torch.optim.LBFGS(model.parameters()))
 
-    @pytest.mark.parametrize("mode", ["dream", "every-step", "partial", "streaming"])
-    def test_own_steps_where_workers_meet_often(self, mode: str) -> None:
+    @pytest.mark.parametrize("mode", mode_names())
+    def test_options_that_the_mode_does_not_read(self, mode: str) -> None:
+        for field, value in SET.items():
+            model = net()
+            options = Options(**{field: value})  # pyright: ignore[reportArgumentType]
+            if field in READ[mode]:
+                attach(model, sgd(model), mode=mode, options=options).close()
+                continue
+            with pytest.raises(UserError, match=rf"^sync option '{field}': got .* expected "):
+                attach(model, sgd(model), mode=mode, options=options)
+
+    @pytest.mark.parametrize(
+        ("mode", "options", "told"),
+        [("partial", Options(forward_overlap=True), "'forward_overlap': got True, expected overlap=True with it"),
+         ("dream", Options(forward_overlap=True, average_state=True),
+          "'forward_overlap': got True, expected average_state=False with it"),
+         ("outer", Options(error_decay=0.9), "'error_decay': got 0.9, expected a codec with it"),
+         ("partial", Options(plan=PLAN), "'plan': got one with mode 'partial', which does not read it: expected mode "
+          "'dream' or 'dreamddp'"),
+         ("dreamddp", Options(plan=PLAN, spare=0.5), "'spare': got 0.5, expected no plan with it")],
+    )  # fmt: skip
+    def test_options_that_change_nothing_without_others(self, mode: str, options: Options, told: str) -> None:
         model = net()
-        with pytest.raises(UserError, match=f"'balance': got it with mode '{mode}', expected 'local' or 'outer'"):
-            attach(model, sgd(model), mode=mode, options=Options(balance=True))
+        with pytest.raises(UserError, match=told):
+            attach(model, sgd(model), mode=mode, options=options)
 
     @pytest.mark.parametrize("mode", ["dream", "every-step", "partial", "local"])
     def test_codec_where_there_are_no_deltas(self, mode: str) -> None:

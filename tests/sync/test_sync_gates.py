@@ -158,9 +158,7 @@ class TestDream:
 
     @pytest.mark.parametrize("average_state", [False, True])
     def test_or_the_step_waits(self, waits: list[int], average_state: bool) -> None:
-        options = Options(
-            smallest_layer_bytes=0, plan=_plan(), average_state=average_state, forward_overlap=average_state
-        )
+        options = Options(smallest_layer_bytes=0, plan=_plan(), average_state=average_state)
         model, optimizer, sync = _attached(options)
         self._step(model, optimizer, sync)
         assert len(waits) == 2

@@ -211,8 +211,9 @@ def test_attached_anew_in_another_mode() -> None:
     plain, synced = net().double(), net().double()
     optimizer, own = (torch.optim.Adam(model.parameters()) for model in (plain, synced))
     train(plain, optimizer.step, optimizer, 11, torch.float64)
-    for mode, steps in (("every-step", 5), ("outer", 6)):
-        sync = attach(synced, own, mode=mode, period=3, options=Options(outer_rate=1.0, outer_momentum=0.0))
+    averaging = Options(outer_rate=1.0, outer_momentum=0.0)
+    for mode, steps, options in (("every-step", 5, Options()), ("outer", 6, averaging)):
+        sync = attach(synced, own, mode=mode, period=3, options=options)
         train(synced, sync.step, own, steps, torch.float64)
         sync.close()
     for a, b in zip(plain.parameters(), synced.parameters(), strict=True):

@@ -73,8 +73,8 @@ def attach(
     other use. `period` is H: the steps in which everything is averaged once; 'every-step', 's-sgd' and 'asc-wfbp'
     average gradients in each and use it for their reports only. `codec` packs what `outer` and `streaming` exchange.
 
-    Raises UserError without a process group, for an unknown mode, a period below 1, a model that differs between
-    workers, or an optimizer that does not fit.
+    Raises UserError without a process group, for an unknown mode, a period below 1, an option that the mode does not
+    read, a model that differs between workers, or an optimizer that does not fit.
     """
     kinds: list[tuple[str, object, type]] = [
         ("model", model, nn.Module), ("optimizer", optimizer, Optimizer), ("options", options, Options)
@@ -95,8 +95,7 @@ def attach(
         )
     if isinstance(model, nn.parallel.DistributedDataParallel):
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
-    if options.balance and mode not in ("local", "outer"):
-        raise UserError(f"sync option 'balance': got it with mode {mode!r}, expected 'local' or 'outer'")
+    options.check_read(mode, codec=codec is not None)
     if codec is not None and mode not in ("outer", "streaming"):
         raise UserError(f"codec: got one with mode {mode!r}, expected 'outer' or 'streaming': only deltas are packed")
     if codec is not None and not _is_codec(codec):

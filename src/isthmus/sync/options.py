@@ -3,15 +3,34 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Mapping
 
 import msgspec
 
 from isthmus.errors import UserError, check_choice
 from isthmus.plan.sync import SyncPlan
 
+_PLANNED = ("dream", "dreamddp")
+_OUTER = ("outer", "streaming")
+MODES_OF: Mapping[str, tuple[str, ...]] = {
+    "balance": ("local", "outer"),
+    "average_state": ("local", "outer", "partial", *_PLANNED),
+    "bucket_bytes": ("every-step", "asc-wfbp"),
+    "overlap": ("partial",),
+    "forward_overlap": ("partial", *_PLANNED),
+    "spare": _PLANNED, "warm_up_steps": ("asc-wfbp", *_PLANNED), "drift": _PLANNED, "planner": _PLANNED,
+    "at_once": ("asc-wfbp",),
+    "plan": _PLANNED,
+    "outer_rate": _OUTER, "outer_momentum": _OUTER, "error_decay": _OUTER,
+    "fragments": ("streaming",), "delay": ("streaming",), "mixing": ("streaming",),
+}  # fmt: skip
+"""The modes that read an option; all read those that are not here."""
+
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Choices of `attach`, the same on every worker but for `weight`. Raises UserError for a value out of range."""
+    """Choices of `attach`, the same on every worker but for `weight`. Raises UserError for a value out of range.
+
+    `attach` refuses an option other than its default that its mode does not read (`MODES_OF`)."""
 
     weight: float = 1.0
     """This worker's share in every average, relative to the others': samples or tokens that it sees per step."""
@@ -24,14 +43,15 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     smallest_layer_bytes: int = 65536
     """Smaller modules are averaged together with the next one: a message costs its latency, however short."""
     bucket_bytes: int = 1 << 20
-    """`every-step`: gradients travel in messages of at least this size, but for the last."""
+    """`every-step`, and `asc-wfbp` without a plan: gradients travel in messages of at least this size, but for the
+    last."""
     overlap: bool = False
     """`partial`: update inside backward and average at once, as `dream` does and with its restrictions."""
     forward_overlap: bool = False
     """`dream`, `dreamddp`, and `partial` with `overlap`: averages may reach into the next forward, where each layer
     waits for its own. Between `sync.step()` and the forward, call `sync.wait()` before parameters are read or written
-    in another way than by a forward or a state dict: what is on the way is in pieces. Without effect with
-    `average_state`."""
+    in another way than by a forward or a state dict: what is on the way is in pieces. Not with `average_state`,
+    whose updates wait for the averages."""
     spare: float | None = None
     """`dream`, `dreamddp`: share of the computation that fillings leave free: 1 for no fillings, 0 to average layers
     once more wherever the wire would be idle. That brings workers nearer to each other, but keeps processors and links
@@ -85,3 +105,26 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
                 raise UserError(f"sync option {field!r}: got {getattr(self, field)}, expected less than 1")
         if not self.weight > 0:
             raise UserError(f"sync option 'weight': got {self.weight}, expected a number above 0")
+
+    def check_read(self, mode: str, *, codec: bool) -> None:
+        """UserError for an option that is set and that this mode does not read. `codec`: whether there is one."""
+        told = {f.name: repr(getattr(self, f.name)) for f in msgspec.structs.fields(self)
+                if getattr(self, f.name) != f.default}  # fmt: skip
+        if "plan" in told:
+            told["plan"] = "one"
+        for field, value in told.items():
+            modes = MODES_OF.get(field, (mode,))
+            if mode not in modes:
+                raise UserError(
+                    f"sync option {field!r}: got {value} with mode {mode!r}, which does not read it: expected mode "
+                    f"{' or '.join(map(repr, modes))}"
+                )
+        needed = [
+            ("forward_overlap", "overlap=True", mode != "partial" or self.overlap),
+            ("forward_overlap", "average_state=False", not self.average_state),
+            ("error_decay", "a codec", codec),
+            *((field, "no plan", self.plan is None) for field in ("spare", "warm_up_steps", "drift", "planner")),
+        ]
+        for field, what, there in needed:
+            if field in told and not there:
+                raise UserError(f"sync option {field!r}: got {told[field]}, expected {what} with it")

@@ -86,8 +86,6 @@ class Streaming(Mode):
     def __init__(self, setting: Setting) -> None:
         super().__init__(setting)
         options = setting.options
-        if options.average_state:
-            raise UserError("sync option 'average_state': not in mode 'streaming', whose exchanges are still under way")
         if options.delay >= setting.period > 1 or (setting.period == 1 and options.delay > 1):
             raise UserError(
                 f"sync option 'delay': got {options.delay}, expected less than the period of {setting.period}"
