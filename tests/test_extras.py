@@ -97,6 +97,12 @@ def test_every_command_without_any_extra(tmp_path: Path) -> None:
         assert code == 0 and told
 
 
+def test_every_command_has_its_help_without_any_extra() -> None:
+    commands = [name for named in COMMANDS.values() for name in named]
+    for name, (code, told) in zip(commands, said(sorted(EXTRAS), [[n, "--help"] for n in commands]), strict=True):
+        assert code == 0 and f"isthmus {name}" in told and "--help" in told and "pip install" not in told, (name, told)
+
+
 def test_the_doctor_says_it_too(tmp_path: Path) -> None:
     ((code, told),) = said(sorted(EXTRAS), [["doctor", "--json", "--state", str(tmp_path / "new")]])
     broken = {f["hop"]: f["remedy"] for f in json.loads(told) if not f["good"]}

@@ -3,14 +3,19 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli import joining
+from isthmus.cli.later import Later
 from isthmus.cli.options import PatienceOption, local_path
 from isthmus.errors import UserError
 from isthmus.runtime.processes.launcher import Place
+
+if TYPE_CHECKING:
+    from isthmus.cli import joining
+else:
+    joining = Later("isthmus.cli.joining")
 
 app = typer.Typer()
 

@@ -1,4 +1,4 @@
-"""`isthmus plan JOB`: one plan, printed, explained and drawn."""
+"""`isthmus plan JOB`: one plan, printed, explained and drawn. `isthmus graph JOB`: what is planned."""
 
 from __future__ import annotations
 
@@ -12,6 +12,7 @@ from isthmus.cli.planning import fleet_for, make
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
 from isthmus.report import draw_plan, explain, explanation_text, plan_table
+from isthmus.report.graph_table import graph_table, graph_weights
 from isthmus.runtime.conducting.feedback import check_feedback
 
 
@@ -36,3 +37,12 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
     out.print(plan_table(plan, fleet, prepared.captured.train))
     if explanation is not None:
         out.print(explanation_text(explanation))
+
+
+def show_graph(job: Job, out: Console, *, operators: bool, json: bool) -> None:
+    """What each layer, or each operator, computes and keeps."""
+    weights = graph_weights(prepare(job).flow, job.micro_batch_size)
+    if json:
+        typer.echo(msgspec.json.format(msgspec.json.encode(weights), indent=1).decode())
+    else:
+        out.print(graph_table(weights, operators=operators))

@@ -2,12 +2,19 @@
 
 from __future__ import annotations
 
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli import jobs, roster, status
+from isthmus.cli.later import Later
 from isthmus.cli.options import JsonOption, StateOption, notes, out
+
+if TYPE_CHECKING:
+    from isthmus.cli import jobs, roster, status
+else:
+    jobs = Later("isthmus.cli.jobs")
+    roster = Later("isthmus.cli.roster")
+    status = Later("isthmus.cli.status")
 
 app = typer.Typer()
 

@@ -3,13 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
-import msgspec
 import typer
 
-from isthmus.cli import comparing, explaining, federated, federated_simulating, planning, training, verifying
-from isthmus.cli.chosen import chosen_job
+from isthmus.cli.later import Later
 from isthmus.cli.options import (
     DevicesOption,
     FleetOption,
@@ -23,17 +21,31 @@ from isthmus.cli.options import (
     out,
 )
 from isthmus.errors import UserError
-from isthmus.federated.job import is_federated
-from isthmus.job import prepare
-from isthmus.report import plan_summary, plan_table
-from isthmus.report.graph_table import graph_table, graph_weights
-from isthmus.runtime.conducting.run import run_spec
-from isthmus.simulator import SimulationOptions, simulate
-from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
+
+if TYPE_CHECKING:
+    from isthmus.cli import (
+        chosen,
+        comparing,
+        explaining,
+        federated,
+        federated_simulating,
+        simulating,
+        training,
+        verifying,
+    )
+    from isthmus.federated import job as federated_job
+else:
+    chosen = Later("isthmus.cli.chosen")
+    comparing = Later("isthmus.cli.comparing")
+    explaining = Later("isthmus.cli.explaining")
+    federated = Later("isthmus.cli.federated")
+    federated_job = Later("isthmus.federated.job")
+    federated_simulating = Later("isthmus.cli.federated_simulating")
+    simulating = Later("isthmus.cli.simulating")
+    training = Later("isthmus.cli.training")
+    verifying = Later("isthmus.cli.verifying")
 
 app = typer.Typer()
-
-SIMULATED_STEPS = 4
 
 
 @app.command()
@@ -59,7 +71,7 @@ def plan(
 
     With --json: the plan document.
     """
-    job = chosen_job(job_file, fleet, planner, devices, objective=objective)
+    job = chosen.chosen_job(job_file, fleet, planner, devices, objective=objective)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
@@ -91,43 +103,13 @@ def simulate_command(
 
     Of a job with a table [federated]: its rounds, with clients' times as measured on this machine.
     """
-    if is_federated(job_file):
+    if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
         federated.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
         fed_job = federated.read_job(job_file, federated.FederatedChoices())
         raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
-    job = chosen_job(job_file, fleet, planner, devices, steps or SIMULATED_STEPS, objective)
-    chosen = planning.fleet_for(job)
-    if plan_file is not None:  # a plan says all that the virtual clock needs: the model is not captured
-        found, graph = planning.read_plan(job, chosen, plan_file), None
-        options = SimulationOptions(clips=job.training.exchanges_norms)
-        trace = simulate(found, chosen, planning.plan_spec(job, found), options)
-    else:
-        prepared = prepare(job)
-        found, graph = planning.make(job, prepared.problem(chosen)), prepared.captured.train
-        spec = run_spec(prepared.cut_into(found.micro_batches))
-        trace = simulate(found, chosen, spec, planning.simulation_options(prepared, found))
-    if trace_file is not None:
-        write_perfetto([trace], trace_file)
-    if json:
-        typer.echo(
-            msgspec.json.format(
-                msgspec.json.encode(
-                    {
-                        "step_s": steady_step_s(trace),
-                        "closed_form_s": found.predicted.step_s,
-                        "eq3_s": found.predicted.eq3_step_s,
-                        "busy_share": busy_share(trace),
-                        "link_bytes": {f"{a} -> {b}": n for (a, b), n in link_bytes(trace).items()},
-                        "plan": msgspec.to_builtins(plan_summary(found, chosen)),
-                    }
-                ),
-                indent=1,
-            ).decode()
-        )
-    else:
-        out().print(plan_table(found, chosen, graph))
-        planning.print_simulation(out(), trace, found)
+    job = chosen.chosen_job(job_file, fleet, planner, devices, steps or simulating.STEPS, objective)
+    simulating.simulate(job, plan_file, trace_file, out(), json=json)
 
 
 @app.command()
@@ -137,12 +119,8 @@ def graph(
     json: JsonOption = False,
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
-    job = chosen_job(job_file, None, None, None)
-    weights = graph_weights(prepare(job).flow, job.micro_batch_size)
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(weights), indent=1).decode())
-    else:
-        out().print(graph_table(weights, operators=operators))
+    job = chosen.chosen_job(job_file, None, None, None)
+    explaining.show_graph(job, out(), operators=operators, json=json)
 
 
 @app.command()
@@ -164,7 +142,7 @@ def train(
 
     A federated job (docs/federated.md) trains clients of a population on executors instead.
     """
-    if is_federated(job_file):
+    if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
         federated.refuse_options(other)
         choices = federated.FederatedChoices(
@@ -174,6 +152,6 @@ def train(
     for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
         if given is not None:
             raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
-    job = chosen_job(job_file, fleet, planner, devices, steps)
+    job = chosen.chosen_job(job_file, fleet, planner, devices, steps)
     code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), out(), notes())
     raise typer.Exit(code)

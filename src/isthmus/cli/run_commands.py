@@ -3,12 +3,18 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli import calibrating, runs
+from isthmus.cli.later import Later
 from isthmus.cli.options import JsonOption, local_path, notes, out
+
+if TYPE_CHECKING:
+    from isthmus.cli import calibrating, runs
+else:
+    calibrating = Later("isthmus.cli.calibrating")
+    runs = Later("isthmus.cli.runs")
 
 app = typer.Typer()
 

@@ -3,12 +3,11 @@
 from __future__ import annotations
 
 from pathlib import Path
-from typing import Annotated
+from typing import TYPE_CHECKING, Annotated
 
 import typer
 
-from isthmus.cli import coordinating, federated, serving, submitting, training
-from isthmus.cli.chosen import chosen_job
+from isthmus.cli.later import Later
 from isthmus.cli.options import (
     PORT,
     FleetOption,
@@ -22,7 +21,18 @@ from isthmus.cli.options import (
     notes,
     out,
 )
-from isthmus.federated.job import is_federated
+
+if TYPE_CHECKING:
+    from isthmus.cli import chosen, coordinating, federated, serving, submitting, training
+    from isthmus.federated import job as federated_job
+else:
+    chosen = Later("isthmus.cli.chosen")
+    coordinating = Later("isthmus.cli.coordinating")
+    federated = Later("isthmus.cli.federated")
+    federated_job = Later("isthmus.federated.job")
+    serving = Later("isthmus.cli.serving")
+    submitting = Later("isthmus.cli.submitting")
+    training = Later("isthmus.cli.training")
 
 app = typer.Typer()
 
@@ -57,12 +67,12 @@ def serve(
     where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
     if job_file is None:
         raise typer.Exit(coordinating.serve_submitted(state, where, notes()))
-    if is_federated(job_file):
+    if federated_job.is_federated(job_file):
         federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        chosen = federated.FederatedChoices(resume=resume, run=run, json=json)
-        found = federated.read_job(job_file, chosen)
-        raise typer.Exit(coordinating.serve_federated(found, chosen, state, where, out(), notes()))
-    job = chosen_job(job_file, fleet, planner, None, steps)
+        asked = federated.FederatedChoices(resume=resume, run=run, json=json)
+        found = federated.read_job(job_file, asked)
+        raise typer.Exit(coordinating.serve_federated(found, asked, state, where, out(), notes()))
+    job = chosen.chosen_job(job_file, fleet, planner, None, steps)
     choices = training.Choices(resume=resume, run=run, json=json)
     raise typer.Exit(coordinating.serve_job(job, choices, state, where, out(), notes()))
 
@@ -79,11 +89,11 @@ def submit(
 
     Paths in it count from here.
     """
-    if is_federated(job_file):
+    if federated_job.is_federated(job_file):
         federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
         submitting.submit(state, federated.read_job(job_file, federated.FederatedChoices()), notes())
     else:
-        submitting.submit(state, chosen_job(job_file, fleet, planner, None, steps), notes())
+        submitting.submit(state, chosen.chosen_job(job_file, fleet, planner, None, steps), notes())
 
 
 @app.command()
