@@ -174,6 +174,16 @@ def test_the_first_token_of_long_sequences_keeps_its_stride() -> None:
     assert_same(travel(sent), sent)
 
 
+def test_gaps_show_nothing_of_either_sides_memory() -> None:
+    sent = torch.ones(4001)[::2000]
+    assert bytes(pack(sent)) == bytes(torch.ones(3).numpy().data)
+    for _ in range(20):
+        secrets = [torch.full((4001,), 7.0) for _ in range(20)]
+        del secrets  # freed memory is given out again as it is
+        seen = travel(sent).as_strided((4001,), (1,))
+        assert seen.sum() == seen.count_nonzero() == 3
+
+
 def test_a_layout_that_would_be_refused_for_its_gaps_is_sent_without() -> None:
     claimed = torch.empty(1).expand(2, 3).as_strided((2, 3), (0, 0))
     far = TensorHeader("x", "uint8", (2, 3), (MAX_SPREAD_BYTES, 1))

@@ -135,7 +135,8 @@ def unpack(flat: Tensor, header: TensorHeader) -> Tensor:
     for dim, size in enumerate(kept):
         whole = whole.narrow(dim, 0, size)
     try:
-        result = torch.empty_strided(kept, header.stride, dtype=flat.dtype)
+        # A graph can see the gaps: what was freed here before is not for it.
+        result = torch.zeros(_extent(header), dtype=flat.dtype).as_strided(kept, header.stride)
     except RuntimeError:
         raise _no_memory(header, _extent(header) * flat.element_size()) from None
     return result.copy_(whole).as_strided(header.shape, header.stride)
