@@ -41,6 +41,8 @@ M_PERTURB, M_MMAP_THRESHOLD = -6, -3
 PAGE, SLOT_PAGES, SLOTS = 4096, 4, 24
 CHILD_BYTES = 600 << 20
 COMPARED_BYTES = 1 << 20
+LONGEST_S = 0.3
+"""Of computing, then the next call: a long computation is not what is looked for."""
 LARGER_MEMORY = {"col2im", "im2col", "embedding_bag", "ldexp", "mse_loss", "multilabel_margin_loss", "smooth_l1_loss"}
 """Operators whose results lie in more memory than they fill: no view and no message reaches the rest."""
 
@@ -142,7 +144,8 @@ def as_it_lies(tensor: Tensor) -> Result:
         ctypes.string_at(memory.data_ptr() + first, min(behind - first, COMPARED_BYTES)) if behind > first else b""
         for first, behind in ((start, end), (0, start), (end, memory.nbytes()))
     )
-    return Result(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), reach, b"".join(rest))
+    found = Result(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), reach, b"".join(rest))
+    return found if tensor.numel() else found._replace(rest=b"")  # nothing looks into what is empty
 
 
 def last_element(tensor: Tensor) -> int:
@@ -192,7 +195,7 @@ def child(targets: list[str], first: tuple[int, int], seed: int, calls: int, at:
     for number, target in enumerate(targets[operator:], start=operator):
         for call in range(start if number == operator else 0, calls):
             at[:16] = struct.pack("qq", number, call)
-            signal.setitimer(signal.ITIMER_VIRTUAL, 1.0)  # of computing: a long computation is not what is looked for
+            signal.setitimer(signal.ITIMER_VIRTUAL, LONGEST_S)
             wrong = outcome(target, seed * 1000 + call, arena)
             if wrong is not None:
                 print(json.dumps([target, seed * 1000 + call, wrong]), flush=True)
