@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import itertools
 import math
 import re
 import tomllib
 import types
 import typing
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -114,16 +115,27 @@ def _struct_of(expected: object) -> type[msgspec.Struct] | None:
     return None
 
 
-def read_lines(
-    path: Path, kind: type[Document], passed_over: Callable[[int, bool], None] = lambda number, last: None
-) -> list[Document]:
+def read_lines(path: Path, kind: type[Document], note: Callable[[str], None] = lambda _: None) -> list[Document]:
     """Every line of JSON that was written whole: a killed run may leave half a one. Nothing where there is no file.
-    `passed_over` is told of each other line: its number, from 1, and whether it is the last one."""
+    `note` is told, in one sentence, which lines cannot be read."""
     found: list[Document] = []
+    unread: list[int] = []
     lines = path.read_bytes().splitlines() if path.is_file() else []
     for number, line in enumerate(lines, 1):
         try:
             found.append(msgspec.json.decode(line, type=kind))
         except ValueError:  # msgspec's, or UnicodeDecodeError
-            passed_over(number, number == len(lines))
+            unread.append(number)
+    if unread:
+        what = "is the last one and is not whole" if unread == [len(lines)] else "cannot be read"
+        note(f"{path}: {numbered('line', unread)} {what}: passed over")
     return found
+
+
+def numbered(what: str, numbers: Sequence[int]) -> str:
+    """Ascending numbers, as "rounds 2, 5 to 9"."""
+    parts: list[str] = []
+    for first in (n for n in numbers if n - 1 not in numbers):
+        last = next(n for n in itertools.count(first) if n + 1 not in numbers)
+        parts.append(str(first) if first == last else f"{first} to {last}")
+    return f"{what}{'s' if len(numbers) > 1 else ''} {', '.join(parts)}"

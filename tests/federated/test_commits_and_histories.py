@@ -70,6 +70,21 @@ def test_a_history_forgets_what_is_made_again_and_half_lines(tmp_path: Path) -> 
         history.add(RoundLine(record=Record(round=number, attempt=0, trained=trained), seconds=1.0))
     with (tmp_path / "rounds.jsonl").open("ab") as file:
         file.write(b'{"record": {"ro')
-    history.keep(2)
+    said: list[str] = []
+    history.keep(2, said.append)
+    assert said == [f"{tmp_path}/rounds.jsonl: line 5 is the last one and is not whole: passed over"]
     assert [line.record.round for line in history.lines()] == [0, 1]
     assert history.lines()[1].makespan_s == 0.75
+
+
+def test_a_history_damaged_in_its_middle_says_so_once(tmp_path: Path) -> None:
+    history = History(tmp_path / "rounds.jsonl")
+    for number in range(6):
+        history.add(RoundLine(record=Record(round=number, attempt=0, trained={}), seconds=1.0))
+    lines = (tmp_path / "rounds.jsonl").read_bytes().splitlines()
+    damaged = [lines[0], b"\xff" + lines[1], b"", lines[3][:9], lines[4], b"[]"]
+    (tmp_path / "rounds.jsonl").write_bytes(b"\n".join(damaged))
+    said: list[str] = []
+    history.keep(5, said.append)
+    assert said == [f"{tmp_path}/rounds.jsonl: lines 2 to 4, 6 cannot be read: passed over"]
+    assert [line.record.round for line in history.lines(said.append)] == [0, 4] and len(said) == 1

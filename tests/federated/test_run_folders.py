@@ -8,6 +8,7 @@ import shutil
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 from safetensors.torch import load_file, load_model
@@ -157,6 +158,31 @@ def test_spans_follow_one_another() -> None:
         ("e0", "client 2", 3.0, 3.25, 5),
         ("e1", "client 7", 2.0, 3.0, 5),
     ]
+
+
+def test_rounds_are_where_they_were_in_time() -> None:
+    began_s = 1.7e9
+    at = [began_s + 10, None, began_s + 100, began_s + 90]
+    lines = [
+        RoundLine(record=Record(round=number, attempt=0, trained={}), seconds=2.0, opened_at_s=opened_s)
+        for number, opened_s in enumerate(at)
+    ]
+    found = [(span.start_s, span.end_s) for span in trace_of("x", lines).spans]
+    # the second says nothing of its time, and the clock was set back before the last
+    assert found == [(0.0, 2.0), (2.0, 4.0), (90.0, 92.0), (92.0, 94.0)]
+
+
+def test_a_resumed_run_is_traced_with_its_gap(run: Path, tmp_path: Path) -> None:
+    lines = History.of(run).lines()
+    opened = [line.opened_at_s for line in lines]
+    assert None not in opened and opened == sorted(opened)
+    lines[2] = msgspec.structs.replace(lines[2], opened_at_s=opened[2] + 3600)
+    other = copied(run, tmp_path)
+    (other / "rounds.jsonl").write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in lines))
+    told = json.loads(isthmus("trace", other, "--json").out)
+    events = json.loads(Path(told["perfetto"]).read_text())["traceEvents"]
+    rounds = {e["name"]: e["ts"] for e in events if e["ph"] == "X" and e["name"].startswith("round")}
+    assert rounds["round 1"] == 0 and rounds["round 3"] > 3600e6
 
 
 def test_a_run_without_rounds_says_so(run: Path, tmp_path: Path) -> None:

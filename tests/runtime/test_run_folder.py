@@ -150,3 +150,17 @@ def test_losses_of_a_session_that_was_killed_before_its_first_checkpoint_are_kep
     folder.begin(*parts, 1)  # nothing is forgotten, and there is nothing to keep beside it
     assert [point.step for point in folder.losses()] == [1]
     assert not (folder.path / "sessions/2").exists()
+
+
+def test_losses_that_cannot_be_read_are_named_when_a_run_goes_on(finished: Path) -> None:
+    source = RunFolder.existing(finished / "run")
+    folder, said = RunFolder.empty(finished / "damaged"), list[str]()
+    parts = source.job(), source.fleet(), source.plan()
+    folder.begin(*parts, 0)
+    for step in (1, 2, 3):
+        folder.log(LossPoint(step=step, loss=float(step)))
+    path = folder.path / "losses.jsonl"
+    path.write_bytes(path.read_bytes().replace(b'"step":2', b'"step":'))
+    folder.begin(*parts, 3, said.append)
+    assert said == [f"{path}: line 2 cannot be read: passed over"]
+    assert [point.step for point in folder.losses()] == [1, 3]

@@ -2,9 +2,7 @@
 
 from __future__ import annotations
 
-import itertools
 import sys
-from collections.abc import Sequence
 
 import msgspec
 import torch
@@ -13,6 +11,7 @@ from rich.console import Console
 from torch import nn
 
 from isthmus.cli.folder import RunFolder
+from isthmus.documents import numbered
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import BUFFERS
 from isthmus.federated.history import ROUND_LINES, History
@@ -32,7 +31,8 @@ def trace(folder: RunFolder, out: Console, *, json: bool) -> None:
         raise _no_lines(folder, kept)
     told_of = {line.record.round for line in lines}
     if missing := [number + 1 for number in range(max(kept, *(n + 1 for n in told_of))) if number not in told_of]:
-        _note(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {_ranges(missing)}: not in the trace")
+        untold = numbered("round", missing)
+        _note(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {untold}: not in the trace")
     write_perfetto([trace_of(folder.path.name, lines)], folder.perfetto)
     if json:
         told = {"perfetto": str(folder.perfetto), "rounds": len(lines), "seconds": sum(line.seconds for line in lines)}
@@ -94,12 +94,3 @@ def _nothing_saved(folder: RunFolder, job: FederatedJob) -> UserError:
     else:
         what = "no round was committed yet"
     return UserError(f"run folder {folder.path}: {what}")
-
-
-def _ranges(rounds: Sequence[int]) -> str:
-    """Ascending numbers, as "rounds 2, 5 to 9"."""
-    parts: list[str] = []
-    for first in (n for n in rounds if n - 1 not in rounds):
-        last = next(n for n in itertools.count(first) if n + 1 not in rounds)
-        parts.append(str(first) if first == last else f"{first} to {last}")
-    return f"round{'s' if len(rounds) > 1 else ''} {', '.join(parts)}"

@@ -20,7 +20,7 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Sequence
 from pathlib import Path
 from typing import TypeVar
 
@@ -112,10 +112,12 @@ class RunFolder:
                 with contextlib.suppress(OSError):  # only an empty directory can be removed like this
                     made.rmdir()
 
-    def begin(self, job: Job, fleet: Fleet, plan: Plan, start_step: int) -> None:
+    def begin(
+        self, job: Job, fleet: Fleet, plan: Plan, start_step: int, note: Callable[[str], None] = lambda _: None
+    ) -> None:  # fmt: skip
         """A session of the run starts. An earlier one that left its traces, or losses after `start_step`, is kept under
-        `sessions/`; those losses are forgotten here, as they will be made again. UserError when the folder cannot be
-        written."""
+        `sessions/`; those losses are forgotten here, as they will be made again, and what cannot be read of them, of
+        which `note` is told. UserError when the folder cannot be written."""
         try:
             self.path.mkdir(parents=True, exist_ok=True)
             self._archive(start_step)
@@ -123,14 +125,14 @@ class RunFolder:
                 (self.path / FITTED).unlink(missing_ok=True)
             _replace(self.path / FLEET, _document(fleet))
             _replace(self.path / PLAN, _document(plan))
-            self.forget_losses(start_step)
+            self.forget_losses(start_step, note)
             _replace(self.path / JOB, _document(job))
         except OSError as e:
             raise UserError(f"run folder {self.path}: cannot be written: {e.strerror or e}") from None
 
-    def forget_losses(self, step: int) -> None:
+    def forget_losses(self, step: int, note: Callable[[str], None] = lambda _: None) -> None:
         """Of what comes after so many steps."""
-        kept = [p for p in self.losses() if p.step <= step]
+        kept = [p for p in losses_in(self.path, note) if p.step <= step]
         _replace(self._losses, b"".join(msgspec.json.encode(p) + b"\n" for p in kept))
 
     @property

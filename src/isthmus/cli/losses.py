@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections.abc import Callable
 from pathlib import Path
 
 import msgspec
@@ -19,6 +20,7 @@ class LossPoint(msgspec.Struct, frozen=True, kw_only=True):
     split: str = "train"
 
 
-def losses_in(run: Path) -> list[LossPoint]:
-    """What was told so far, in its order; none where there is no such file."""
-    return read_lines(run / LOSSES, LossPoint)
+def losses_in(run: Path, note: Callable[[str], None] = lambda _: None) -> list[LossPoint]:
+    """What was told so far, in its order; none where there is no such file. `note` is told of lines that cannot be
+    read."""
+    return read_lines(run / LOSSES, LossPoint, note)

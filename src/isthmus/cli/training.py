@@ -97,7 +97,8 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
 
     def begin() -> None:
         # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
-        folder.begin(prepared.job, fleet, plan, start_step if record is None else job.training.steps)
+        start = start_step if record is None else job.training.steps
+        folder.begin(prepared.job, fleet, plan, start, partial(_say, notes))
         if record is None:  # else devices are waiting, and it was all done before
             folder.graph.write_bytes(encode(prepared.captured.train))
             if choices.crew is not None:

@@ -22,6 +22,8 @@ class RoundLine(msgspec.Struct, frozen=True, kw_only=True):
     record: Record
     seconds: float
     """From its opening to the server's new values."""
+    opened_at_s: float | None = None
+    """Since 1970, by the coordinator's clock; None in a run of versions before."""
     sent_bytes: int = 0
     """By the coordinator, whole frames, and values that executors of this machine read in shared memory in place of
     frames; so, too, what was received."""
@@ -74,9 +76,10 @@ class History:
         """Of the run in this folder."""
         return cls(run / ROUND_LINES)
 
-    def keep(self, rounds: int) -> None:
-        """Forget what comes after so many rounds: a resumed run makes them again."""
-        kept = [line for line in self.lines() if line.record.round < rounds]
+    def keep(self, rounds: int, note: Callable[[str], None] = lambda _: None) -> None:
+        """Forget what comes after so many rounds, as a resumed run makes them again, and what cannot be read, of which
+        `note` is told."""
+        kept = [line for line in self.lines(note) if line.record.round < rounds]
         new = self._path.with_name(f".{self._path.name}")
         try:
             new.write_bytes(b"".join(msgspec.json.encode(line) + b"\n" for line in kept))
@@ -92,10 +95,5 @@ class History:
             raise UserError(f"history {self._path}: cannot be written: {e.strerror or e}") from None
 
     def lines(self, note: Callable[[str], None] = lambda _: None) -> list[RoundLine]:
-        """Those that can be read; `note` is told of each other one."""
-
-        def passed_over(number: int, last: bool) -> None:
-            what = "is the last one and is not whole" if last else "cannot be read"
-            note(f"history {self._path}: line {number} {what}: passed over")
-
-        return read_lines(self._path, RoundLine, passed_over)
+        """Those that can be read; `note` is told of others."""
+        return read_lines(self._path, RoundLine, note)

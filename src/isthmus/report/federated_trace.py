@@ -11,15 +11,18 @@ COORDINATOR = "coordinator"
 
 
 def trace_of(run: str, lines: Sequence[RoundLine]) -> Trace:
-    """Rounds one after another, each as long as it took; in it every executor's clients, in the order in which they
-    were reported. What an executor waited is not written down, so its clients follow one another without gaps, and of
-    an algorithm of several passes the earlier ones are one span each executor."""
+    """Rounds when they were, with the gaps between a run and its resumption; in each every executor's clients, in the
+    order in which they were reported. What an executor waited is not written down, so its clients follow one another
+    without gaps, and of an algorithm of several passes the earlier ones are one span each executor."""
     return Trace(source="runtime", run=run, spans=tuple(_spans(lines)))
 
 
 def _spans(lines: Sequence[RoundLine]) -> Iterator[Span]:
-    begin_s = 0.0
+    origin_s = next((line.opened_at_s for line in lines if line.opened_at_s is not None), 0.0)
+    end_s = 0.0
     for line in lines:
+        # A clock that was set back, or a line without its time, must not lay a round over the one before.
+        begin_s = end_s if line.opened_at_s is None else max(end_s, line.opened_at_s - origin_s)
         record, end_s = line.record, begin_s + line.seconds
         number = record.round + 1
         yield Span(
@@ -34,7 +37,6 @@ def _spans(lines: Sequence[RoundLine]) -> Iterator[Span]:
             for timed in record.trained.get(name, ()):
                 yield _training(name, f"client {timed.client}", at_s, timed.seconds, number)
                 at_s += timed.seconds
-        begin_s = end_s
 
 
 def _training(executor: str, name: str, at_s: float, seconds: float, number: int) -> Span:

@@ -79,7 +79,7 @@ class Books:
                 note(f"privacy: {promised}")
         except OSError as e:
             raise UserError(f"run folder {self.folder}: cannot be written: {e.strerror or e}") from None
-        self.history.keep(self.first_round)
+        self.history.keep(self.first_round, note)
 
     def closed(self, record: Record, measure: RoundMeasure) -> Closed:
         """A round as it is now."""
@@ -93,9 +93,9 @@ class Books:
         """Evaluate where that is due, write the round's line, make the round durable where that is due."""
         measure = closed.measure
         line = RoundLine(
-            record=closed.record, seconds=measure.seconds, sent_bytes=measure.sent_bytes,
-            received_bytes=measure.received_bytes, trips=measure.trips, value_bytes=measure.value_bytes,
-            rules=rules.told, evaluation=self._evaluation(closed),
+            record=closed.record, seconds=measure.seconds, opened_at_s=measure.opened_at_s,
+            sent_bytes=measure.sent_bytes, received_bytes=measure.received_bytes, trips=measure.trips,
+            value_bytes=measure.value_bytes, rules=rules.told, evaluation=self._evaluation(closed),
         )  # fmt: skip
         self.history.add(line)
         self._tell_renewed(closed.record)

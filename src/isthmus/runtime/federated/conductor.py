@@ -58,6 +58,8 @@ class RoundMeasure(msgspec.Struct, frozen=True, kw_only=True):
     memory in place of frames."""
 
     seconds: float
+    opened_at_s: float
+    """Since 1970, by this machine's clock."""
     sent_bytes: int
     received_bytes: int
     trips: int = 0
@@ -394,7 +396,8 @@ class FederatedConductor:
         counts = (sent, received, self._intake.trips, self._intake.value_bytes)
         before, self._counted = self._counted, counts
         sent, received, trips, value_bytes = (now - then for now, then in zip(counts, before, strict=True))
+        seconds = time.monotonic() - self._opened_s
         return RoundMeasure(
-            seconds=time.monotonic() - self._opened_s, sent_bytes=sent, received_bytes=received, trips=trips,
+            seconds=seconds, opened_at_s=time.time() - seconds, sent_bytes=sent, received_bytes=received, trips=trips,
             value_bytes=value_bytes,
         )  # fmt: skip

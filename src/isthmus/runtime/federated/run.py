@@ -156,9 +156,11 @@ class FederatedRun:
             nonlocal opened_s, before
             now_s, now = time.monotonic(), (run.trips, run.told_bytes, run.value_bytes)
             trips, told, values = (b - a if self.job.scheme.processes else 0 for a, b in zip(before, now, strict=True))
+            seconds = now_s - opened_s
             measure = RoundMeasure(
-                seconds=now_s - opened_s, sent_bytes=told, received_bytes=values, trips=trips, value_bytes=values
-            )
+                seconds=seconds, opened_at_s=time.time() - seconds, sent_bytes=told, received_bytes=values, trips=trips,
+                value_bytes=values,
+            )  # fmt: skip
             opened_s, before = now_s, now
             self._commit(record, measure, after)()
 
