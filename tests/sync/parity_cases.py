@@ -1,7 +1,7 @@
-"""Run by torchrun: many small cases in one group of workers, each against one process that does it all.
+"""In workers of a launch: many small cases in one group, each against one process that does it all.
 
-`parity_cases.py KILLED`: four workers first, then the first two of them alone, who in the end go on with what
-`resume_cases` left in that folder: starting processes takes longer than the cases. Worker 0 prints a JSON line: the
+Four workers first, then the first two of them alone, who in the end go on with what `resume_cases` left in a folder:
+starting processes takes longer than the cases. Worker 0 prints a JSON line: the
 largest relative difference of every case, by name. All is computed in float64: in float32 rounding alone makes 1e-6 in
 50 steps, and would hide what is wrong.
 """
@@ -598,6 +598,3 @@ def _run(parts: Sequence[Callable[[dict[str, float]], None]], found: dict[str, f
     found.update({f"{dist.get_world_size()} workers: {name}": value for name, value in told.items()})
     dist.barrier()
 
-
-if __name__ == "__main__":
-    main(Path(sys.argv[1]))

@@ -1,4 +1,4 @@
-"""Under real torchrun, in two launches: every mode against one process that does it all; killed and resumed.
+"""Under torchrun's launcher, in two launches: every mode against one process that does it all; killed and resumed.
 
 Starting processes takes longer than what they do: two workers train, save and are killed; then four come, of which two
 go on with what was saved when all the rest is done.
@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import json
 import re
-import shutil
-import time
+import subprocess
+import sys
 from pathlib import Path
 from typing import NamedTuple
 
@@ -17,7 +17,7 @@ import pytest
 from safetensors.torch import load_file
 
 from isthmus.sync import mode_names
-from tests.sync.torchrun import kill_a_worker, start_torchrun, torchrun
+from tests.sync.torchrun import environment
 
 HERE = Path(__file__).parent
 TOLERANCE = 1e-9
@@ -29,20 +29,18 @@ class Launched(NamedTuple):
     killed: Path
     """Of the same runs, broken off and resumed."""
     told: list[str]
-    """What the second launch printed."""
+    """What their workers printed."""
 
 
 @pytest.fixture(scope="module")
 def launched(tmp_path_factory: pytest.TempPathFactory) -> Launched:
     whole, killed = tmp_path_factory.mktemp("whole"), tmp_path_factory.mktemp("killed")
-    with start_torchrun(2, HERE / "resume_cases.py", str(whole), str(killed)) as running:
-        deadline_s = time.monotonic() + 120
-        while not (killed / "dream" / "step-000024").exists() and time.monotonic() < deadline_s:
-            time.sleep(0.02)
-        kill_a_worker(running)
-    for later in sorted((killed / "dream").iterdir())[2:]:
-        shutil.rmtree(later)
-    return Launched(whole, killed, torchrun(4, HERE / "parity_cases.py", str(killed)).splitlines())
+    done = subprocess.run(
+        [sys.executable, str(HERE / "launches.py"), str(whole), str(killed)], env=environment(), capture_output=True,
+        text=True, timeout=600,
+    )  # fmt: skip
+    assert done.returncode == 0, f"ended with {done.returncode}:\n{done.stdout}\n{done.stderr}"
+    return Launched(whole, killed, done.stdout.splitlines())
 
 
 def test_the_changed_script_learns(launched: Launched) -> None:
