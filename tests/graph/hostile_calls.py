@@ -137,15 +137,16 @@ class Attempt:
 
 
 def as_it_lies(tensor: Tensor) -> Result:
-    memory = tensor.untyped_storage()
-    start = tensor.storage_offset() * tensor.element_size()
-    end = start + (last_element(tensor) + 1) * tensor.element_size() if tensor.numel() else start
-    reach, *rest = (
-        ctypes.string_at(memory.data_ptr() + first, min(behind - first, COMPARED_BYTES)) if behind > first else b""
-        for first, behind in ((start, end), (0, start), (end, memory.nbytes()))
+    layout = tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset()
+    if not tensor.numel():  # nothing looks into what is empty
+        return Result(*layout, b"", b"")
+    memory, item = tensor.untyped_storage(), tensor.element_size()
+    start, end = tensor.storage_offset() * item, (tensor.storage_offset() + last_element(tensor) + 1) * item
+    reach, before, behind = (
+        ctypes.string_at(memory.data_ptr() + first, min(last - first, COMPARED_BYTES)) if last > first else b""
+        for first, last in ((start, end), (0, start), (end, memory.nbytes()))
     )
-    found = Result(tensor.dtype, tensor.shape, tensor.stride(), tensor.storage_offset(), reach, b"".join(rest))
-    return found if tensor.numel() else found._replace(rest=b"")  # nothing looks into what is empty
+    return Result(*layout, reach, before + behind)
 
 
 def last_element(tensor: Tensor) -> int:

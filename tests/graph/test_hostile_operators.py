@@ -193,3 +193,13 @@ def test_labels_of_many_classes_that_do_not_fit_are_refused(shape: tuple[int, ..
     inputs = {"x": torch.ones(shape), "y": torch.full(shape, target)}
     with pytest.raises(UserError, match="expected"):
         run("aten.multilabel_margin_loss.default", Ref("x"), Ref("y"), inputs=inputs)
+
+
+@pytest.mark.parametrize("stride", [0, 3])
+def test_targets_in_one_row_lie_without_gaps(stride: int):
+    targets = torch.ones(20, dtype=torch.int64).as_strided((5,), (stride,))
+    inputs = {"x": torch.zeros(6, 2, 4), "y": targets, "many": torch.tensor([6, 6]), "few": torch.tensor([3, 2])}
+    refs = [Ref(name) for name in inputs]
+    with pytest.raises(UserError, match="without gaps"):
+        run("aten.ctc_loss.Tensor", *refs, 0, inputs=inputs)
+    assert run("aten.ctc_loss.Tensor", *refs, 0, inputs=inputs | {"y": targets.contiguous()}).isfinite()

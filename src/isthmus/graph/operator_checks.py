@@ -161,6 +161,8 @@ def _ctc_loss(given: Arguments) -> None:
     targets, lengths = cast(Tensor, given["targets"]), torch.as_tensor(given["target_lengths"])
     classes = cast(Tensor, given["log_probs"]).shape[-1]
     _require(targets.dim() in (1, 2) and lengths.dim() == 1, "targets of 1 or 2 dimensions and a list of lengths")
+    in_a_row = targets.dim() == 2 or targets.is_contiguous()  # the kernel counts without strides where samples begin
+    _require(in_a_row, "targets of 1 dimension without gaps")
     within = (targets >= 0) & (targets < classes)
     if targets.dim() == 2:  # what lies beyond a target's length is padding
         within |= torch.arange(targets.shape[1], device=targets.device) >= lengths.to(targets.device)[:, None]
