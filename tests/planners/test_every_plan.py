@@ -41,7 +41,7 @@ def test_auto_equals_brute_force_on_small_fleets(seed: int) -> None:
         return
     assert found.predicted.step_s == pytest.approx(best_s, rel=1e-8)
     assert found.certificate is not None and found.certificate.gap == 0
-    assert verify(found, question_of(problem)).holds(bound_unchecked=True)  # settled by more work than that of a check
+    assert verify(found, question_of(problem)).holds()
 
 
 def odd_problem(seed: int, devices: int, operators: int, count: int, saved: int) -> Problem:

@@ -53,8 +53,9 @@ def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> Non
     found = made.predicted.step_s, 1000 * step_price(made, problem.fleet).total
     assert found[other] <= limit * (1 + 1e-9)
     assert found[mine] == pytest.approx(best)
-    check(made, asked, bound_unchecked=True)
+    check(made, asked)
     several = plan("auto", asked)
+    check(several, asked)
     reached = several.predicted.step_s, 1000 * step_price(several, problem.fleet).total
     assert reached[other] <= limit * (1 + 1e-9) and reached[mine] <= best * (1 + 1e-9)
 

@@ -54,7 +54,7 @@ def test_plans_are_those_of_a_fleet_with_less_memory(name: str) -> None:
     assert made.certificate is not None and expected.certificate is not None
     assert made.certificate.lower_bound == expected.certificate.lower_bound
     assert f"{100 * headroom:.0f} % of each device's memory left free" in made.certificate.question
-    check(made, problem, bound_unchecked=True)
+    check(made, problem)
 
 
 def test_without_headroom_a_plan_may_fill_a_device_to_the_byte() -> None:

@@ -84,7 +84,7 @@ def test_a_slow_holder_keeps_its_ends_and_gives_away_the_middle() -> None:
     order = [stage.device for stage in made.stages]
     assert order[0] == order[-1] == "d0" and set(order[1:-1]) == {"d1", "d2"}
     assert made.predicted.step_s < build_plan(problem, ["d0"], [], planner="alone").predicted.step_s
-    check(made, problem, bound_unchecked=True)
+    check(made, problem)
     free = plan("chain", problem_of(gpt_graph(2), fleet, micro_batches=8))
     assert free.predicted.step_s <= made.predicted.step_s
 

@@ -64,7 +64,7 @@ def test_the_exact_planner_finds_the_best_of_all_packed_pipelines(method: str, s
     assert made.predicted.step_s == pytest.approx(least_s, rel=1e-9)
     assert made.certificate is not None
     assert made.certificate.lower_bound <= least_s * SLACK
-    check(made, problem, bound_unchecked=True)
+    check(made, problem)
 
 
 @pytest.mark.parametrize("method", METHODS)
@@ -78,7 +78,7 @@ def test_auto_is_no_slower_than_any_planner(method: str, seed: int) -> None:
         return
     assert best.certificate is not None
     assert best.predicted.step_s >= best.certificate.lower_bound / SLACK
-    check(best, problem, bound_unchecked=True)
+    check(best, problem)
     for name in QUICK:
         try:
             other = plan(name, problem)

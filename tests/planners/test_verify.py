@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterator
 from dataclasses import replace
+from math import inf
 
 import msgspec
 import pytest
@@ -12,6 +13,8 @@ from hypothesis import strategies as st
 from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan
 
+from isthmus.cli.proving import as_proven
+from isthmus.cli.proving import question_of as asked_of
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state, plan_compression
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
@@ -21,23 +24,14 @@ from isthmus.planners import plan as plan_by
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.least import Least, relaxed, with_certificate
 from isthmus.planners.network import network_of
-from isthmus.verify import Question, StateBytes, Verdict, state_bytes, verify
+from isthmus.verify import Question, Verdict, state_bytes, verify
 from isthmus.verify.bound import Bounds
-from isthmus.verify.closed_form import ClosedForm
 from isthmus.verify.reading import Reading
 from isthmus.verify.search import Search
 
 
 def question_of(problem: Problem) -> Question:
-    return Question(
-        graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
-        micro_batches=problem.micro_batches, schedule=problem.schedule,
-        terms=problem.terms, recompute=problem.recompute,
-        state=StateBytes(
-            master=problem.state.master_bytes, gradient=problem.state.gradient_bytes,
-            optimizer=problem.state.optimizer_bytes,
-        ),
-    )  # fmt: skip
+    return asked_of(problem, (problem.micro_batches,))
 
 
 def make_plan(planner: str, problem: Problem) -> Plan:
@@ -61,12 +55,13 @@ def two_sites(uplink: float, seed: int) -> Fleet:
     return Fleet(name="two", devices=devices, links=links, sites=(Site(region="east", uplink_bytes_per_s=uplink),))
 
 
-def check(plan: Plan, problem: Problem, *, bound_unchecked: bool = False) -> Verdict:
+def check(plan: Plan, problem: Problem) -> Verdict:
     """Of the document that a command would make of the plan."""
     if plan.certificate is not None:
         plan = over_counts(problem, (problem.micro_batches,), lambda _: plan, None)
+        plan = as_proven(problem, plan, (problem.micro_batches,))
     found = verify(plan, question_of(problem))
-    assert found.holds(bound_unchecked=bound_unchecked), (found.bound, found.differences)
+    assert found.holds(), (found.bound, found.differences)
     return found
 
 
@@ -132,9 +127,9 @@ def test_its_brute_force_is_that_of_the_planners_tests_and_its_bound_is_below(
     reading = Reading(question_of(problem))
     bounds = Bounds(reading)
     assert 0 < bounds.single_s() <= best_s * (1 + 1e-9)
-    search = Search(ClosedForm(reading, priced=False), bounds)
-    assert search.single(2 * plan.predicted.step_s) == pytest.approx(best_s, rel=1e-9)
-    assert search.single(best_s * (1 - 1e-9)) is None
+    search = Search(reading, priced=False)
+    assert search.single(2 * plan.predicted.step_s).known == pytest.approx(best_s, rel=1e-9)
+    assert search.single(best_s * (1 - 1e-9)) == (inf, inf)
 
 
 @given(seed=st.integers(0, 10**6), devices=st.integers(1, 3), units=st.integers(2, 4), micro_batches=st.integers(1, 4))
@@ -147,9 +142,9 @@ def test_its_search_over_several_replicas_is_brute_force(
     several = [plan.predicted.step_s for plan in every_plan(problem) if len(plan.replicas) > 1]
     reading = Reading(question_of(problem))
     bounds = Bounds(reading)
-    found_s = Search(ClosedForm(reading, priced=False), bounds).several(1e12)
+    found_s = Search(reading, priced=False).several(1e12).known
     assert bounds.several_s() <= min(several, default=float("inf")) * (1 + 1e-9)
-    assert found_s == (pytest.approx(min(several), rel=1e-9) if several else None)
+    assert found_s == (pytest.approx(min(several), rel=1e-9) if several else inf)
 
 
 def test_a_bound_that_takes_too_much_work_is_no_pass() -> None:

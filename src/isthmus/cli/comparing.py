@@ -10,6 +10,7 @@ import typer
 from rich.console import Console
 
 from isthmus.cli.planning import make, predict
+from isthmus.cli.proving import proven
 from isthmus.cost import Problem, step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
@@ -33,8 +34,11 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
         """The same for all planners, and computed before the first is timed."""
         return bounds[problem.micro_batches]
 
+    problem = prepared.problem(fleet)
     for count in job.counts:
-        bounds[count] = least(prepared.problem(fleet).cut_into(count))
+        bounds[count] = least(problem.cut_into(count))
+    lowest = min(bounds, key=lambda count: bounds[count].bound)
+    bounds[lowest] = proven(problem, bounds[lowest], job.counts)
     for name in names:
         row, code = _row(name, prepared, fleet, bound)
         rows.append(row)

@@ -8,13 +8,14 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from isthmus.cli.proving import as_proven
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
 from isthmus.plan import Plan, PlanPeriod, Replica, load_plan
-from isthmus.planners import Least, check_honoured, least, over_counts, planner_names, scheduled
+from isthmus.planners import Least, check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.feedback import check_feedback
@@ -43,13 +44,13 @@ def fleet_for(job: Job) -> Fleet:
 
 
 def make(
-    job: Job, problem: Problem, planner: str | None = None, bound: Callable[[Problem], Least] = least, *,
+    job: Job, problem: Problem, planner: str | None = None, bound: Callable[[Problem], Least] | None = None, *,
     timed: bool = False,
 ) -> Plan:  # fmt: skip
     """The plan of the job's planner, or of another, with the best of the job's numbers of micro-batches.
 
-    `bound` is what no plan of a problem undercuts; `timed` lets the planner minimise time, whatever its plan is judged
-    by.
+    `bound` is what no plan of a problem undercuts, by default the highest that a check of the document proves; `timed`
+    lets the planner minimise time, whatever its plan is judged by.
     """
 
     def simulated_s(candidate: Plan) -> float:
@@ -61,7 +62,8 @@ def make(
     def planned(cut: Problem) -> Plan:
         return make_plan(planner or job.planner, cut.timed() if timed else cut, simulated_s)
 
-    return over_counts(problem, job.counts, planned, simulated_s, bound)
+    plan = over_counts(problem, job.counts, planned, simulated_s, bound)
+    return plan if bound is not None else as_proven(problem, plan, job.counts)
 
 
 def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> Plan:

@@ -17,13 +17,13 @@ from isthmus.planners.least import Least, claim, least, stated, with_certificate
 
 def over_counts(
     problem: Problem, counts: Sequence[int], make: Callable[[Problem], Plan], judge: Callable[[Plan], float] | None,
-    bound: Callable[[Problem], Least] = least,
+    bound: Callable[[Problem], Least] | None = None,
 ) -> Plan:  # fmt: skip
     """The best of the plans for these numbers of micro-batches of the problem's batch, with the certificate over all.
 
     `judge` knows seconds per step better than the closed form does, if given; `bound` is what no plan of a problem
-    undercuts. Raises FleetTooSmall where nothing fits with any of them, and UserError for a count that does not divide
-    the batch.
+    undercuts, by default what a planner proved of it, or `least`. Raises FleetTooSmall where nothing fits with any of
+    them, and UserError for a count that does not divide the batch.
     """
     if not counts:
         raise UserError("micro_batches: got no counts, expected at least one")
@@ -40,7 +40,10 @@ def over_counts(
         raise refused
     cut, best = min(found, key=lambda f: preference(*f, judge(f[1]) if judge is not None else None))
     known = {c.micro_batches: stated(c, plan.certificate) for c, plan in found}
-    bounds = [known.get(count) or bound(problem.cut_into(count)) for count in counts]
+    if bound is None:
+        bounds = [known.get(count) or least(problem.cut_into(count)) for count in counts]
+    else:
+        bounds = [bound(problem.cut_into(count)) for count in counts]
     certified = with_certificate(cut, best, min(bounds, key=lambda b: b.bound), counts)
     others = ", ".join(str(plan.micro_batches) for _, plan in found if plan is not best)
     notes = [f"of {best.micro_batches} or {others} micro-batches, {best.micro_batches} are best"] if others else []

@@ -157,15 +157,22 @@ class Bounds:
         most = min(devices // self.fewest, self._micro_batches, room)
         if most < 2:
             return NEVER
-        _, _, latency_s, byte_s = self._links
-        gradient_bytes = FLOAT32_BYTES * sum(v.elements for v in self.reading.variables if v.trained)
-        link_s = 2 * gradient_bytes * byte_s / (devices * (devices - 1))
-        rounds_s = 2 * latency_s if gradient_bytes else 0.0
         fill_s = self.work / self._speeds[0] + self._links_s(self.fewest)
         return min(
             fill_s
             + (self._micro_batches - count)
             * max(self.work / sum(self._speeds), self._largest_block / self._speeds[0] / count)
-            + max(rounds_s, (count - 1) * link_s) / self._question.period
+            + self.averaging_s(count)
             for count in range(2, most + 1)
         )
+
+    def averaging_s(self, replicas: int) -> float:
+        """What two or more of them spend on sums at least, in the mean over a period's steps."""
+        devices = len(self._speeds)
+        if devices == 1:
+            return 0.0
+        _, _, latency_s, byte_s = self._links
+        gradient_bytes = FLOAT32_BYTES * sum(v.elements for v in self.reading.variables if v.trained)
+        link_s = 2 * gradient_bytes * byte_s / (devices * (devices - 1))
+        rounds_s = 2 * latency_s if gradient_bytes else 0.0
+        return max(rounds_s, (replicas - 1) * link_s) / self._question.period

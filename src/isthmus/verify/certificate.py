@@ -13,11 +13,10 @@ from isthmus.plan import Certificate, question_in_words
 from isthmus.verify.bound import NEVER, Bounds
 from isthmus.verify.closed_form import ClosedForm, Setup
 from isthmus.verify.near import near
-from isthmus.verify.packing import is_exact
 from isthmus.verify.price_bound import several_price, single_price
 from isthmus.verify.question import Question
 from isthmus.verify.reading import Reading
-from isthmus.verify.search import OutOfWork, Search
+from isthmus.verify.search import Least, OutOfWork, Search
 from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger
 
 GAP_ROUNDING = 1e-7
@@ -41,36 +40,55 @@ class _Simple(NamedTuple):
 
 
 def check_certificate(
-    ledger: Ledger, reading: Reading, certificate: Certificate | None, found: Found, setups: Sequence[Setup]
-) -> BoundCheck:
-    """Judges every field of the certificate."""
+    ledger: Ledger, reading: Reading, certificate: Certificate | None, found: Found, setups: Sequence[Setup],
+    effort: float,
+) -> BoundCheck:  # fmt: skip
+    """Judges every field of the certificate, with this share of the work that a search may be."""
     question, priced = reading.question, _is_priced(reading.question)
-    readings = [reading if n == question.micro_batches else Reading(question.cut_into(n)) for n in question.counts]
-    simple = [_simple(r, priced) for r in readings]
-    own = min(min(s) for s in simple)
+    checks = _checks(reading, effort)
+    own = min(check.simple for check in checks)
     unit, reached = ("in money" if priced else "s"), (found.price if priced else found.step_s)
     if certificate is None:
         proven = f"at most {reached / own - 1:.2%} above the best of any plan" if own > 0 else "nothing"
-        return BoundCheck(status="none stated", own=own, told=f"the plan states no bound; that of this check, "
-                          f"{own:.6g} {unit}, proves {proven}")  # fmt: skip
+        return BoundCheck(status="none stated", own=own, proven=own, told=f"the plan states no bound; that of this "
+                          f"check, {own:.6g} {unit}, proves {proven}")  # fmt: skip
     _arithmetic(ledger, question, certificate, reached, priced)
     stated = certificate.lower_bound
     least = own * (1 - ROUNDING)
     ledger.judge("certificate.lower_bound", stated >= least, stated, f"at least {own:.9g}, which takes no search")
-    checks = [_Check(r, s, stated, priced) for r, s in zip(readings, simple, strict=True)]
-    try:
-        best = min(check.best(attained=certificate.exact and not _same(reached, stated)) for check in checks)
-    except OutOfWork:
-        return _unchecked(ledger, ClosedForm(reading, priced=priced), stated, setups, f"{own:.6g} {unit}")
-    best = min(best, reached)
-    expected = f"at most {best:.9g}: some plan {'costs' if priced else 'takes'} no more"
-    holds = ledger.judge("certificate.lower_bound", stated <= best * (1 + ROUNDING), stated, expected)
-    attained = _same(best, stated)
-    ledger.judge("certificate.exact", attained or not certificate.exact, certificate.exact, "false: no plan attains it")
+    attained = certificate.exact and not _same(reached, stated)
+    bests = [check.best(stated, attained=attained) for check in checks]
+    known = min([reached, *(best.known for best in bests)])
+    expected = f"at most {known:.9g}: some plan {'costs' if priced else 'takes'} no more"
+    holds = ledger.judge("certificate.lower_bound", stated <= known * (1 + ROUNDING), stated, expected)
+    proven = min([stated, reached, *(best.bound for best in bests)])
+    if stated > proven * (1 + ROUNDING):
+        if not holds:
+            return BoundCheck(status="refuted", own=own, proven=proven, told="refuted by branch and bound")
+        return _unchecked(ledger, ClosedForm(reading, priced=priced), stated, setups, proven, unit)
+    exact = not certificate.exact or _same(known, stated)
+    ledger.judge("certificate.exact", exact, certificate.exact, "false: no plan was found that attains it")
     told = "proven by the bound of this check, which needs no search"
     if any(check.searched for check in checks):
-        told = "proven by branch and bound over all plans" if holds else "refuted by branch and bound"
-    return BoundCheck(status="proven" if holds else "refuted", own=own, told=told)
+        told = "proven by branch and bound over all plans"
+    return BoundCheck(status="proven" if holds else "refuted", own=own, proven=proven, told=told)
+
+
+def provable(question: Question, stated: float, *, attained: bool, effort: float = 1.0) -> Least:
+    """The highest lower bound on any plan, up to one that is stated, that a check proves with this share of its work;
+    and what a plan takes that was found at or below the stated one, which is looked for if it is `attained`."""
+    checks = _checks(Reading(question), effort)
+    bests = [check.best(stated, attained=attained) for check in checks]
+    searched, simple = min([stated, *(best.bound for best in bests)]), min(check.simple for check in checks)
+    known = min(best.known for best in bests)
+    return Least(max(searched, simple if simple > stated * (1 + ROUNDING) else 0.0), known)
+
+
+def _checks(reading: Reading, effort: float) -> list[_Check]:
+    """One for each number of micro-batches."""
+    question, priced = reading.question, _is_priced(reading.question)
+    readings = [reading if n == question.micro_batches else Reading(question.cut_into(n)) for n in question.counts]
+    return [_Check(r, priced, effort) for r in readings]
 
 
 def _same(a: float, b: float) -> bool:
@@ -112,33 +130,33 @@ def _simple(reading: Reading, priced: bool) -> _Simple:
 class _Check:
     """The best plan at or below a stated bound, of one number of micro-batches."""
 
-    def __init__(self, reading: Reading, simple: _Simple, stated: float, priced: bool) -> None:
-        self._reading, self._simple, self._stated, self._priced = reading, simple, stated, priced
+    def __init__(self, reading: Reading, priced: bool, effort: float) -> None:
+        self._reading, self._priced, self._effort = reading, priced, effort
+        self._single, self._several = _simple(reading, priced)
+        self.simple = min(self._single, self._several)
         self.searched = False
 
-    def best(self, *, attained: bool) -> float:
+    def best(self, stated: float, *, attained: bool) -> Least:
         """Infinite where no plan is at or below the bound, as far as that was to be known: a plan that attains it is
-        looked for only where one is claimed. Raises OutOfWork."""
-        question, below = self._reading.question, self._stated * (1 + ROUNDING)
-        found = [NEVER]
-        reach = below if attained else self._stated * (1 - ROUNDING)
-        if min(self._simple) >= reach:
-            return NEVER
+        looked for only where one is claimed. Out of work: what is proven without a search."""
+        reach = stated * (1 + ROUNDING if attained else 1 - ROUNDING)
+        if self.simple >= reach:
+            return Least(NEVER, NEVER)
         self.searched = True
-        if not is_exact(question.terms.compression):
-            raise OutOfWork
-        search = Search(ClosedForm(self._reading, priced=self._priced), Bounds(self._reading))
-        if self._simple.single < reach:
-            found.append(search.single(below) or NEVER)
-        if self._simple.several < reach:
-            if self._priced or question.terms.limited or question.terms.data_holders or not question.gradients:
-                raise OutOfWork
-            found.append(search.several(below) or NEVER)
-        return min(found)
+        found: list[Least] = []
+        try:
+            search = Search(self._reading, priced=self._priced, effort=self._effort)
+            if self._single < reach:
+                found.append(search.single(reach))
+            if self._several < reach:
+                found.append(search.several(reach))
+        except OutOfWork:
+            return Least(self.simple, NEVER)
+        return Least(min(f.bound for f in found), min(f.known for f in found))
 
 
 def _unchecked(
-    ledger: Ledger, form: ClosedForm, stated: float, setups: Sequence[Setup], own: str
+    ledger: Ledger, form: ClosedForm, stated: float, setups: Sequence[Setup], proven: float, unit: str
 ) -> BoundCheck:  # fmt: skip
     """A plan near the document's may still refute the bound."""
     tried = [form.judged(plan) for plan in near(form.reading, setups)]
@@ -147,6 +165,6 @@ def _unchecked(
     holds = ledger.judge("certificate.lower_bound", stated <= best * (1 + ROUNDING), stated, expected)
     told = f"refuted by one of {len(tried)} plans near this one"
     if holds:
-        told = f"not checked: to prove it takes more work than this check does; {own} is proven for any plan, and none "
-        told += f"of {len(tried)} plans near this one is below what is stated"
-    return BoundCheck(status="unchecked" if holds else "refuted", own=None, told=told)
+        told = f"not checked: to prove it takes more work than this check does; {proven:.6g} {unit} is proven for any "
+        told += f"plan, and none of {len(tried)} plans near this one is below what is stated"
+    return BoundCheck(status="unchecked" if holds else "refuted", own=None, proven=proven, told=told)

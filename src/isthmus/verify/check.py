@@ -27,8 +27,10 @@ from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger, Verdict
 _UNCHECKED = BoundCheck(status="unchecked", told="not checked: this is no plan for the problem")
 
 
-def verify(plan: Plan, question: Question) -> Verdict:
+def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
     """Every figure of the document beside one computed from the graph and the fleet alone.
+
+    `effort` is a share of the work that the search for plans below the bound may be.
 
     Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
     """
@@ -56,7 +58,7 @@ def verify(plan: Plan, question: Question) -> Verdict:
     price = paid(question.fleet, timed, [r.micro_batches for r in plan.replicas], sync, step_s)
     _limits(ledger, question, step_s, price)
     setups = [_setup(r) for r in plan.replicas]
-    bound = check_certificate(ledger, reading, plan.certificate, Found(step_s, price), setups)
+    bound = check_certificate(ledger, reading, plan.certificate, Found(step_s, price), setups, effort)
     return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=bound)
 
 

@@ -3,23 +3,24 @@
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from functools import cache
 from typing import NamedTuple
 
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.verify.cutting import CutGraph, Part, cut
-from isthmus.verify.packing import as_asked
-from isthmus.verify.price import paid
+from isthmus.plan import Collective
+from isthmus.verify.bound import Bounds
+from isthmus.verify.cutting import CutGraph, cut
+from isthmus.verify.packing import as_asked, is_exact
+from isthmus.verify.pipeline import Pipeline
+from isthmus.verify.price import SECONDS_PER_HOUR, paid
 from isthmus.verify.reading import Reading
-from isthmus.verify.sums import summed_soonest, sums_s
-from isthmus.verify.timing import Timed
+from isthmus.verify.sums import Summed, summed_soonest, sums_s
 from isthmus.verify.verdict import CLOSE
 
-MOST_SUBSETS = 7
-"""Stages short of memory up to which every set of them is tried as the set that recomputes; beyond, the first k."""
+NEVER = float("inf")
 
 
 class Setup(NamedTuple):
@@ -36,47 +37,74 @@ class ClosedForm:
     """Times or prices of plans by the closed form, each stage holding as many micro-batches as its memory allows.
 
     Infinite beyond a limit of the terms, where a buffer would be written in two stages, memory does not hold a device's
-    stages, or data or labels would be read elsewhere.
+    stages, or data or labels would be read elsewhere. With `least`, what no such plan undercuts where this check does
+    not know to the last byte what a planner would send: shortest messages, sums of parameters at their least, and of
+    several replicas no price of what leaves a site.
     """
 
-    def __init__(self, reading: Reading, *, priced: bool) -> None:
-        self.reading, self._question, self.priced = reading, reading.question, priced
+    def __init__(self, reading: Reading, *, priced: bool, least: bool = False) -> None:
+        self.reading, self.question, self.priced, self._least = reading, reading.question, priced, least
+        self._bounds = Bounds(reading)
         self._graph = cache(self._cut_graph)
+        self._summed: dict[Summed, Collective] = {}
 
-    def judged(self, setups: Sequence[Setup], below: float = float("inf")) -> float:
-        """Seconds, or money, of a step; possibly more than it is where it is not `below`."""
-        below_s = float("inf") if self.priced else below
-        slowest_s = max(self.alone_s(setup, below_s) for setup in setups)
-        if slowest_s == float("inf"):
+    def is_exact(self, *, several: bool) -> bool:
+        """Whether this is what a plan takes, rather than something that it does not undercut or exceed."""
+        question = self.question
+        egress = any(site.egress_price_per_gb for site in question.fleet.sites)
+        money = self.priced or question.terms.max_price is not None
+        known = not several or (question.gradients and not (money and egress))
+        return known and is_exact(question.terms.compression)
+
+    def judged(self, setups: Sequence[Setup]) -> float:
+        """Seconds, or money, of a step."""
+        replicas = [self.pipeline(setup) for setup in setups]
+        allowed = [replica for replica in replicas if replica is not None]
+        return self.of(allowed, [s.micro_batches for s in setups]) if len(allowed) == len(replicas) else NEVER
+
+    def of(self, replicas: Sequence[Pipeline], shares: Sequence[int], below: float = NEVER) -> float:
+        """Of these replicas with so many micro-batches each; possibly more than it is where it is not `below`."""
+        below_s = NEVER if self.priced else below
+        slowest_s = max(replica.step_s(share, below_s) for replica, share in zip(replicas, shares, strict=True))
+        if slowest_s == NEVER or slowest_s >= below_s:
             return slowest_s
-        graphs = [graph for setup in setups if (graph := self._sent(setup)) is not None]
-        held = [(setup.devices, graph) for setup, graph in zip(setups, graphs, strict=True)]
-        sync = msgspec.structs.replace(summed_soonest(self._question.fleet, held), period=self._question.period)
-        step_s = slowest_s + sums_s(self._question.fleet, sync)
-        terms = self._question.terms
+        terms, several = self.question.terms, len(replicas) > 1
+        roughly = self._least and several and not self.is_exact(several=True)
+        held = [(p.devices, p.graph) for p in replicas]
+        sync = summed_soonest(self.question.fleet, held, self._summed)
+        sync = msgspec.structs.replace(sync, period=self.question.period)
+        if roughly and not self.question.gradients:
+            step_s = slowest_s + self._bounds.averaging_s(len(replicas))
+        else:
+            step_s = slowest_s + sums_s(self.question.fleet, sync)
         if terms.max_step_s is not None and step_s > terms.max_step_s * (1 + CLOSE):
-            return float("inf")
+            return NEVER
         if not self.priced and terms.max_price is None:
             return step_s
-        none = [(False,) * len(s.devices) for s in setups]  # what is sent does not depend on it
-        timed = [Timed(self._question, g, s.devices, n) for s, g, n in zip(setups, graphs, none, strict=True)]
-        price = paid(self._question.fleet, timed, [s.micro_batches for s in setups], sync, step_s)
+        if roughly:
+            price = self.hourly({name for p in replicas for name in p.devices}) * step_s / SECONDS_PER_HOUR
+        else:
+            timed = [p.timed() for p in replicas]  # what is sent does not depend on what computes twice
+            price = paid(self.question.fleet, timed, shares, sync, step_s)
         if terms.max_price is None:
             return price
-        return step_s if 1000 * price <= terms.max_price * (1 + CLOSE) else float("inf")
+        return step_s if 1000 * price <= terms.max_price * (1 + CLOSE) else NEVER
 
-    def alone_s(self, setup: Setup, below_s: float = float("inf")) -> float:
-        """Of one replica, before what replicas sum."""
-        graph = self._sent(setup) if self._respects(setup) else None
-        return float("inf") if graph is None else self._pipeline_s(setup, graph, below_s)
+    def hourly(self, names: set[str]) -> float:
+        """What these devices cost together."""
+        return sum(self.question.fleet.device(name).price_per_hour for name in names)
 
-    def _sent(self, setup: Setup) -> CutGraph | None:
-        """With the bytes that cross links."""
-        graph = self._graph(setup.starts)
-        return None if graph is None else as_asked(self._question, graph, setup.devices)
+    def pipeline(self, setup: Setup) -> Pipeline | None:
+        """The replica for any number of micro-batches, with the bytes that cross links; None where the terms or the
+        graph do not allow it."""
+        graph = self._graph(setup.starts) if self._respects(setup) else None
+        if graph is None:
+            return None
+        sent = as_asked(self.question, graph, setup.devices, least=self._least)
+        return Pipeline(self.question, sent, setup.devices, setup.recompute)
 
     def _respects(self, setup: Setup) -> bool:
-        holders, labels_from = self._question.terms.data_holders, self.reading.labels_from
+        holders, labels_from = self.question.terms.data_holders, self.reading.labels_from
         if any(a == b for a, b in itertools.pairwise(setup.devices)):
             return False
         if not holders:
@@ -91,59 +119,3 @@ class ClosedForm:
             return cut(self.reading, starts)
         except UserError:
             return None
-
-    def _pipeline_s(self, setup: Setup, graph: CutGraph, below_s: float) -> float:
-        if setup.recompute is not None:
-            return self._chosen_s(setup, graph, setup.recompute)
-        none = (False,) * len(setup.devices)
-        found_s = self._chosen_s(setup, graph, none)
-        if not self._question.recompute:
-            return found_s
-        timed = Timed(self._question, graph, setup.devices, none)
-        unhindered_s = timed.step_s([setup.micro_batches] * len(none), setup.micro_batches)
-        if unhindered_s >= min(found_s * (1 - CLOSE), below_s):  # no choice makes it shorter, or short enough
-            return found_s
-        return min([found_s, *(self._chosen_s(setup, graph, again) for again in self._choices(setup, graph))])
-
-    def _choices(self, setup: Setup, graph: CutGraph) -> Iterator[tuple[bool, ...]]:
-        """Sets of stages that recompute, of those that hold fewer than all micro-batches otherwise."""
-        scarce = [
-            stage for stage, (device, part) in enumerate(zip(setup.devices, graph.parts, strict=True))
-            if setup.devices.count(device) > 1 or self._most(setup, device, part, False) < setup.micro_batches
-        ]  # fmt: skip
-        for count in range(1, len(scarce) + 1):
-            few = len(scarce) <= MOST_SUBSETS
-            for chosen in itertools.combinations(scarce, count) if few else [scarce[:count]]:
-                yield tuple(stage in chosen for stage in range(len(setup.devices)))
-
-    def _chosen_s(self, setup: Setup, graph: CutGraph, recompute: tuple[bool, ...]) -> float:
-        limits = self._limits(setup, graph, recompute)
-        if limits is None:
-            return float("inf")
-        return Timed(self._question, graph, setup.devices, recompute).step_s(limits, setup.micro_batches)
-
-    def _most(self, setup: Setup, device: str, part: Part, recompute: bool) -> int:
-        """Micro-batches that the device holds of this stage alone; below 0 where it does not fit at all."""
-        room = self._question.room_bytes(device) - part.memory_bytes(0, recompute)
-        each = part.kept_bytes(recompute)
-        return -1 if room < 0 else min(setup.micro_batches, room // each) if each else setup.micro_batches
-
-    def _limits(self, setup: Setup, graph: CutGraph, recompute: tuple[bool, ...]) -> list[int] | None:
-        """As many as fit, the least for all stages first; where stages share a device, the first takes what is left."""
-        least = [self._least(setup)] * len(setup.devices)
-        free = {device: self._question.room_bytes(device) for device in setup.devices}
-        for device, part, count, again in zip(setup.devices, graph.parts, least, recompute, strict=True):
-            free[device] -= part.memory_bytes(count, again)
-        if min(free.values()) < 0:
-            return None
-        found: list[int] = []
-        for device, part, count, again in zip(setup.devices, graph.parts, least, recompute, strict=True):
-            more, each = setup.micro_batches - count, part.kept_bytes(again)
-            if each:
-                more = min(more, free[device] // each)
-                free[device] -= more * each
-            found.append(count + more)
-        return found
-
-    def _least(self, setup: Setup) -> int:
-        return setup.micro_batches if self._question.schedule == "gpipe" else 1

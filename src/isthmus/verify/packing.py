@@ -12,7 +12,8 @@ from isthmus.verify.question import Question
 from isthmus.verify.reading import Value
 
 MILDER = 1 - 1e-6
-"""Factor on a ratio that is a quotient of sums: what is sent is no less than with the planner's."""
+"""Factor on a ratio that is a quotient of sums: what is sent is no less than with the planner's. Divided by it, the
+ratio is no less than the planner's."""
 LARGE = 1 << 40
 HALVINGS = 50
 
@@ -48,14 +49,17 @@ def is_exact(asked: CompressionConfig | None) -> bool:
     return asked is None or asked.method in ("bf16", "int8", "uniform")
 
 
-def as_asked(question: Question, graph: CutGraph, devices: Sequence[str]) -> CutGraph:
+def as_asked(question: Question, graph: CutGraph, devices: Sequence[str], *, least: bool = False) -> CutGraph:
     """The graph with the bytes that cross its links, never less than a planner's: where the method looks further than
-    this check does, as if nothing were packed."""
+    this check does, as if nothing were packed. Or, `least`, never more: as if it packed each tensor as far as it may.
+    """
     asked = question.terms.compression
-    if asked is None or asked.method == "just-enough" or not graph.flowing:
+    if asked is None or not graph.flowing or (asked.method == "just-enough" and not least):
         return graph
+    if asked.method == "just-enough":
+        return graph._replace(flowing=tuple(_shortest(asked, f) for f in graph.flowing))
     if asked.method in ("adatopk", "adatopk-paper"):
-        codecs = _in_proportion(question, asked, graph, devices)
+        codecs = _in_proportion(question, asked, graph, devices, 1 / MILDER if least else MILDER)
     else:
         codecs = [offers(asked) * 2] * len(graph.flowing)
     return graph._replace(flowing=tuple(
@@ -67,15 +71,23 @@ def as_asked(question: Question, graph: CutGraph, devices: Sequence[str]) -> Cut
     ))  # fmt: skip
 
 
+def _shortest(asked: CompressionConfig, flow: Flowing) -> Flowing:
+    dense = [(count, dtype, count * DTYPE_BYTES[dtype]) for count, dtype in flow.packable]
+    saved = sum(size - least_bytes(asked, count, dtype, size) for count, dtype, size in dense)
+    return flow._replace(
+        forward_bytes=flow.forward_bytes - saved, backward_bytes=max(0, flow.backward_bytes - saved)
+    )
+
+
 def packed_bytes(flow: Flowing, size_bytes: int, packing: Packing) -> int:
     """Of one direction of an edge: each tensor that a codec makes shorter is packed."""
     return size_bytes - (sum(packing.saves(*tensor) for tensor in flow.packable) if size_bytes else 0)
 
 
 def _in_proportion(
-    question: Question, asked: CompressionConfig, graph: CutGraph, devices: Sequence[str]
+    question: Question, asked: CompressionConfig, graph: CutGraph, devices: Sequence[str], factor: float
 ) -> list[tuple[Packing, ...]]:
-    """Of FusionLLM's Eq. 7, there and back: max(1, c r R_i / max R)."""
+    """Of FusionLLM's Eq. 7, there and back: max(1, c r R_i / max R), with a factor on the quotient."""
 
     def seconds(source: str, target: str, size_bytes: int) -> float:
         if source == target or not size_bytes:
@@ -90,7 +102,7 @@ def _in_proportion(
     ]  # fmt: skip
     slowest_s, flow = max(((max(pair), f) for pair, f in zip(times, graph.flowing, strict=True)), key=lambda x: x[0])
     most = 3 * asked.ratio if asked.method == "adatopk-paper" else _shortening(asked.ratio, _element_bytes(flow))
-    per_s = MILDER * most / slowest_s if slowest_s else 0.0
+    per_s = factor * most / slowest_s if slowest_s else 0.0
     return [tuple(Packing(codec="topk", ratio=max(1.0, per_s * s)) for s in pair) for pair in times]
 
 

@@ -3,12 +3,14 @@
 A pipeline grows stage by stage. What it takes at least is what its stages compute, what neighbours send each other, and
 what is left on the fastest and on all devices left; a pipeline that reaches the limit is not continued. Several
 replicas: a pipeline counts for as many micro-batches as it ends below the limit, and disjoint ones must come to all of
-them together.
+them together. Where money counts, each set of devices is searched on its own: what it costs by the hour says how long
+a step on all of it may last.
 """
 
 from __future__ import annotations
 
 import bisect
+import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
@@ -17,17 +19,27 @@ from typing import NamedTuple
 from isthmus.verify.bound import Bounds
 from isthmus.verify.closed_form import ClosedForm, Setup
 from isthmus.verify.packing import wire_bytes
+from isthmus.verify.pipeline import Pipeline
 from isthmus.verify.price import SECONDS_PER_HOUR
+from isthmus.verify.reading import Reading
+from isthmus.verify.verdict import CLOSE
 
 MOST_DEVICES = 6
-MOST_GROWN = 200_000
+MOST_GROWN = 400_000
 """Stages looked at."""
-MOST_TIMED = 30_000
+MOST_TIMED = 120_000
 """Pipelines timed, each with some number of micro-batches, and choices of several."""
 
 
 class OutOfWork(Exception):
     """The search ended before its answer."""
+
+
+class Least(NamedTuple):
+    """What no plan that was looked for undercuts, and what one takes; infinite where none is below the limit."""
+
+    bound: float
+    known: float
 
 
 class _Crossing(NamedTuple):
@@ -49,22 +61,45 @@ class _Grown(NamedTuple):
     slowest_s: float
 
 
+class _Ending(NamedTuple):
+    """A pipeline, and how many micro-batches it ends below the limit."""
+
+    count: int
+    setup: Setup
+    pipeline: Pipeline
+
+
+class _Scope(NamedTuple):
+    """Where plans are looked for."""
+
+    names: tuple[str, ...]
+    whole: bool
+    """Whether all of them are used."""
+    second: float
+    """What is minimised, per second of a step: 1, or what the devices cost."""
+    longest_s: float
+    """By a limit of the terms."""
+
+
 class Search:
     """Raises OutOfWork, here and later, for what is too much: counts, so that the answer is the same everywhere."""
 
-    def __init__(self, form: ClosedForm, bounds: Bounds) -> None:
-        if len(form.reading.question.fleet.names) > MOST_DEVICES:
+    def __init__(self, reading: Reading, *, priced: bool, effort: float = 1.0) -> None:
+        if len(reading.question.fleet.names) > MOST_DEVICES:
             raise OutOfWork
-        self._form, self._reading, self._bounds = form, form.reading, bounds
-        question = form.reading.question
+        self._form = ClosedForm(reading, priced=priced, least=True)
+        self._at_most = ClosedForm(reading, priced=priced)
+        self._reading, self._bounds, self._effort = reading, Bounds(reading), effort
+        question = reading.question
         self._fleet, self._micro_batches = question.fleet, question.micro_batches
         self._speed = {name: question.flops_per_s(name) for name in question.fleet.names}
-        self._edges = (0, *form.reading.places, len(form.reading.operators))
-        self._work = [form.reading.work[0][edge] + form.reading.work[1][edge] for edge in self._edges]
-        self._returns_home = form.reading.labels_from is not None
+        self._edges = (0, *reading.places, len(reading.operators))
+        self._work = [reading.work[0][edge] + reading.work[1][edge] for edge in self._edges]
+        self._returns_home = reading.labels_from is not None
         self._crossing = self._crossings()
         self._grown = self._timed = 0
-        self._below = math.inf
+        self._below = self._known = math.inf
+        self._scope = _Scope(question.fleet.names, False, 1.0, math.inf)
 
     def _crossings(self) -> list[list[_Crossing]]:
         starts = self._edges[:-1]
@@ -82,55 +117,105 @@ class Search:
                 found[boundary].append(_Crossing(home, use, back, wire_bytes(self._reading.question, value)))
         return found
 
-    def single(self, below: float) -> float | None:
+    def single(self, below: float) -> Least:
         """The least of all plans of one replica, if it is below the limit. Raises OutOfWork."""
-        self._below = below
-        for grown in self._pipelines(several=False):
-            self._spend()
-            setup = Setup(grown.devices, tuple(self._edges[b] for b in grown.starts), self._micro_batches)
-            self._below = min(self._below, self._form.judged([setup], self._below))
-        return self._below if self._below < below else None
+        self._below, self._known = below, math.inf
+        for _ in self._scopes(1):
+            for grown in self._pipelines(several=False):
+                self._spend()
+                setup = Setup(grown.devices, tuple(self._edges[b] for b in grown.starts), self._micro_batches)
+                pipeline = self._form.pipeline(setup)
+                if pipeline is not None:
+                    self._try([pipeline], [self._micro_batches], [setup])
+        return self._found(below)
 
-    def several(self, below_s: float) -> float | None:
-        """As `single`, of two replicas and more whose gradients are summed in each step."""
-        self._below = below_s
-        ends: dict[frozenset[str], list[tuple[int, Setup]]] = {}
-        for grown in self._pipelines(several=True):
-            setup = Setup(grown.devices, tuple(self._edges[b] for b in grown.starts), 1)
-            count = self._ended(setup, below_s)
-            if count:
-                ends.setdefault(frozenset(grown.devices), []).append((count, setup))
-        for groups in self._groupings(ends):
-            for chosen in self._choices([ends[group] for group in groups]):
-                for ordered in itertools.permutations(chosen):
-                    self._spend()
-                    self._below = min(self._below, self._form.judged(self._shared_out(ordered), self._below))
-        return self._below if self._below < below_s else None
+    def several(self, below: float) -> Least:
+        """As `single`, of two replicas and more."""
+        self._below, self._known = below, math.inf
+        for scope in self._scopes(2):
+            limit_s = self._limit_s() - self._bounds.averaging_s(2)
+            ends: dict[frozenset[str], list[_Ending]] = {}
+            for grown in self._pipelines(several=True):
+                setup = Setup(grown.devices, tuple(self._edges[b] for b in grown.starts), 1)
+                pipeline = self._form.pipeline(setup)
+                count = 0 if pipeline is None else self._ended(pipeline, limit_s)
+                if pipeline is not None and count:
+                    ends.setdefault(frozenset(grown.devices), []).append(_Ending(count, setup, pipeline))
+            for groups in self._groupings(ends, scope):
+                for chosen in self._choices([ends[group] for group in groups]):
+                    self._try_orders(chosen)
+        return self._found(below)
+
+    def _found(self, below: float) -> Least:
+        return Least(self._below, self._known) if self._below < below else Least(math.inf, self._known)
+
+    def _try(self, replicas: Sequence[Pipeline], shares: Sequence[int], setups: Sequence[Setup]) -> None:
+        value = self._form.of(replicas, shares, self._below)
+        if value >= self._below:
+            return
+        self._below = value
+        exact = self._form.is_exact(several=len(replicas) > 1)
+        shared = [setup._replace(micro_batches=share) for setup, share in zip(setups, shares, strict=True)]
+        self._known = min(self._known, value if exact else self._at_most.judged(shared))
+
+    def _try_orders(self, chosen: Sequence[_Ending]) -> None:
+        """Replicas in every order: what a sum takes depends on who is counted first."""
+        self._spend()
+        shares, slowest_s = self._shared_out([ending.pipeline for ending in chosen])
+        if slowest_s + self._bounds.averaging_s(len(chosen)) >= self._limit_s():
+            return
+        for order in itertools.permutations(range(len(chosen))):
+            self._spend()
+            self._try(
+                [chosen[k].pipeline for k in order], [shares[k] for k in order], [chosen[k].setup for k in order]
+            )
+
+    def _scopes(self, fewest: int) -> Iterator[_Scope]:
+        """All devices; where money counts, each set of them that may do better than what was found."""
+        question = self._reading.question
+        terms, priced = question.terms, self._form.priced
+        whole = priced or terms.max_price is not None
+        sizes = range(fewest, len(self._fleet.names) + 1) if whole else ()
+        sets = [names for size in sizes for names in itertools.combinations(self._fleet.names, size)]
+        for names in sets or [self._fleet.names]:
+            second = self._form.hourly(set(names)) / SECONDS_PER_HOUR
+            longest_s = math.inf if terms.max_step_s is None else terms.max_step_s * (1 + CLOSE)
+            if terms.max_price is not None and second:
+                longest_s = min(longest_s, terms.max_price * (1 + CLOSE) / 1000 / second)
+            self._scope = _Scope(names, whole, second if priced else 1.0, longest_s)
+            bounds = Bounds(self._reading, self._fleet.subset(names)) if whole else self._bounds
+            least_s = bounds.single_s() if fewest == 1 else bounds.several_s()
+            if least_s < self._limit_s():
+                yield self._scope
+
+    def _limit_s(self) -> float:
+        """How long a step in this scope lasts at most, to be below the limit."""
+        scope = self._scope
+        return min(self._below / scope.second if scope.second else math.inf, math.nextafter(scope.longest_s, math.inf))
 
     def _spend(self) -> None:
         self._timed += 1
-        if self._timed > MOST_TIMED:
+        if self._timed > self._effort * MOST_TIMED:
             raise OutOfWork
 
-    def _alone_s(self, setup: Setup, micro_batches: int, below_s: float = math.inf) -> float:
-        self._spend()
-        return self._form.alone_s(setup._replace(micro_batches=micro_batches), below_s)
-
-    def _ended(self, setup: Setup, below_s: float) -> int:
+    def _ended(self, pipeline: Pipeline, below_s: float) -> int:
         """How many micro-batches it ends below the limit, of all but one."""
         low, high = 0, self._micro_batches
         while high - low > 1:
+            self._spend()
             middle = (low + high) // 2
-            low, high = (middle, high) if self._alone_s(setup, middle, below_s) < below_s else (low, middle)
+            low, high = (middle, high) if pipeline.step_s(middle, below_s) < below_s else (low, middle)
         return low
 
-    def _groupings(self, ends: dict[frozenset[str], list[tuple[int, Setup]]]) -> Iterator[list[frozenset[str]]]:
+    def _groupings(self, ends: dict[frozenset[str], list[_Ending]], scope: _Scope) -> Iterator[list[frozenset[str]]]:
         """Disjoint sets of devices, two at least, whose best pipelines come to all micro-batches together."""
-        most = {group: max(count for count, _ in rows) for group, rows in ends.items()}
+        most = {group: max(ending.count for ending in rows) for group, rows in ends.items()}
         groups = list(ends)
 
         def extend(chosen: list[frozenset[str]], at: int) -> Iterator[list[frozenset[str]]]:
-            if 1 < len(chosen) <= self._micro_batches and sum(most[g] for g in chosen) >= self._micro_batches:
+            covered = not scope.whole or sum(map(len, chosen)) == len(scope.names)
+            together = sum(most[group] for group in chosen)
+            if covered and 1 < len(chosen) <= self._micro_batches and together >= self._micro_batches:
                 yield chosen
             for number in range(at, len(groups)):
                 if all(groups[number].isdisjoint(other) for other in chosen):
@@ -138,32 +223,34 @@ class Search:
 
         return extend([], 0)
 
-    def _choices(self, rows: Sequence[list[tuple[int, Setup]]]) -> Iterator[tuple[Setup, ...]]:
+    def _choices(self, rows: Sequence[list[_Ending]]) -> Iterator[tuple[_Ending, ...]]:
         """One pipeline of each set, that come to all micro-batches together."""
-        ordered = [sorted(group, key=lambda row: -row[0]) for group in rows]
-        most = [group[0][0] for group in ordered]
+        ordered = [sorted(group, key=lambda ending: -ending.count) for group in rows]
+        most = [group[0].count for group in ordered]
 
-        def extend(chosen: tuple[Setup, ...], ended: int) -> Iterator[tuple[Setup, ...]]:
+        def extend(chosen: tuple[_Ending, ...], ended: int) -> Iterator[tuple[_Ending, ...]]:
             if len(chosen) == len(ordered):
                 yield chosen
                 return
             rest = sum(most[len(chosen) + 1 :])
-            for count, setup in ordered[len(chosen)]:
-                if ended + count + rest < self._micro_batches:
+            for ending in ordered[len(chosen)]:
+                if ended + ending.count + rest < self._micro_batches:
                     return
-                yield from extend((*chosen, setup), ended + count)
+                yield from extend((*chosen, ending), ended + ending.count)
 
         return extend((), 0)
 
-    def _shared_out(self, chosen: Sequence[Setup]) -> list[Setup]:
-        """Micro-batch after micro-batch to the replica that ends it soonest: the least slowest replica."""
+    def _shared_out(self, chosen: Sequence[Pipeline]) -> tuple[list[int], float]:
+        """Micro-batch after micro-batch to the replica that ends it soonest: the least slowest replica, and when it
+        ends."""
         shares = [1] * len(chosen)
-        ahead = [self._alone_s(setup, 2) for setup in chosen]
+        ahead = [(pipeline.step_s(2), k) for k, pipeline in enumerate(chosen)]
+        heapq.heapify(ahead)
         for _ in range(self._micro_batches - len(chosen)):
-            soonest = min(range(len(chosen)), key=ahead.__getitem__)
+            _, soonest = ahead[0]
             shares[soonest] += 1
-            ahead[soonest] = self._alone_s(chosen[soonest], shares[soonest] + 1)
-        return [setup._replace(micro_batches=share) for setup, share in zip(chosen, shares, strict=True)]
+            heapq.heapreplace(ahead, (chosen[soonest].step_s(shares[soonest] + 1), soonest))
+        return shares, max(pipeline.step_s(share) for pipeline, share in zip(chosen, shares, strict=True))
 
     def _pipelines(self, *, several: bool) -> Iterator[_Grown]:
         """Whole pipelines that do not reach the limit by what they take at least; with all micro-batches, or with as
@@ -171,24 +258,28 @@ class Search:
         yield from self._extended(_Grown((), (), 0, 0.0, 0.0), several)
 
     def _extended(self, before: _Grown, several: bool) -> Iterator[_Grown]:
-        unused = [name for name in self._fleet.names if name not in before.devices]
+        unused = [name for name in self._scope.names if name not in before.devices]
         again = before.devices[:1] if self._returns_home and len(before.devices) > 1 else ()
+        all_of_them = self._scope.whole and not several
         for name in (*unused, *again):
             home = name in before.devices
             left = [other for other in unused if other != name] if not home else []
+            if all_of_them and home and unused:
+                continue
+            needed = len(left) if all_of_them else 0
             if self._returns_home and not home:
                 left += [*before.devices[:1], *([] if before.devices else [name])]
             least = self._needed(left) if several else self._micro_batches
-            for end in range(before.end + 1, len(self._edges)):
+            for end in range(before.end + 1, len(self._edges) - needed):
                 self._grown += 1
-                if self._grown > MOST_GROWN:
+                if self._grown > self._effort * MOST_GROWN:
                     raise OutOfWork
                 grown = self._with(before, name, end)
-                if self._at_least(grown, before.end, (name, *left), least) >= self._below:
+                if self._at_least(grown, before.end, (name, *left), least) >= self._limit_s():
                     break  # a longer stage takes no less: what is left for others is no slower on this device
                 if end == len(self._edges) - 1:
                     yield grown
-                elif left and self._at_least(grown, end, left, least) < self._below:
+                elif left and self._at_least(grown, end, left, least) < self._limit_s():
                     yield from self._extended(grown, several)
 
     def _with(self, before: _Grown, name: str, end: int) -> _Grown:
@@ -207,21 +298,16 @@ class Search:
         return _Grown((*before.devices, name), (*before.starts, start), end, spent_s, slowest_s)
 
     def _at_least(self, grown: _Grown, since: int, left: Sequence[str], micro_batches: int) -> float:
-        """Seconds of so many micro-batches, where `left` run the blocks from `since` on; of prices, for the devices so
-        far."""
+        """Seconds of so many micro-batches, where `left` run the blocks from `since` on."""
         speeds = [self._speed[name] for name in left]
         spent_s = grown.spent_s + (self._work[-1] - self._work[grown.end]) / max(speeds)
         slowest_s = max(grown.slowest_s, (self._work[-1] - self._work[since]) / sum(speeds))
-        found_s = spent_s + (micro_batches - 1) * slowest_s
-        if not self._form.priced:
-            return found_s
-        hourly = sum(self._fleet.device(name).price_per_hour for name in set(grown.devices))
-        return found_s * hourly / SECONDS_PER_HOUR
+        return spent_s + (micro_batches - 1) * slowest_s
 
     def _needed(self, left: Sequence[str]) -> int:
         """Micro-batches that are left to a replica however well the devices beside it do."""
         if not self._bounds.work:
             return 1
         others = len(left) // self._bounds.fewest
-        others += self._below * sum(self._speed[n] for n in left) / self._bounds.work
-        return max(1, self._micro_batches - math.floor(others + 1e-9))
+        others += self._limit_s() * sum(self._speed[n] for n in left) / self._bounds.work
+        return max(1, self._micro_batches - math.floor(others + 1e-9)) if others < self._micro_batches else 1

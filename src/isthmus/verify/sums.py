@@ -17,6 +17,8 @@ from isthmus.verify.question import FLOAT32_BYTES
 
 Sent = list[tuple[str, str, float]]
 """Source, target and bytes of each message of a round."""
+Summed = tuple[tuple[str, ...], int]
+"""Who sums together, in the order of the replicas, and how many bytes."""
 
 
 def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[tuple[str, ...], list[str]]:
@@ -34,19 +36,28 @@ def buffer_bytes(graph: CutGraph, parameters: Sequence[str], averages: str) -> i
     return FLOAT32_BYTES * (elements + (len(parameters) + 1 if averages == "gradients" else 0))
 
 
-def summed_soonest(fleet: Fleet, replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> Sync:
+def summed_soonest(
+    fleet: Fleet, replicas: Sequence[tuple[Sequence[str], CutGraph]], known: dict[Summed, Collective]
+) -> Sync:
     """Gradients summed by sharded parameter servers, in a ring or by way of each region's leader: each group as it
-    ends soonest alone."""
-    return Sync(groups=tuple(
-        min(
-            (SyncGroup(
-                devices=members, parameters=tuple(p), collective=collective,
-                size_bytes=buffer_bytes(replicas[0][1], p, "gradients"),
-            ) for collective in _collectives(fleet, members)),
-            key=lambda group: sum(_round_s(fleet, sent) for sent in rounds_of(group)),
+    ends soonest alone. `known` keeps what was chosen before on this fleet."""
+    groups: list[SyncGroup] = []
+    for members, parameters in averaging_groups(replicas).items():
+        size_bytes = buffer_bytes(replicas[0][1], parameters, "gradients")
+        if (members, size_bytes) not in known:
+            known[members, size_bytes] = _soonest(fleet, members, size_bytes)
+        collective = known[members, size_bytes]
+        groups.append(
+            SyncGroup(devices=members, parameters=tuple(parameters), collective=collective, size_bytes=size_bytes)
         )
-        for members, p in averaging_groups(replicas).items()
-    ))  # fmt: skip
+    return Sync(groups=tuple(groups))
+
+
+def _soonest(fleet: Fleet, members: tuple[str, ...], size_bytes: int) -> Collective:
+    def sum_s(collective: Collective) -> float:
+        return sum(_round_s(fleet, sent) for sent in _rounds(collective, members, size_bytes // FLOAT32_BYTES))
+
+    return min(_collectives(fleet, members), key=sum_s)
 
 
 def _collectives(fleet: Fleet, members: Sequence[str]) -> Iterator[Collective]:

@@ -103,6 +103,14 @@ class Timed:
         """Everything that could set the period, by name."""
         return {**self.occupied_s, **self.held_up_s(in_flight, micro_batches)}
 
+    @cached_property
+    def _round_trips_s(self) -> list[float]:
+        return [self.round_trip_s(k) for k in range(len(self.devices))]
+
+    @cached_property
+    def _busiest_s(self) -> float:
+        return max(self.occupied_s.values())
+
     def round_trip_s(self, stage: int) -> float:
         """From the start of a micro-batch's forward on a stage to the end of its backward there; nothing else runs."""
         arrived = {stage: 0.0}
@@ -117,8 +125,15 @@ class Timed:
         return ended[stage]
 
     def step_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
-        period_s = max(self.periods_s(in_flight, micro_batches).values())
+        period_s = self._busiest_s
+        for k, limit in enumerate(in_flight):
+            if limit < micro_batches:
+                period_s = max(period_s, self._round_trips_s[k] / limit)
         return self.fill_s + (micro_batches - 1) * period_s + self.shared_s
+
+    def unhindered_s(self, micro_batches: int) -> float:
+        """Of a step in which every stage holds all micro-batches."""
+        return self.fill_s + (micro_batches - 1) * self._busiest_s + self.shared_s
 
     def eq3_s(self, micro_batches: int) -> float:
         """FusionLLM Eq. 3 with the backward: latency counts in the bottleneck, receives follow one another."""

@@ -31,6 +31,8 @@ class BoundCheck(msgspec.Struct, frozen=True, kw_only=True):
     status: Literal["none stated", "proven", "refuted", "unchecked"]
     own: float | None = None
     """A lower bound computed here without a search, for the same question: seconds, or money."""
+    proven: float = 0.0
+    """The highest lower bound that was proven here, by a search too, but not above the one stated."""
     told: str
     """In words, with what this does not prove."""
 
