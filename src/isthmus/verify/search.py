@@ -64,7 +64,7 @@ class _Grown(NamedTuple):
 class _Ending(NamedTuple):
     """A pipeline, and how many micro-batches it ends below the limit."""
 
-    count: int
+    ended: int
     setup: Setup
     pipeline: Pipeline
 
@@ -209,7 +209,7 @@ class Search:
 
     def _groupings(self, ends: dict[frozenset[str], list[_Ending]], scope: _Scope) -> Iterator[list[frozenset[str]]]:
         """Disjoint sets of devices, two at least, whose best pipelines come to all micro-batches together."""
-        most = {group: max(ending.count for ending in rows) for group, rows in ends.items()}
+        most = {group: max(ending.ended for ending in rows) for group, rows in ends.items()}
         groups = list(ends)
 
         def extend(chosen: list[frozenset[str]], at: int) -> Iterator[list[frozenset[str]]]:
@@ -225,8 +225,8 @@ class Search:
 
     def _choices(self, rows: Sequence[list[_Ending]]) -> Iterator[tuple[_Ending, ...]]:
         """One pipeline of each set, that come to all micro-batches together."""
-        ordered = [sorted(group, key=lambda ending: -ending.count) for group in rows]
-        most = [group[0].count for group in ordered]
+        ordered = [sorted(group, key=lambda ending: -ending.ended) for group in rows]
+        most = [group[0].ended for group in ordered]
 
         def extend(chosen: tuple[_Ending, ...], ended: int) -> Iterator[tuple[_Ending, ...]]:
             if len(chosen) == len(ordered):
@@ -234,9 +234,9 @@ class Search:
                 return
             rest = sum(most[len(chosen) + 1 :])
             for ending in ordered[len(chosen)]:
-                if ended + ending.count + rest < self._micro_batches:
+                if ended + ending.ended + rest < self._micro_batches:
                     return
-                yield from extend((*chosen, ending), ended + ending.count)
+                yield from extend((*chosen, ending), ended + ending.ended)
 
         return extend((), 0)
 
