@@ -73,6 +73,25 @@ def test_a_device_joins_stays_and_leaves(fleet: Fleet, tmp_path: Path) -> None:
         fleet.service.wait_for(["desk"])
 
 
+class _Counting(Agent):
+    heartbeats = welcomes = 0
+
+    def _follow(self, message: AnyMessage, *others: object) -> None:
+        self.heartbeats += isinstance(message, Heartbeat)
+        self.welcomes += isinstance(message, Welcome)
+        super()._follow(message, *others)  # type: ignore[arg-type]
+
+
+def test_a_patient_device_beats_as_an_impatient_coordinator_needs_it(fleet: Fleet, tmp_path: Path) -> None:
+    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
+    membership = membership_in(tmp_path / "desk")
+    assert membership is not None
+    agent = _Counting(tmp_path / "desk", membership, Place(), patience_s=3600.0, say=lambda _: None)
+    with in_background(agent.run, agent.stop):
+        soon(lambda: agent.heartbeats > 2)  # answers to its own: the first is sent before the coordinator says anything
+        assert agent.welcomes == 1, "it was in the fleet all the time"
+
+
 def test_a_coordinator_that_comes_back_finds_its_devices(tmp_path: Path) -> None:
     said: list[str] = []
     with serving(tmp_path / "fleet") as fleet:

@@ -22,6 +22,8 @@ class Welcome(Message, frozen=True, kw_only=True):
     """The device is in the fleet, under this name."""
 
     device: str
+    patience_s: float
+    """Of the coordinator: a device that says nothing for so long is lost."""
     idle: str = ""
     """Why a run that waits for others has nothing for it, in words."""
 

@@ -98,6 +98,7 @@ class Agent:
         self._membership = membership
         self._place = place
         self._patience_s = patience_s
+        self._beat_s = patience_s / 4
         self._say = say
         self._workshop = workshop
         self._retries_s = retries_s
@@ -194,7 +195,7 @@ class Agent:
             now_s = time.monotonic()
             if self._over.is_set():
                 channel.close()
-            if now_s - beaten_s >= self._patience_s / 4:
+            if now_s - beaten_s >= self._beat_s:
                 beaten_s = now_s
                 lane.put(Heartbeat(run=""))
             if now_s - asked_s >= self._patience_s and self._identity.is_due(time.time()):
@@ -210,7 +211,8 @@ class Agent:
 
     def _follow(self, message: AnyMessage, coordinator: tuple[str, int], lane: SendLane) -> None:
         match message:
-            case Welcome(device=device, idle=idle):
+            case Welcome(device=device, patience_s=patience_s, idle=idle):
+                self._beat_s = min(self._patience_s, patience_s) / 4
                 self._failed, self._complaint = 0, ""
                 waits = f", and waits: {_shown(idle)}" if idle else ""
                 self._say(f"in the fleet as {device} ({self._identity.id}){waits}")

@@ -307,7 +307,7 @@ class Service:
         lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
         calls = list(self._standing.values())
         others = "" if any(name in call.devices for call in calls) else "; ".join(map(_meant_for, calls))
-        lane.put(Welcome(run="", device=name, idle=others))
+        lane.put(Welcome(run="", device=name, patience_s=self._patience_s, idle=others))
         with self._changed:
             former, self._present[name] = self._present.get(name), lane
             self._working[name] = present.working
