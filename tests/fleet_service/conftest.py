@@ -9,8 +9,18 @@ from pathlib import Path
 import pytest
 
 from isthmus.runtime.identity import Authority, Identity
+from isthmus.runtime.service import agent, service
 
 from .parties import Fleet, certified, serving
+
+
+@pytest.fixture(autouse=True, scope="session")
+def _looks_often() -> Iterator[None]:
+    """Agents and services of this process: half a second and a second are long for who waits for nothing else."""
+    with pytest.MonkeyPatch.context() as patch:
+        patch.setattr(agent, "TICK_S", 0.05)
+        patch.setattr(service, "WATCH_S", 0.2)
+        yield
 
 
 @pytest.fixture(scope="session")

@@ -1,6 +1,6 @@
 """A device's process: joins a coordinator, takes one stage after another as plans change, runs until halted.
 
-`python -m isthmus.runtime.device.device --coordinator HOST:PORT --device NAME`, the run's secret name in ISTHMUS_RUN.
+Forked by a nursery, with the command line `--coordinator HOST:PORT --device NAME` and the run's secret in ISTHMUS_RUN.
 With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens.
 """
 
@@ -341,8 +341,8 @@ def _end_with_input() -> None:
     os._exit(PeerError.exit_code)
 
 
-def main(arguments: Sequence[str] | None = None) -> None:
-    """The command. `arguments` is its line; None: that of this process."""
+def main(arguments: Sequence[str]) -> None:
+    """The process's life, by its command line. It must end by `os._exit`, as links still receive tensors then."""
     parser = argparse.ArgumentParser(description=__doc__)
     parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
     parser.add_argument("--device", required=True)
@@ -377,6 +377,3 @@ def main(arguments: Sequence[str] | None = None) -> None:
         traceback.print_exc()
         sys.exit(InternalError.exit_code)
 
-
-if __name__ == "__main__":
-    main()

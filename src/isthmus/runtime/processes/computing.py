@@ -6,6 +6,7 @@ import ctypes
 import threading
 import time
 from collections.abc import Callable
+from contextlib import suppress
 
 LONGEST_S = 10.0
 
@@ -18,7 +19,12 @@ class Computing:
 
     def start(self, act: Callable[[], None], name: str) -> threading.Thread:
         """Call `act` in a thread of its own."""
-        thread = threading.Thread(target=act, name=name, daemon=True)
+
+        def until_ended() -> None:
+            with suppress(SystemExit):
+                act()
+
+        thread = threading.Thread(target=until_ended, name=name, daemon=True)
         self._threads = [*(other for other in self._threads if other.is_alive()), thread]
         thread.start()
         return thread
