@@ -354,8 +354,8 @@ class FederatedConductor:
                     if isinstance(told, Granted):
                         self._intake.settle()  # it will add up where its last sums lie
                     if isinstance(told, Dropped) and self._office.returns and not told.again:
-                        round_ = told.turn.round + 1
-                        self._note(f"site {executor}: too late for round {round_}: its update counts nowhere")
+                        ended = f"round {told.turn.round + 1} ended without its update"
+                        self._note(f"site {executor}: {ended}, which counts nowhere if it comes")
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
                 case Merge(executor=executor):
                     self._intake.merge(executor)
