@@ -87,6 +87,23 @@ def test_a_run_with_nobody_left_says_why_and_how_far_it_came(tmp_path: Path) -> 
     assert "killed by SIGKILL; no other device is left" in found.outcome.reason
 
 
+def test_processes_that_all_die_at_once_are_started_again(tmp_path: Path, undisturbed: Run) -> None:
+    def kill(history: History) -> None:
+        for name in ("d0", "d1"):
+            _killed(name)(history)
+
+    made = job(snapshots=False, save_every=4)
+    found = run(tmp_path, made, spares=0, crew=LocalCrew(starts_again=True), act=(6, kill))
+    assert found.outcome.outcome == "done", found.outcome.reason
+    assert any(note.endswith("again, attempt 1 of 3") for note in found.notes), found.notes
+    _same_weights(found, undisturbed)
+
+
+def test_one_process_that_dies_alone_is_not_started_again(tmp_path: Path) -> None:
+    found = run(tmp_path, job(), spares=0, crew=LocalCrew(starts_again=True), act=(3, _killed("d0")))
+    assert "d0" not in found.outcome.periods[-1].plan.devices
+
+
 @long
 def test_a_kill_again_and_again(tmp_path: Path) -> None:
     """Devices start anew a second after they were killed."""

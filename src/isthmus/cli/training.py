@@ -32,7 +32,7 @@ from isthmus.report import (
     plan_table,
     run_summary,
 )
-from isthmus.runtime.conducting.crew import Crew
+from isthmus.runtime.conducting.crew import Crew, LocalCrew
 from isthmus.runtime.conducting.record import Record, read_record
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
 from isthmus.runtime.conducting.run import train as run_training
@@ -160,8 +160,9 @@ def _options(
     replan = partial(plan_for, again)
     if choices.crew is None:
         return RunOptions(
-            emulate=prepared.job.runtime.emulate, resume_from=checkpoint, replan=replan, believed=believed
-        )
+            emulate=prepared.job.runtime.emulate, resume_from=checkpoint, crew=LocalCrew(starts_again=True),
+            replan=replan, believed=believed,
+        )  # fmt: skip
     return RunOptions(
         emulate=False, resume_from=checkpoint, crew=choices.crew, record=record, replan=replan, believed=believed
     )

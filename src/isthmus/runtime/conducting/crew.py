@@ -122,6 +122,9 @@ class LocalCrew(msgspec.Struct, frozen=True, kw_only=True):
     """Plain TCP beyond loopback: for network namespaces of our own."""
     revives_after_s: float | None = None
     """A device whose process ended could work again after so long: as a machine that starts anew. None: never."""
+    starts_again: bool = False
+    """Where no process is left, all could work again at once: one that ended alone stands for a machine that is lost,
+    but all of them did not end for that."""
 
     @property
     def outlives(self) -> bool:
@@ -161,10 +164,16 @@ class _LocalWork:
         return self._launcher.running(device)
 
     def returns(self, device: str) -> bool:
-        return self._crew.revives_after_s is not None
+        return self._revives_after_s is not None
+
+    @property
+    def _revives_after_s(self) -> float | None:
+        if self._crew.starts_again and not self._launcher.any_runs:
+            return 0.0
+        return self._crew.revives_after_s
 
     def offers(self) -> Collection[str]:
-        after_s, now_s = self._crew.revives_after_s, time.monotonic()
+        after_s, now_s = self._revives_after_s, time.monotonic()
         found = [d for d in self._call.others if not self._launcher.started(d)]
         if after_s is not None:
             for device in self._launcher.ended():

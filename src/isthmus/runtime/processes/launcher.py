@@ -108,6 +108,10 @@ class Launcher:
     def running(self, device: str) -> bool:
         return device in self._children and self._children[device].poll() is None
 
+    @property
+    def any_runs(self) -> bool:
+        return any(map(self.running, self._children))
+
     def started(self, device: str) -> bool:
         return device in self._children
 
