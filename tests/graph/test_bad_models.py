@@ -196,6 +196,15 @@ class Straight(torch.autograd.Function):
         return gradient
 
 
+straight = Straight.apply
+
+
+def unused(_: nn.Module, x: Tensor) -> Tensor:
+    with torch.no_grad():
+        scale = straight(x).abs().mean()
+    return x * scale
+
+
 def hooked(_: nn.Module, x: Tensor) -> Tensor:
     x.register_hook(lambda gradient: gradient.clamp(-1, 1))
     return x
@@ -207,11 +216,16 @@ def hooked(_: nn.Module, x: Tensor) -> Tensor:
         (lambda _, x: twice(x), "operator isthmus_tests.twice is not on the allow-list: use operators of torch"),
         (lambda _, x: x + torch.unique(x).numel(), "depends on the data of a tensor"),
         (lambda _, x: Straight.apply(x), "autograd.Function 'Straight' brings its own backward"),
+        (lambda _, x: straight(x), "autograd.Function 'Straight' brings its own backward"),
         (hooked, "it registers a hook on a tensor's gradient"),
     ],
 )
 def test_operators_that_a_graph_cannot_hold(compute: Callable[[nn.Module, Tensor], Tensor], expected: str):
     assert expected in message(lambda: Model(compute))
+
+
+def test_a_backward_that_no_gradient_meets_is_no_hindrance():
+    assert capture(lambda: Model(unused), COLUMNS).train.loss
 
 
 def under_no_grad(module: nn.Module, x: Tensor) -> Tensor:

@@ -30,6 +30,7 @@ BERT = {
     "num_labels": 3,
 }
 MIXTRAL = {**LLAMA, "num_local_experts": 4, "sliding_window": None}
+FLAUBERT = {"emb_dim": 16, "n_layers": 1, "n_heads": 2, "vocab_size": 31, "max_position_embeddings": 12}
 RESNET = {
     "num_channels": 1,
     "embedding_size": 8,
@@ -102,6 +103,12 @@ def test_a_mixture_of_experts_is_captured_and_computes_what_each_expert_would():
     loss = module(**batch)["loss"]
     module.set_experts_implementation("eager")
     assert torch.allclose(loss, module(**batch)["loss"], rtol=1e-5)
+
+
+def test_what_a_model_asserts_of_its_data_is_no_hindrance():
+    """Flaubert and XLM read the longest sentence for it."""
+    columns = {name: Column("int64", (12,)) for name in ("input_ids", "labels")}
+    assert capture(lambda: build("hf:FlaubertWithLMHeadModel", **FLAUBERT), columns).train.batch is None
 
 
 def test_another_way_to_compute_experts_is_refused_with_the_one_that_works():

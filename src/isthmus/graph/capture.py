@@ -7,18 +7,16 @@ symbolic where the module allows it; where it does not, the graph is valid at th
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import Literal, cast
+from typing import Literal
 
 import torch
 from torch import Tensor, nn
 from torch._subclasses import FakeTensorMode
-from torch.autograd.function import BackwardCFunction
-from torch.autograd.graph import Node
 from torch.export import Dim, ExportedProgram, export
 
 from isthmus.errors import IsthmusError, UserError
 from isthmus.graph.building import Held, build_fake, held_by
-from isthmus.graph.capture_checks import check_columns, check_parts, check_unchanged, plain_state
+from isthmus.graph.capture_checks import check_columns, check_gradients, check_parts, check_unchanged, plain_state
 from isthmus.graph.capture_errors import ModulePath, explain, quiet, refuse_hooks
 from isthmus.graph.captured import Captured, Column
 from isthmus.graph.convert import convert
@@ -40,7 +38,12 @@ class LossModule(nn.Module):
         self.module = module
 
     def forward(self, batch: dict[str, Tensor]) -> tuple[Tensor, Tensor | None, dict[str, Tensor]]:
-        return split_outputs(self.module(**batch))
+        before = plain_state(self.module)
+        loss, count, others = split_outputs(self.module(**batch))
+        check_unchanged(self.module, before)
+        if self.module.training:
+            check_gradients(loss)
+        return loss, count, others
 
 
 def capture(
@@ -67,14 +70,13 @@ def capture(
         check_columns(module, columns)
         check_parts(module)
         for mode in ("train", "eval"):
-            held, state = held_by(module, made), plain_state(module)
+            held = held_by(module, made)
             try:
                 graph, found = _capture_mode(module.train(mode == "train"), columns, batch, dtype, name, held)
             except UserError as e:
                 if mode == "eval":
                     raise UserError(f"{e} (in eval mode)") from e
                 raise
-            check_unchanged(module, state)
             graphs[mode] = graph
             constants |= found
     train, evaluation = mark_training(graphs["train"], graphs["eval"])
@@ -95,34 +97,9 @@ def _capture_mode(
         graph, constants = convert(program, name=name, mode=mode, batch=batch, held=held)
     with quiet():
         graph = measure(graph)
-    if mode == "train":
-        if not any(graph.op(graph.loss.op).requires_grad):
-            raise UserError("model: the loss depends on no trainable parameter, so there is nothing to train")
-        _refuse_own_gradients(module, _example(columns, max(batch, 2), dtype))
+    if mode == "train" and not any(graph.op(graph.loss.op).requires_grad):
+        raise UserError("model: the loss depends on no trainable parameter, so there is nothing to train")
     return graph, constants
-
-
-def _refuse_own_gradients(module: nn.Module, example: dict[str, Tensor]) -> None:
-    """A graph holds the forward of an autograd.Function, not the backward that its author wrote."""
-    with quiet():
-        loss, _, _ = LossModule(module)(example)
-    todo: list[Node | None] = [loss.grad_fn]
-    seen: set[Node] = set()
-    while todo:
-        node = todo.pop()
-        if node is None or node in seen:
-            continue
-        seen.add(node)
-        if isinstance(node, BackwardCFunction) and not _author(node).__module__.startswith("torch."):
-            raise UserError(
-                f"model: autograd.Function {_author(node).__name__!r} brings its own backward, which a "
-                "graph cannot hold: write it with torch operators"
-            )
-        todo += [following for following, _ in node.next_functions]
-
-
-def _author(node: BackwardCFunction) -> type:
-    return cast(type, node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]  # set by torch's metaclass
 
 
 class _Specialised(Exception):

@@ -4,8 +4,11 @@ from __future__ import annotations
 
 import inspect
 from collections.abc import Collection, Mapping
+from typing import cast
 
-from torch import nn
+from torch import Tensor, nn
+from torch.autograd.function import BackwardCFunction
+from torch.autograd.graph import Node
 
 from isthmus.errors import UserError
 
@@ -55,3 +58,25 @@ def check_unchanged(module: nn.Module, before: PlainState) -> None:
                     f"model: in module {path or type(module).__name__!r}: forward changes self.{name} from {old!r} to "
                     f"{value!r}, which a graph cannot follow: make it a buffer (register_buffer), or leave it out"
                 )
+
+
+def check_gradients(loss: Tensor) -> None:
+    """UserError for an autograd.Function on the way to the loss: a graph holds its forward, not the backward that its
+    author wrote."""
+    todo: list[Node | None] = [loss.grad_fn]
+    seen: set[Node] = set()
+    while todo:
+        node = todo.pop()
+        if node is None or node in seen:
+            continue
+        seen.add(node)
+        if isinstance(node, BackwardCFunction) and not _author(node).__module__.startswith("torch."):
+            raise UserError(
+                f"model: autograd.Function {_author(node).__name__!r} brings its own backward, which a "
+                "graph cannot hold: write it with torch operators"
+            )
+        todo += [following for following, _ in node.next_functions]
+
+
+def _author(node: BackwardCFunction) -> type:
+    return cast(type, node._forward_cls)  # pyright: ignore[reportAttributeAccessIssue]  # set by torch's metaclass
