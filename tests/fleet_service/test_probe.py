@@ -23,6 +23,7 @@ from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet, probe_link
 from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, conv_flops
 from isthmus.runtime.transport.reaching import Reacher, Route
+from tests.runtime.commands import isthmus, refused
 
 from .parties import Fleet, in_background
 
@@ -109,3 +110,16 @@ def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:
     with FlopCounterMode(display=False) as counted:
         stack(torch.randn(1, CHANNELS, 4, 4)).sum().backward()
     assert conv_flops(4) == counted.get_total_flops()
+
+
+@pytest.mark.parametrize(("given", "told"), [(None, 50), (30, 15), (1000, 50)])
+def test_a_device_offers_what_its_owner_gives(given: int | None, told: int) -> None:
+    one = mock.Mock(flops_per_s=1.0, peak_flops_per_s=2.0, memory_bytes=100)
+    with mock.patch.object(probing, "_speed", lambda _: one):
+        found = probing.compute_speed("p", 1, Place(memory_bytes=given, ranks=2, local_ranks=2))
+    assert (found.memory_bytes, found.flops_per_s, found.failure) == (told, 2.0, "")
+
+
+@pytest.mark.parametrize(("text", "words"), [("4 Gib", "--memory"), ("0 B", "--memory '0 B': got nothing")])
+def test_memory_that_is_no_size_is_a_slip(tmp_path: Path, text: str, words: str) -> None:
+    refused(isthmus("join", "--memory", text, "--state", tmp_path / "state"), 2, words)

@@ -51,7 +51,7 @@ def run(target: str, *args: Arg, inputs: dict[str, Tensor] | None = None, **kwar
     [
         "aten._reshape_alias.default", "aten._embedding_bag.default", "aten.set.source_Storage", "aten.resize_.default",
         "aten.add.out", "aten.add.str", "aten.to.prim_dtype", "aten.lstm.data", "aten.add", "aten.add.__class__",
-        "prim.device.default", "aten.linear.default.default", "aten.relu_.default",
+        "aten.median.dim", "prim.device.default", "aten.linear.default.default", "aten.relu_.default",
     ],
 )  # fmt: skip
 def test_operators_and_overloads_that_are_refused(target: str):
@@ -195,6 +195,12 @@ def test_labels_of_many_classes_that_do_not_fit_are_refused(shape: tuple[int, ..
         run("aten.multilabel_margin_loss.default", Ref("x"), Ref("y"), inputs=inputs)
 
 
+def test_the_loss_of_no_sample_is_refused():
+    inputs = {"x": torch.ones(0, 33), "y": torch.ones(0, dtype=torch.int64)}
+    with pytest.raises(UserError, match="not empty"):
+        run("aten.multi_margin_loss.default", Ref("x"), Ref("y"), inputs=inputs)
+
+
 @pytest.mark.parametrize("stride", [0, 3])
 def test_targets_in_one_row_lie_without_gaps(stride: int):
     targets = torch.ones(20, dtype=torch.int64).as_strided((5,), (stride,))
@@ -203,3 +209,27 @@ def test_targets_in_one_row_lie_without_gaps(stride: int):
     with pytest.raises(UserError, match="without gaps"):
         run("aten.ctc_loss.Tensor", *refs, 0, inputs=inputs)
     assert run("aten.ctc_loss.Tensor", *refs, 0, inputs=inputs | {"y": targets.contiguous()}).isfinite()
+
+
+BEYOND = "beyond any memory|at most 1024 or the size"
+
+
+@pytest.mark.parametrize(
+    ("target", "args"),
+    [
+        ("max_pool1d.default", (ArgList((2**33 + 1,)), ArgList((2**33,)), ArgList((0,)), ArgList((2**40,)), True)),
+        ("avg_pool1d.default", (ArgList((2,)), ArgList((2000,)))),
+        ("im2col.default", (2, 2**62, 0, 1)),
+        ("im2col.default", (2, 2**32, 0, 1)),
+        ("unfold.default", (0, 1, -(2**62))),
+        ("tile.default", (ArgList((2**62,)),)),
+    ],
+)
+def test_sizes_beyond_the_input_are_refused(target: str, args: tuple[Arg, ...]):
+    with pytest.raises(UserError, match=BEYOND):
+        run(f"aten.{target}", Ref("x"), *args, inputs={"x": torch.ones(2, 3, 8)})
+
+
+def test_an_end_beyond_the_tensor_is_its_end():
+    rows = run("aten.slice.Tensor", Ref("x"), 0, 1, 2**63 - 1, inputs={"x": torch.arange(4)})
+    assert rows.tolist() == [1, 2, 3]

@@ -10,9 +10,9 @@ import numpy as np
 import pytest
 
 from isthmus.data import DataSpec
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.graph.opgraph import Arg, ArgList, Ref
-from isthmus.job import prepare
+from isthmus.job import Prepared, prepare
 from isthmus.runtime.conducting.run import check_outcome
 from isthmus.runtime.processes.launcher import Place
 
@@ -78,6 +78,17 @@ def test_a_process_that_does_not_start(tmp_path: Path) -> None:
         check_outcome(outcome)
 
 
+def _with_relu_replaced(prepared: Prepared, target: str, args: tuple[Arg, ...]) -> Prepared:
+    """The job as a hostile coordinator would send it: `x` stands for the labels."""
+    ops = list(prepared.captured.train.ops)
+    at = next(i for i, op in enumerate(ops) if op.target == "aten.relu.default")
+    column = next(op.name for op in ops if op.kind == "placeholder" and op.outputs[0].dtype == "int64")
+    hostile = tuple(Ref(column) if isinstance(a, Ref) else a for a in args)
+    ops[at] = msgspec.structs.replace(ops[at], target=target, args=(*ops[at].args[:1], *hostile))
+    train = msgspec.structs.replace(prepared.captured.train, ops=tuple(ops))
+    return msgspec.structs.replace(prepared, captured=msgspec.structs.replace(prepared.captured, train=train))
+
+
 @pytest.mark.parametrize(
     ("target", "args", "words"),
     [
@@ -90,14 +101,16 @@ def test_a_graph_that_reaches_beyond_its_tensors(
     tmp_path: Path, target: str, args: tuple[Arg, ...], words: str
 ) -> None:
     prepared = prepare(job_of("mlp", {}, _data(tmp_path, 10)))
-    boundaries = random_cut(prepared, 2, 0)
-    ops = list(prepared.captured.train.ops)
-    at = next(i for i, op in enumerate(ops) if op.target == "aten.relu.default")
-    column = next(op.name for op in ops if op.kind == "placeholder" and op.outputs[0].dtype == "int64")
-    hostile = tuple(Ref(column) if isinstance(a, Ref) else a for a in args)
-    ops[at] = msgspec.structs.replace(ops[at], target=target, args=(*ops[at].args[:1], *hostile))
-    train = msgspec.structs.replace(prepared.captured.train, ops=tuple(ops))
-    wrong = msgspec.structs.replace(prepared, captured=msgspec.structs.replace(prepared.captured, train=train))
+    wrong = _with_relu_replaced(prepared, target, args)
     with pytest.raises(UserError, match=rf"^device 'd\d': operator graph: .*{words}"):
-        _, outcome = run(wrong, boundaries, tmp_path)
+        _, outcome = run(wrong, random_cut(prepared, 2, 0), tmp_path)
+        check_outcome(outcome)
+
+
+def test_a_graph_that_asks_for_more_memory_than_the_owner_gives(tmp_path: Path) -> None:
+    prepared = prepare(job_of("mlp", {}, _data(tmp_path, 10)))
+    greedy = _with_relu_replaced(prepared, "aten.new_zeros.default", (ArgList((1 << 28,)),))
+    places = {f"d{n}": Place(memory_bytes=256 << 20) for n in range(2)}
+    with pytest.raises(IsthmusError, match=r"can't allocate memory: you tried to allocate 1073741824 bytes"):
+        _, outcome = run(greedy, random_cut(prepared, 2, 0), tmp_path, places=places)
         check_outcome(outcome)

@@ -40,6 +40,9 @@ def join(
     data_kinds: Annotated[
         str, typer.Option("--data-kinds", help="Kinds of data that jobs may name: text,npz; default: all installed.")
     ] = "",
+    memory: Annotated[
+        str, typer.Option("--memory", help="What jobs may take of this machine's: 4GiB; default: all of it.")
+    ] = "",
     site: Annotated[
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
     ] = None,
@@ -57,7 +60,7 @@ def join(
         raise UserError(f"--data {data}: not a folder")
     place = Place(
         host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data,
-        data_kinds=joining.kinds_of(data_kinds),
+        data_kinds=joining.kinds_of(data_kinds), memory_bytes=joining.memory_of(memory),
     )  # fmt: skip
     asked = joining.Joining(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site

@@ -22,9 +22,11 @@ from isthmus.runtime.device.island_ranks import attend, island_here
 from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
 from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
 from isthmus.runtime.service.machine import Finding
+from isthmus.units import parse_size
 
 
 class Joining(msgspec.Struct, frozen=True, kw_only=True):
@@ -49,6 +51,15 @@ def kinds_of(text: str) -> tuple[str, ...] | None:
     return kinds
 
 
+def memory_of(text: str) -> int:
+    """Bytes that jobs may take; the machine's where nothing is given. UserError."""
+    machine_bytes = machine_memory_bytes()
+    found = parse_size(text, "--memory") if text else machine_bytes
+    if not found:
+        raise UserError(f"--memory {text!r}: got nothing, expected a size such as '4 GiB'")
+    return min(found, machine_bytes)
+
+
 def join(joining: Joining) -> int:
     """Until Ctrl-C or dismissal."""
     notes = Console(stderr=True)
@@ -63,6 +74,8 @@ def join(joining: Joining) -> int:
     if island is not None and joining.site is not None:
         raise UserError("--site: got one under torchrun, expected a site that trains in one process")
     if island is not None and island.rank:
+        if joining.place.memory_bytes is not None:
+            limit_memory(joining.place.memory_bytes // island.local)
         attend(island, say)
     place = joining.place
     if island is not None:

@@ -196,7 +196,7 @@ def _corrected(op: Op, inputs: list[Tensor], forward: int, backward: int) -> tup
         query, key = inputs[0], inputs[min(1, len(inputs) - 1)]
         product = 2 * query.numel() * key.shape[-2]
         return 2 * product, 5 * product if backward else 0
-    if base.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose", "convolution")) and backward:
+    if base.startswith(("conv1d", "conv2d", "conv3d", "conv_transpose")) and backward:
         return forward, forward * sum(t.requires_grad for t in inputs[:2])
     return forward, backward
 

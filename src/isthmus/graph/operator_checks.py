@@ -16,6 +16,8 @@ from torch import Tensor
 
 Arguments = Mapping[str, object]
 """Those of one call, by their names in the schema."""
+_WINDOW = 1024
+"""The size, stride, padding or dilation of a window that any input may have."""
 
 
 def _recurrent(gates: int) -> Callable[[Arguments], None]:
@@ -74,11 +76,17 @@ def _one_shape(given: Arguments) -> None:
     _require(shape == cast(Tensor, given["target"]).shape, "predictions and targets of one shape")
 
 
+def _not_empty(given: Arguments) -> None:
+    """Kernels leave the loss of no sample unwritten, and the gradient of nothing."""
+    _require(cast(Tensor, given["self"]).numel() > 0, "a tensor that is not empty")
+
+
 def _labels_of_many(given: Arguments) -> None:
-    """The kernel leaves the loss of no sample unwritten, and takes each class id for an index."""
+    """The kernel takes each class id for an index."""
+    _not_empty(given)
     _one_shape(given)
     scores, classes = cast(Tensor, given["self"]), cast(Tensor, given["target"])
-    _require(scores.numel() > 0 and scores.dim() in (1, 2), "one or two dimensions, not empty")
+    _require(scores.dim() in (1, 2), "one or two dimensions")
     _require(classes.dtype == torch.int64, "class ids of int64")
     _require(bool(((classes >= -1) & (classes < scores.shape[-1])).all()), f"class ids below {scores.shape[-1]}, or -1")
 
@@ -125,7 +133,7 @@ def _padding(given: Arguments) -> None:
         return
     numbers = cast("Sequence[int]", given["pad" if "pad" in given else "padding"])
     _require(all(n >= 0 for n in numbers), "no negative padding but with a constant")
-    _require(cast(Tensor, given["self"]).numel() > 0, "a tensor that is not empty")
+    _not_empty(given)
 
 
 def _division(given: Arguments) -> None:
@@ -137,15 +145,26 @@ def _division(given: Arguments) -> None:
         _require(not bool((least & (torch.as_tensor(below) == -1)).any()), "no least integer divided by -1")
 
 
-def _convolution(given: Arguments) -> None:
-    """Strides beyond the input overflow in the backward; others are bounded for the same reason."""
-    spatial = cast(Tensor, given["input"]).shape[2 - cast(Tensor, given["weight"]).dim() :]
-    for name in ("stride", "padding", "dilation", "output_padding"):
-        value = given.get(name, ())
-        numbers = cast("list[int]", value) if isinstance(value, list) else []
-        numbers = numbers * len(spatial) if len(numbers) == 1 else numbers
-        fits = all(v <= max(64, size) for v, size in zip(numbers, spatial, strict=False))
-        _require(fits, f"{name} of at most 64 or the size of the input")
+def _windows(dims: int) -> Callable[[Arguments], None]:
+    """Windows beyond the input overflow where kernels multiply their sizes, in the backward at the latest."""
+
+    def check(given: Arguments) -> None:
+        shape = cast(Tensor, given["input" if "input" in given else "self"]).shape
+        spatial = _numbers(given["output_size"], dims) if "output_size" in given else shape[-dims:]
+        for name in ("kernel_size", "stride", "padding", "dilation", "output_padding"):
+            numbers = _numbers(given.get(name), dims)
+            fits = all(abs(v) <= max(_WINDOW, size) for v, size in zip(numbers, spatial, strict=False))
+            _require(fits, f"{name} of at most {_WINDOW} or the size of the input")
+
+    return check
+
+
+def _numbers(value: object, count: int) -> Sequence[int]:
+    """Of a list argument, for which a graph may also give one number for all; none for the name of a padding."""
+    if isinstance(value, int):
+        return [value] * count
+    numbers = cast("Sequence[int]", value) if isinstance(value, (list, tuple)) else ()
+    return [*numbers] * count if len(numbers) == 1 else numbers
 
 
 def _embedding_bag(given: Arguments) -> None:
@@ -193,17 +212,18 @@ def _reach(sizes: Sequence[int], strides: Sequence[int]) -> int:
     return sum((size - 1) * stride for size, stride in zip(sizes, strides, strict=True))
 
 
+_WINDOWED = ("conv", "conv_transpose", "max_pool", "avg_pool")
 CHECKS: Mapping[str, Callable[[Arguments], None]] = {
     "as_strided": _strided_view, "as_strided_scatter": _strided_view,
     "lstm": _recurrent(4), "gru": _recurrent(3), "rnn_tanh": _recurrent(1), "rnn_relu": _recurrent(1),
     "_weight_norm": _weight_norm,
-    **dict.fromkeys(
-        ("conv1d", "conv2d", "conv3d", "conv_transpose1d", "conv_transpose2d", "conv_transpose3d", "convolution"),
-        _convolution,
-    ),
+    **{f"{name}{n}d": _windows(n) for name in _WINDOWED for n in (1, 2, 3)},
+    **{f"max_pool{n}d_with_indices": _windows(n) for n in (2, 3)},
+    "im2col": _windows(2), "col2im": _windows(2),
     **dict.fromkeys(("div", "div_", "divide", "floor_divide", "fmod", "remainder"), _division),
     "_conj": _complex, "embedding_bag": _embedding_bag,
-    "binary_cross_entropy": _one_shape, "multilabel_margin_loss": _labels_of_many,
+    "binary_cross_entropy": _one_shape,
+    "multi_margin_loss": _not_empty, "multilabel_margin_loss": _labels_of_many,
     "ctc_loss": _ctc_loss, "grid_sampler": _grid_sampler,
     "scaled_dot_product_attention": _attention,
     "pad": _padding,

@@ -23,6 +23,8 @@ CODES = ("reduction", "interpolation_mode", "padding_mode")
 """Arguments that number one of three ways; kernels return unwritten memory for a fourth."""
 LARGEST_SIZE = 1 << 40
 """Of sizes, strides, paddings and the like: kernels multiply them, or add them up, without asking for overflow."""
+UNBOUNDED = ("start", "end", "low", "high", "from", "to")
+"""Whole numbers that are no size: of a slice, which torch cuts to the tensor, and of random numbers."""
 
 
 def bind(
@@ -74,7 +76,9 @@ def _check_constants(target: str, args: Sequence[Argument], kwargs: Mapping[str,
             )
         if argument.name in CODES and str(argument.type) == "int" and not (type(value) is int and 0 <= value <= 2):
             raise UserError(f"operator graph: {target}: argument {argument.name!r} is {value!r}, expected 0, 1 or 2")
-        if isinstance(value, list) and any(isinstance(v, int) and abs(v) > LARGEST_SIZE for v in value):
+        numbers = value if isinstance(value, list) else [value] if "int" in str(argument.type) else []
+        beyond = any(isinstance(v, int) and abs(v) > LARGEST_SIZE for v in numbers)
+        if beyond and argument.name not in UNBOUNDED:
             raise UserError(f"operator graph: {target}: argument {argument.name!r} is {value!r}, beyond any memory")
 
 

@@ -63,6 +63,7 @@ from isthmus.runtime.messages.run import (
     ReportMessage,
     Weights,
 )
+from isthmus.runtime.processes.memory_limit import limit_memory
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reaching import Reacher
@@ -355,12 +356,15 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
     parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
+    parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
     parser.add_argument("--leash", action="store_true", help="end when standard input closes")
     options = parser.parse_args(arguments)
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
     if options.leash:
         threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
+    if options.memory is not None:
+        limit_memory(options.memory)
     host, _, port = str(options.coordinator).rpartition(":")
     site = Site(
         device=options.device, host=options.host, port=options.port, address=options.address,

@@ -44,6 +44,9 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that the device's owner allows a coordinator to name; None: all that are installed."""
 
+    memory_bytes: int | None = None
+    """What jobs may take of this machine's memory, all local ranks together; None: no limit."""
+
     def options(self) -> list[str]:
         """For the process's command line: paths and addresses, no secret."""
         found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
@@ -51,6 +54,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             found += ["--identity", str(self.identity)]
         if self.island is not None:
             found += ["--island", str(self.island), "--ranks", str(self.ranks)]
+        if self.memory_bytes is not None:
+            found += ["--memory", str(self.memory_bytes // self.local_ranks)]
         for kind in self.data_kinds or ():
             found += ["--data-kind", kind]
         flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed}

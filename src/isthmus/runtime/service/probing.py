@@ -140,11 +140,11 @@ def compute_speed(probe: str, threads: int, place: Place) -> Computes:
             found = list(pool.map(_speed, [threads] * place.local_ranks))
     except (subprocess.SubprocessError, OSError, ValueError, KeyError) as e:
         return Computes(run=probe, failure=f"{type(e).__name__}: {e}"[:500])
-    machines = place.ranks / place.local_ranks
+    machines, memory_bytes = place.ranks / place.local_ranks, min(one.memory_bytes for one in found)
     return Computes(
         run=probe, flops_per_s=machines * sum(one.flops_per_s for one in found),
         peak_flops_per_s=machines * sum(one.peak_flops_per_s for one in found),
-        memory_bytes=min(one.memory_bytes for one in found) // place.local_ranks,
+        memory_bytes=min(memory_bytes, place.memory_bytes or memory_bytes) // place.local_ranks,
     )  # fmt: skip
 
 

@@ -6,12 +6,13 @@ ratio is lambda. `python -m isthmus.runtime.service.speed THREADS` prints JSON."
 from __future__ import annotations
 
 import json
-import os
 import sys
 import time
 
 import torch
 from torch import nn
+
+from isthmus.runtime.processes.memory_limit import machine_memory_bytes
 
 LAYERS, CHANNELS, KERNEL = 10, 256, 3
 SIDES = (8, 16, 32, 64)
@@ -65,12 +66,7 @@ def _pass_s(stack: nn.Module, images: torch.Tensor) -> float:
     return time.monotonic() - began_s
 
 
-def memory_bytes() -> int:
-    """Physical memory of this machine."""
-    return os.sysconf("SC_PAGE_SIZE") * os.sysconf("SC_PHYS_PAGES")
-
-
 if __name__ == "__main__":
     torch.set_num_threads(int(sys.argv[1]))
-    told = {"peak_flops_per_s": measure_peak(), "flops_per_s": measure_speed(), "memory_bytes": memory_bytes()}
+    told = {"peak_flops_per_s": measure_peak(), "flops_per_s": measure_speed(), "memory_bytes": machine_memory_bytes()}
     print(json.dumps(told))
