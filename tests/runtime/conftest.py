@@ -14,6 +14,7 @@ from torch import nn
 
 from isthmus.graph import capture as capture_module
 from isthmus.graph.capture import Captured, Column, capture
+from isthmus.runtime.conducting import conductor, losses
 
 _captured: dict[tuple[object, ...], Captured] = {}
 
@@ -22,6 +23,13 @@ _captured: dict[tuple[object, ...], Captured] = {}
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def soon_sure(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A conductor of this process waits no second for a better explanation of a loss: there is none."""
+    monkeypatch.setattr(losses, "GRACE_S", 0.1)
+    monkeypatch.setattr(conductor, "TICK_S", 0.05)
 
 
 @pytest.fixture(autouse=True, scope="module")

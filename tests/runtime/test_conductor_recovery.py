@@ -7,6 +7,8 @@ import queue
 import threading
 import time
 
+import pytest
+
 from isthmus.errors import PeerError
 from isthmus.protocol import Coordinator, Holding, Layout, RunSpec
 from isthmus.protocol.coordinator_events import MakePlan
@@ -128,6 +130,7 @@ def _ended(found: list[Outcome]) -> Outcome:
     return found[0]
 
 
+@pytest.mark.usefixtures("soon_sure")
 def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
     conductor, port, found = _conducted("a", "b")
     a = Device(port, "a", (Holding(epoch=0, step=3, parts=ALL),), stops_at=3)
@@ -149,6 +152,7 @@ def test_those_left_are_stopped_and_give_what_the_newcomer_needs() -> None:
     assert (recovery.step, recovery.redone, recovery.from_checkpoint) == (3, 0, False)
 
 
+@pytest.mark.usefixtures("soon_sure")
 def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_come_back() -> None:
     conductor, port, found = _conducted("a", "b")
     a, b = Device(port, "a", stops_at=2), Device(port, "b", stops_at=2)
@@ -168,6 +172,7 @@ def test_what_is_said_of_an_older_epoch_changes_nothing_and_who_was_lost_may_com
     again.channel.close()
 
 
+@pytest.mark.usefixtures("soon_sure")
 def test_a_run_that_nobody_is_left_for_says_so() -> None:
     _, port, found = _conducted("a")
     a = Device(port, "a", stops_at=1)
