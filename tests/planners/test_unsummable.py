@@ -45,6 +45,13 @@ def test_no_planner_makes_several_replicas(dtype: str) -> None:
         build_replicas(asked, two, planner="hand")
 
 
+def test_a_device_that_another_replica_could_use_is_left_out_for_the_type() -> None:
+    asked = problem("float64")
+    asked = replace(asked, fleet=msgspec.structs.replace(asked.fleet, links=Links(default=Link(10.0, 1.0))))
+    (left,) = [note for note in plan("auto", asked).notes if "left out" in note]
+    assert "several replicas are not possible: parameter 'module." in left and "is float64" in left
+
+
 def test_what_has_a_float32_master_is_summed() -> None:
     assert len(plan("auto", problem("float32")).replicas) == 2
     assert problem("bfloat16").most_replicas == 2

@@ -248,7 +248,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     with pytest.raises(subprocess.TimeoutExpired):
         process.wait(1)
     interrupt(process)
-    _, errors = process.communicate(timeout=10)
+    _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
     assert "Traceback" not in errors
     assert "interrupted at once: go on with --resume, run folder impatient" in errors

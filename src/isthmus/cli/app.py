@@ -83,7 +83,7 @@ def main() -> None:
             raise
         if isinstance(e, ModuleNotFoundError) and (missing := what_is_missing(_called(arguments), e)) is not None:
             e = UserError(missing)
-        print(f"error: {_told(e)}", file=sys.stderr)
+        sys.stderr.write(f"error: {_told(e)}\n")  # at once: threads may still speak, and `print` writes twice
         family = UserError if isinstance(e, OSError) else InternalError
         code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code
     sys.exit(code if isinstance(code, int) else 0)

@@ -50,16 +50,16 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         if self.max_step_s is not None and self.objective != "cost":
-            raise UserError("max_step: got one with objective 'time', expected objective 'cost'")
+            raise UserError("plan.max_step: got one with objective 'time', expected objective 'cost'")
         if self.max_price is not None and self.objective != "time":
-            raise UserError("max_price: got one with objective 'cost', expected objective 'time'")
+            raise UserError("plan.max_price: got one with objective 'cost', expected objective 'time'")
         for field, limit in (("max_step", self.max_step_s), ("max_price", self.max_price)):
             if limit is not None and not 0 < limit < math.inf:
-                raise UserError(f"{field}: got {limit:g}, expected a finite number above 0")
+                raise UserError(f"plan.{field}: got {limit:g}, expected a finite number above 0")
         if not 0 <= self.memory_headroom < 1:
-            raise UserError(f"memory_headroom: got {self.memory_headroom:g}, expected at least 0 and less than 1")
+            raise UserError(f"plan.memory_headroom: got {self.memory_headroom:g}, expected at least 0 and less than 1")
         if self.labels_stay and not self.data_holders:
-            raise UserError("labels_stay: got true without a data_holder, expected one where the labels stay")
+            raise UserError("plan.labels_stay: got true without a data_holder, expected one where the labels stay")
 
     @property
     def limited(self) -> bool:

@@ -158,7 +158,8 @@ def _certified(problem: Problem, plan: Plan, least: Least, looked_at: Sequence[s
     used, known, priced = set(plan.devices), set(looked_at), problem.terms.objective == "cost"
     made = with_certificate(problem, plan, least)
     found = "" if made.certificate is not None and not made.certificate.gap else " that was found"
-    near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it"
+    alone = f"; several replicas are not possible: {problem.not_summed}" if problem.not_summed is not None else ""
+    near = f"no plan{found} is {'cheaper' if priced else 'faster'} with it{alone}"
     far = f"it is not among the {len(known)} that are fastest, or nearest to those, and was not looked at"
     names = problem.fleet.names
     notes = [

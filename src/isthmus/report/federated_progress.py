@@ -92,7 +92,8 @@ def _sentence(line: RoundLine, rounds: int) -> str:
         parts.append(f"{len(line.record.stale)} late")
     if line.record.missing:
         parts.append(f"{len(line.record.missing)} missing")
-    return ", ".join([*parts, f"closed by {line.record.closed_by} ({line.rules})"])
+    left = " who were left" if line.record.missing and line.record.closed_by == "all" else ""
+    return ", ".join([*parts, f"closed by {line.record.closed_by}{left} ({line.rules})"])
 
 
 def _table(lines: Sequence[RoundLine] | deque[RoundLine], rounds: int, width: int) -> RenderableType:

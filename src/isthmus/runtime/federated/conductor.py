@@ -140,6 +140,8 @@ class FederatedConductor:
         self._deadlines = Deadlines(self._patience_s, 0.0, note)
         self._posts: dict[str, Outgoing] = {}
         self._reasons: dict[str, str] = {}
+        self._behind: set[str] = set()
+        """Sites whose last round ended without them."""
         """Why executors were lost that are not back."""
         self._left: set[str] = set()
         """Of them, those that are lost."""
@@ -339,6 +341,12 @@ class FederatedConductor:
         self._reasons[executor] = self._ended().get(executor, reason)
         return Lost(executor=executor, reason=self._reasons[executor])
 
+    def _note_behind(self, site: str, round_: int) -> None:
+        if site not in self._behind:
+            self._behind.add(site)
+            ended = f"round {round_} ended without its update, which counts nowhere if it comes"
+            self._note(f"site {site}: {ended}; rounds go on without it until it is in time")
+
     def _carry_out(self, instructions: Sequence[CoordinatorInstruction]) -> Finish | None:
         finish: Finish | None = None
         for instruction in instructions:
@@ -354,11 +362,13 @@ class FederatedConductor:
                     if isinstance(told, Granted):
                         self._intake.settle()  # it will add up where its last sums lie
                     if isinstance(told, Dropped) and self._office.returns and not told.again:
-                        ended = f"round {told.turn.round + 1} ended without its update"
-                        self._note(f"site {executor}: {ended}, which counts nowhere if it comes")
+                        self._note_behind(executor, told.turn.round + 1)
                     self._posts[executor].put(ToldMessage(run=self._run, told=told))
                 case Merge(executor=executor):
                     self._intake.merge(executor)
+                    if executor in self._behind:
+                        self._behind.remove(executor)
+                        self._note(f"site {executor} is in time again")
                 case Ignore(executor=executor):
                     self._intake.ignore(executor)
                 case Dismiss(executor=executor, reason=reason):

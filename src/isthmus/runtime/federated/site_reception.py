@@ -8,6 +8,7 @@ from collections.abc import Callable, Collection, Sequence
 from torch import Tensor
 
 from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.federated import TurnMessage
 from isthmus.runtime.messages.run import Join
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
@@ -61,6 +62,8 @@ class Lane:
         self._lane = SendLane(channel, patience_s=patience_s, on_error=fail)
 
     def put(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+        if isinstance(message, TurnMessage):  # or one that takes nothing would be kept a model of each round
+            self._lane.withdraw(TurnMessage)
         self._lane.put(message, tensors)
 
     def flush(self) -> None:

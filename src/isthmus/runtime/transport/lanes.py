@@ -157,6 +157,11 @@ class SendLane:
             self._background.clear()
             self._background_bytes = 0
 
+    def withdraw(self, kind: type[AnyMessage]) -> None:
+        """Forget messages of this type that have not begun to leave."""
+        with self._changed:
+            self._waiting = deque(entry for entry in self._waiting if not isinstance(entry.message, kind))
+
     def reshape(self, shape: Link) -> None:
         """Emulation: what leaves from now on leaves on such a link."""
         assert self._link is not None, "only an emulated link has a shape"
