@@ -114,12 +114,29 @@ def explain(error: Exception, path: ModulePath, columns: Mapping[str, Tensor]) -
 
 def where_in(node: fx.Node) -> str:
     """The start of a message about a node of an exported program: its module and the user's line."""
+    own = _own_line(node)
+    return f"model: in module {module_path(node) or _classes(node)[0]!r}{_line(*own) if own else ''}"
+
+
+def source_of(node: fx.Node) -> str:
+    """The class of the module whose forward called the node's operator, and the user's line: "Head, model.py:12"."""
+    own = _own_line(node)
+    return ", ".join([_classes(node)[-1], *([f"{Path(own[0]).name}:{own[1]}"] if own else [])])
+
+
+def _own_line(node: fx.Node) -> tuple[str, str, str] | None:
+    """File, number and text of the innermost line outside torch."""
+    lines: list[tuple[str, str, str]] = re.findall(
+        r'File "([^"]+)", line (\d+), in .*\n\s*(.+)', node.meta.get("stack_trace") or ""
+    )
+    own = [line for line in lines if not line[0].startswith(LIBRARIES)]
+    return own[-1] if own else None
+
+
+def _classes(node: fx.Node) -> list[str]:
+    """Of the modules around it, from the user's outermost one inwards."""
     stack: dict[str, tuple[str, object]] = node.meta.get("nn_module_stack") or {}
-    entries = list(stack.values())
-    top = str(entries[1][1]).rpartition(".")[2] if len(entries) > 1 else "(top)"
-    lines = re.findall(r'File "([^"]+)", line (\d+), in .*\n\s*(.+)', node.meta.get("stack_trace") or "")
-    own = [(f, n, code) for f, n, code in lines if not f.startswith(LIBRARIES)]
-    return f"model: in module {module_path(node) or top!r}{_line(*own[-1]) if own else ''}"
+    return [str(kind).rpartition(".")[2] for _, kind in list(stack.values())[1:]] or ["(top)"]
 
 
 def module_path(node: fx.Node) -> str:

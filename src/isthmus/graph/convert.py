@@ -18,7 +18,7 @@ from torch.utils._pytree import TreeSpec, tree_leaves
 
 from isthmus.errors import UserError
 from isthmus.graph.building import Held
-from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, where_in
+from isthmus.graph.capture_errors import WITHOUT_DATA, module_path, source_of, where_in
 from isthmus.graph.operators import is_callable
 from isthmus.graph.opgraph import Arg, ArgList, Named, Op, OpGraph, OpKind, Ref
 from isthmus.graph.schema import (
@@ -209,7 +209,7 @@ class _Converter:
         op = Op(
             name=node.name, kind="operator", target=out_of_place(label) if retaken else label, args=args, kwargs=kwargs,
             outputs=tuple(spec_of(t) for t in tensors), requires_grad=quiet, module=module_path(node),
-            random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
+            source=source_of(node), random=is_random(overload, args, kwargs), mutates=hidden_writes(label, args),
         )  # fmt: skip
         by_position = written(overload, names)
         if by_position and not retaken:
@@ -233,7 +233,7 @@ class _Converter:
         result = Op(
             name=node.name, kind="operator", target=str(returning), args=tuple(self._latest(a) for a in refs),
             kwargs={k: self._latest(self._arg(v)) for k, v in given.items()}, outputs=(spec_of(fake),),
-            requires_grad=() if self.gradients_on else (False,), module=module_path(node),
+            requires_grad=() if self.gradients_on else (False,), module=module_path(node), source=source_of(node),
             random=is_random(returning, refs, {}),
         )  # fmt: skip
         shape = self.ops[target.op].outputs[target.index].shape
@@ -243,7 +243,7 @@ class _Converter:
         copy = Op(
             name=self.writes.new_name(node.name), kind="operator", target="aten.copy_.default",
             args=(self._latest(target), Ref(result.name)), outputs=(spec_of(node.meta["val"]),),
-            requires_grad=result.requires_grad, module=result.module,
+            requires_grad=result.requires_grad, module=result.module, source=result.source,
         )  # fmt: skip
         self.values[node] = self._write(node, copy, copy.args, [target])
 

@@ -105,6 +105,9 @@ class Op(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):
     outputs: tuple[TensorSpec, ...] = ()
     requires_grad: tuple[bool, ...] = ()
     module: str = ""
+    """Path of the submodule whose forward calls it; empty for the model itself."""
+    source: str = ""
+    """For people: that module's class, and the line of its author's, as "Head, model.py:12"."""
     flops_forward: Affine = Affine(0)
     flops_backward: Affine = Affine(0)
     saved_bytes: Affine = Affine(0)

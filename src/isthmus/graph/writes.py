@@ -220,7 +220,7 @@ class Writes:
             spec = msgspec.structs.replace(spec, dtype=dtype)
         op = Op(
             name=self.new_name(cause.name), kind="operator", target=target, args=args, outputs=(spec,),
-            requires_grad=cause.requires_grad[:1], module=cause.module, mutates=mutates,
+            requires_grad=cause.requires_grad[:1], module=cause.module, source=cause.source, mutates=mutates,
         )  # fmt: skip
         self._ops[op.name] = op
         return Ref(op.name)

@@ -30,7 +30,7 @@ class _Slot(NamedTuple):
 class _Step(NamedTuple):
     name: str
     described: str
-    """The operator, and the module of the user's that calls it."""
+    """The operator, the module of the user's that calls it, and the line."""
     call: Callable[..., object]
     args: list[object]
     kwargs: dict[str, object]
@@ -77,7 +77,7 @@ class Program:
         own, received = flags
         needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
         return _Step(
-            op.name, f"{op.target} (module {op.module!r})" if op.module else op.target, operator_of(op.target),
+            op.name, _described(op), operator_of(op.target),
             cast("list[object]", args), cast("dict[str, object]", kwargs),
             len(op.outputs), no_gradient(op, needs, mode), op.random,
             tuple(ending),
@@ -111,6 +111,11 @@ class Program:
         with _GENERATOR, torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
             torch.manual_seed(seed)
             return step.call(*args, **kwargs)
+
+
+def _described(op: Op) -> str:
+    places = [f"module {op.module!r}"] * bool(op.module) + [op.source] * bool(op.source)
+    return f"{op.target} ({', '.join(places)})" if places else op.target
 
 
 def _fill(value: object, values: Mapping[Ref, Tensor]) -> object:
