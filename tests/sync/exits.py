@@ -9,6 +9,7 @@ often each way ended in which exit codes (worker 0's, worker 1's); 'hung' for mo
 from __future__ import annotations
 
 import argparse
+import gc
 import json
 import os
 import shutil
@@ -157,6 +158,7 @@ def main() -> None:
     parser.add_argument("--endings", nargs="+", default=list(ENDINGS), choices=ENDINGS)
     options = parser.parse_args()
     torch.set_num_threads(1)
+    gc.freeze()  # a worker that collects what was imported, as it ends, would copy every page of it: two seconds
     found: dict[str, Counter[str]] = {}
     for ending in options.endings:
         for mode in options.modes:
