@@ -17,7 +17,7 @@ NAMES = ("dtfm-genetic", "dtfm-genetic-code", "dtfm-kl", "islands", "random")
 
 @pytest.mark.parametrize("name", NAMES)
 def test_each_device_runs_one_equal_stage(name: str) -> None:
-    problem = problem_of(gpt_graph(4), resolve_fleet("dtfm-case3").thin(8), micro_batches=10)
+    problem = problem_of(gpt_graph(2), resolve_fleet("dtfm-case3").thin(4), micro_batches=10)
     made = plan(name, problem)
     assert sorted(made.devices) == sorted(problem.fleet.names)
     assert len({len(replica.stages) for replica in made.replicas}) == 1
@@ -29,8 +29,8 @@ def test_each_device_runs_one_equal_stage(name: str) -> None:
 
 
 def test_a_placement_search_is_no_worse_than_random() -> None:
-    problem = problem_of(gpt_graph(4), resolve_fleet("dtfm-case5").thin(8), micro_batches=16)
-    steps = {name: plan(name, problem).predicted.step_s for name in NAMES}
+    problem = problem_of(gpt_graph(2), resolve_fleet("dtfm-case5").thin(4), micro_batches=16)
+    steps = {name: plan(name, problem).predicted.step_s for name in ("islands", "random", "dtfm-genetic")}
     assert steps["islands"] <= steps["random"] * (1 + 1e-9)
     assert steps["dtfm-genetic"] <= steps["random"] * (1 + 1e-9)
 

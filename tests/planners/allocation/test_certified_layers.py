@@ -132,13 +132,13 @@ def test_one_order_is_cut_as_well_as_by_trying_all_cuts(seed: int) -> None:
     assert found is None or found.workload_s == pytest.approx(best, rel=1e-9)
 
 
-@pytest.mark.parametrize("seed", range(4))
+@pytest.mark.parametrize("seed", range(3))
 def test_it_is_never_above_the_others(seed: int) -> None:
     rng = np.random.default_rng(seed)
-    flops = (rng.permutation([3.0, 1.0, 4.0, 0.1, 4.0] * 6) * rng.uniform(0.9, 1.1, 30)).tolist()
+    flops = (rng.permutation([3.0, 1.0, 4.0, 0.1, 4.0] * 4) * rng.uniform(0.9, 1.1, 20)).tolist()
     problem = layers_problem(
-        flops, rng.uniform(1, 4, 6).tolist(), sizes=rng.uniform(1, 2, 30).tolist(),
-        memory=rng.uniform(9, 20, 6).tolist(), latency=rng.uniform(0, 1, 6).tolist(),
+        flops, rng.uniform(1, 4, 5).tolist(), sizes=rng.uniform(1, 2, 20).tolist(),
+        memory=rng.uniform(7, 16, 5).tolist(), latency=rng.uniform(0, 1, 5).tolist(),
     )  # fmt: skip
     best = certified_layers(problem)
     check(problem, best)

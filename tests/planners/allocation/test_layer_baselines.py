@@ -118,7 +118,7 @@ def test_the_optimal_allocation_is_that_of_brute_force(seed: int) -> None:
 def test_out_of_work_the_better_simple_allocation_stands_with_a_bound(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(highs, "MOST_WORK", 1)
     rng = np.random.default_rng(0)
-    problem = layers_problem(rng.uniform(1, 3, 80).tolist(), rng.uniform(1, 4, 12).tolist())
+    problem = layers_problem(rng.uniform(1, 3, 30).tolist(), rng.uniform(1, 4, 6).tolist())
     found = sky_optimal_layers(problem)
     check(problem, found)
     assert found.workload_s <= min(even_layers(problem).workload_s, sky_heuristic_layers(problem).workload_s)
