@@ -6,6 +6,7 @@ takes a processor four seconds.
 
 from __future__ import annotations
 
+import gc
 import shutil
 import sys
 from collections.abc import Callable
@@ -32,6 +33,7 @@ def launch(workers: int, act: Callable[..., None], *arguments: Path) -> None:
 
 
 def main(whole: Path, killed: Path) -> None:
+    gc.freeze()  # collecting in a worker would copy every page of what was imported
     try:
         launch(2, resume_cases.main, whole, killed)
     except ChildFailedError:  # of whichever the launcher saw first: worker 1, or worker 0 that missed it
