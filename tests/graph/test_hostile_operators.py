@@ -173,6 +173,19 @@ def test_attention_whose_tensors_fit_is_what_torch_computes(shapes: list[tuple[i
     assert torch.equal(found, wanted)
 
 
+@pytest.mark.parametrize("stride", [(80, 40, 8, 1), (64, 8, 16, 1), (0, 32, 8, 1), (32, 0, 8, 1), (16, 8, 0, 1)])
+def test_queries_in_any_layout_but_overlapping_ones(stride: tuple[int, ...]):
+    shape, values = (2, 2, 4, 8), torch.randn(400, generator=torch.Generator().manual_seed(1))
+    query = values.as_strided(shape, stride)
+    other = torch.randn(2, 2, 5, 8, generator=torch.Generator().manual_seed(2))
+    refs = [Ref(name) for name in "qkv"]
+    found = run(ATTENTION, *refs, inputs={"q": query, "k": other, "v": other})
+    wanted = torch.nn.functional.scaled_dot_product_attention(query.contiguous(), other, other)
+    torch.testing.assert_close(found, wanted)
+    with pytest.raises(UserError, match="do not overlap"):
+        run(ATTENTION, *refs, inputs={"q": values.as_strided(shape, (2, 2, 1, 1)), "k": other, "v": other})
+
+
 @pytest.mark.parametrize("how", ["reflection", "replication"])
 def test_a_padding_that_takes_away_is_refused(how: str):
     with pytest.raises(UserError, match="no negative padding"):

@@ -328,3 +328,12 @@ def test_no_pickle(tmp_path: Path) -> None:
     for file in source.rglob("*.py"):
         text = file.read_text()
         assert "torch.load(" not in text and "import pickle" not in text, file
+
+
+def test_a_part_of_a_tensor_brings_nothing_of_the_rest(tmp_path: Path) -> None:
+    memory = torch.full((4000,), 7.0)
+    memory[10:14] = memory[::1000] = 1.0
+    CheckpointWriter(tmp_path).write(1, "stage-0", {"slice": memory[10:14], "steps": memory[::1000]})
+    (written,) = tmp_path.rglob("*.safetensors")
+    assert load_file(written)["steps"].tolist() == [1.0] * 4
+    assert memory[20].numpy().tobytes() not in written.read_bytes()

@@ -101,6 +101,7 @@ def _attention(given: Arguments) -> None:
     tensors, mask, rate = (query, key, value), given.get("attn_mask"), cast(float, given.get("dropout_p", 0.0))
     _require(len({t.dim() for t in tensors}) == 1 and query.dim() >= 2, "queries, keys and values of one rank")
     _require(all(t.numel() > 0 for t in tensors), "queries, keys and values that are not empty")
+    _require(not _overlaps(query), "queries that do not overlap")  # the result takes their strides
     _require(len({t.dtype for t in tensors}) == 1 and query.is_floating_point(), "tensors of one floating dtype")
     _require(query.shape[-1] == key.shape[-1], "queries and keys of one size")
     _require(key.shape[-2] == value.shape[-2], "as many keys as values")
@@ -118,6 +119,17 @@ def _attention(given: Arguments) -> None:
         _require(mask.dtype in (torch.bool, query.dtype), "a mask of booleans or of the queries' dtype")
         rows = [*(query.shape[:-2] if given.get("enable_gqa") else batch), query.shape[-2], key.shape[-2]]
         _require(list(_broadcast([mask.shape, rows], "a mask that fits")) == rows, "a mask that fits")
+
+
+def _overlaps(tensor: Tensor) -> bool:
+    """Whether elements are shared otherwise than by an expanded dimension."""
+    end = 0
+    for stride, size in sorted(zip(tensor.stride(), tensor.shape, strict=True)):
+        if size > 1 and stride:
+            if stride <= end:
+                return True
+            end += (size - 1) * stride
+    return False
 
 
 def _broadcast(shapes: Sequence[Sequence[int]], what: str) -> Sequence[int]:
