@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import subprocess
 import sys
+import warnings
 from collections.abc import Callable
 from functools import partial
 from typing import Any
@@ -295,8 +296,10 @@ class ReadsItsWeights(nn.Module):
 
 def test_a_constructor_that_reads_its_weights_is_named_with_its_line():
     where = r"building ReadsItsWeights failed \(test_capture.py:\d+: self.scale = .*depends"
-    with pytest.raises(UserError, match=where):
+    with warnings.catch_warnings(record=True) as warned, pytest.raises(UserError, match=where):
+        warnings.simplefilter("always")
         capture(ReadsItsWeights, VECTOR)
+    assert not warned
 
 
 class Parametrised(nn.Module):

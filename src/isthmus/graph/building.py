@@ -6,7 +6,9 @@ Everything large is fake. Small tensors are real while the constructor runs, bec
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+import contextlib
+import warnings
+from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import NamedTuple, cast
 from unittest import mock
 
@@ -87,7 +89,7 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
         # `Module.to` refuses parameters that have weak references, and the fake mode's memory keeps some.
         unreferenced = mock.patch("weakref.getweakrefs", lambda _: ())
         truncated = mock.patch.object(nn.init, "_no_grad_trunc_normal_", _trunc_normal_of(_DRAW))
-        with torch.random.fork_rng(devices=[]), unreferenced, truncated, _SmallIsReal() as small:
+        with torch.random.fork_rng(devices=[]), _without_warning(), unreferenced, truncated, _SmallIsReal() as small:
             module = cast(object, build())
     except IsthmusError:
         raise
@@ -111,6 +113,14 @@ def build_fake(build: Callable[[], nn.Module], dtype: torch.dtype) -> tuple[nn.M
                     new = _fake(value, dtype if converts else value.dtype)
                     table[name] = fakes.setdefault(id(value), (value, new))[1]
     return module, small.made
+
+
+@contextlib.contextmanager
+def _without_warning() -> Generator[None]:
+    """Torch warns of a number that is read from a weight; of a fake one, where our error says it with its place."""
+    with warnings.catch_warnings():
+        warnings.filterwarnings("ignore", "Converting a tensor with requires_grad", UserWarning)
+        yield
 
 
 def _fake(tensor: Tensor, dtype: torch.dtype) -> Tensor:

@@ -72,8 +72,8 @@ def check_gradients(loss: Tensor) -> None:
         seen.add(node)
         if isinstance(node, BackwardCFunction) and not _author(node).__module__.startswith("torch."):
             raise UserError(
-                f"model: autograd.Function {_author(node).__name__!r} brings its own backward, which a "
-                "graph cannot hold: write it with torch operators"
+                f"model: autograd.Function {_author(node).__name__!r} brings its own backward, which a graph cannot "
+                f"hold: write it with torch operators (it is in {_author(node).__module__})"
             )
         todo += [following for following, _ in node.next_functions]
 
