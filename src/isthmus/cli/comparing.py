@@ -3,19 +3,21 @@
 from __future__ import annotations
 
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 
 import msgspec
 import typer
 from rich.console import Console
 
+from isthmus.cli.options import notes
 from isthmus.cli.planning import make, predict
+from isthmus.cli.planning_shown import interruptible_planning
 from isthmus.cli.proving import proven
 from isthmus.cost import Problem, step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.planners import Least, can_price, least, planner_names
+from isthmus.planners import Least, SearchStopped, can_price, cut_short, least, planner_names
 from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import steady_step_s
@@ -28,21 +30,8 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
     """
     names, fleet = chosen_planners(planners), fleet_of(job)
     prepared = prepare(job)
-    rows, codes, bounds = list[ComparedPlan](), list[int](), dict[int, Least]()
-
-    def bound(problem: Problem) -> Least:
-        """The same for all planners, and computed before the first is timed."""
-        return bounds[problem.micro_batches]
-
-    problem = prepared.problem(fleet)
-    for count in job.counts:
-        bounds[count] = least(problem.cut_into(count))
-    lowest = min(bounds, key=lambda count: bounds[count].bound)
-    bounds[lowest] = proven(problem, bounds[lowest], job.counts)
-    for name in names:
-        row, code = _row(name, prepared, fleet, bound)
-        rows.append(row)
-        codes.append(code)
+    with interruptible_planning(notes()):
+        rows, codes = _rows(names, prepared, fleet)
     comparison = Comparison(
         model=job.model.name, fleet=fleet.name, batch=job.training.batch_size, objective=job.plan.objective,
         rows=ranked(rows, job.plan.objective),
@@ -52,6 +41,34 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
     else:
         out.print(compared_table(comparison))
     return 0 if 0 in codes else codes[0]
+
+
+def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[ComparedPlan], list[int]]:
+    """A row and an exit code per planner. Where planning is interrupted, of those that were asked till then;
+    SearchStopped where none has a plan."""
+    rows, codes, bounds = list[ComparedPlan](), list[int](), dict[int, Least]()
+
+    def bound(problem: Problem) -> Least:
+        """The same for all planners, and computed before the first is timed."""
+        return bounds[problem.micro_batches]
+
+    problem, counts = prepared.problem(fleet), prepared.job.counts
+    for count in counts:
+        bounds[count] = least(problem.cut_into(count))
+    lowest = min(bounds, key=lambda count: bounds[count].bound)
+    bounds[lowest] = proven(problem, bounds[lowest], counts)
+    for name in names:
+        try:
+            row, code = _row(name, prepared, fleet, bound)
+        except SearchStopped:
+            if 0 not in codes:
+                raise
+            break
+        rows.append(row)
+        codes.append(code)
+        if cut_short():
+            break
+    return rows, codes
 
 
 def chosen_planners(text: str) -> list[str]:

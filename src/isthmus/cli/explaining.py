@@ -8,7 +8,9 @@ import msgspec
 import typer
 from rich.console import Console
 
+from isthmus.cli.options import notes
 from isthmus.cli.planning import fleet_for, make
+from isthmus.cli.planning_shown import interruptible_planning
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
 from isthmus.report import draw_plan, explain, explanation_text, plan_table
@@ -22,7 +24,8 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
         raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
-    plan = make(job, problem)
+    with interruptible_planning(notes()):
+        plan = make(job, problem)
     check_feedback(prepared, plan, fleet)
     if picture is not None:
         try:

@@ -1,7 +1,7 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
 from isthmus.planners.least import Least, least
-from isthmus.planners.micro_batches import over_counts
+from isthmus.planners.micro_batches import INTERRUPTED, over_counts
 from isthmus.planners.registry import (
     ENTRY_POINTS,
     Planner,
@@ -12,9 +12,11 @@ from isthmus.planners.registry import (
     planner_names,
     scheduled,
 )
+from isthmus.planners.watching import Observer, SearchStopped, cut_short, keep, looked_at, observed_by
 from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
-    "ENTRY_POINTS", "Least", "Planner", "can_price", "check_honoured", "describe", "least", "over_counts", "plan",
-    "planner_names", "scheduled", "whole_replicas",
+    "ENTRY_POINTS", "INTERRUPTED", "Least", "Observer", "Planner", "SearchStopped", "can_price", "check_honoured",
+    "cut_short", "describe", "keep", "least", "looked_at", "observed_by", "over_counts", "plan", "planner_names",
+    "scheduled", "whole_replicas",
 ]  # fmt: skip

@@ -31,6 +31,7 @@ from isthmus.planners.op_fence import op_fence
 from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.replica_search import PROMISING, ReplicaSearch
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
+from isthmus.planners.watching import keep, part
 
 MOST_STARTS = 4
 """Plans from which the descent starts."""
@@ -60,6 +61,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     near = narrowed(problem, network, blocks)
     if near is not problem:
         found = list(_wide(problem))
+        part(f"{len(near.fleet.names)} of {len(problem.fleet.names)} devices")
         try:
             found.insert(0, build_replicas(problem, layouts_of(auto(near, score)), planner="auto"))
         except FleetTooSmall:
@@ -69,6 +71,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         return _certified(problem, plan, relaxed(problem, network, blocks, None), near.fleet.names)
     refused: FleetTooSmall | None = None
     plans: list[Plan] = []
+    part("one pipeline")
     try:
         plans.append(chain(problem))
     except FleetTooSmall as error:
@@ -78,6 +81,7 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
     alike = packs_alike(problem)
     plans += () if alike else _of_surrogates(problem)
     plans += _extremes(problem) if problem.terms.limited else ()
+    part("every plan" if settles(problem) else "several pipelines")
     if not settles(problem):
         plans += [*search.replicated(plans[0]), *_others(problem)] if plans else []
     elif (settled := every_plan(problem, network, blocks, _best_s(plans))) is not None:
@@ -86,13 +90,16 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
         plans += _others(problem) if score is not None or not alike else ()
     else:
         plans += _others(problem)
+        part("several pipelines")
         plans += search.cut(_best_s(plans))
+        part("moves of cuts and devices")
         plans += _descended(problem, network, plans) if alike else ()
     if not plans:
         assert refused is not None, "a plan of chain is a plan"
         raise refused
     plans.sort(key=lambda plan: preference(problem, plan))
     if score is not None:
+        part("simulating the best")
         plans = sorted(plans[:MOST_SCORED], key=lambda plan: preference(problem, plan, score(plan)))
     return _certified(problem, plans[0], least, problem.fleet.names)
 
@@ -103,7 +110,7 @@ def _wide(problem: Problem) -> Iterator[Plan]:
         yield chain(problem)
     if len(problem.fleet.names) <= MOST_WHOLE and not problem.terms.data_holders:
         with contextlib.suppress(UserError):
-            yield op_fence(problem)
+            yield keep(op_fence(problem))
 
 
 def _others(problem: Problem) -> Iterator[Plan]:
@@ -112,8 +119,9 @@ def _others(problem: Problem) -> Iterator[Plan]:
         return
     small = len(problem.fleet.names) <= MOST_PLACED
     for planner in (*OTHERS, *((islands,) if small else ())):
+        part(f"as {planner.__name__.replace('_', '-')} would")
         with contextlib.suppress(UserError):  # it does not fit their way, or the devices do not factor
-            yield over_surrogates(problem, planner)
+            yield keep(over_surrogates(problem, planner))
 
 
 def _extremes(problem: Problem) -> Iterator[Plan]:
@@ -150,7 +158,7 @@ def _descended(problem: Problem, network: Network, plans: Sequence[Plan]) -> Ite
         descent = Descent(problem, network, Blocks(problem, sorted(places)), MOST_NEIGHBOURS // len(starts))
         better = descent.run(layouts_of(start), _step_s(start))
         if better is not None:
-            yield build_replicas(problem, better, planner="auto")
+            yield keep(build_replicas(problem, better, planner="auto"))
 
 
 def _certified(problem: Problem, plan: Plan, least: Least, looked_at: Sequence[str]) -> Plan:

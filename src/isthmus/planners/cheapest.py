@@ -25,6 +25,7 @@ from isthmus.planners.fastest import fastest
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import looked_at
 
 MOST_EXHAUSTIVE = 5
 """Devices up to which every set of them is tried."""
@@ -106,6 +107,7 @@ def _best_of(problem: Problem, blocks: Blocks) -> Plan | None:
     """
     bounds: list[tuple[float, tuple[str, ...]]] = []
     for names in device_sets(problem):
+        looked_at(0)
         part = problem.timed().on(problem.fleet.subset(names))
         hour = sum(device.price_per_hour for device in part.fleet.devices)
         second = hour / SECONDS_PER_HOUR if problem.terms.objective == "cost" else 1.0

@@ -24,6 +24,7 @@ from isthmus.planners.greedy_fill import stage_bytes
 from isthmus.planners.network import Network
 from isthmus.planners.pins import pins_of
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import keep, looked_at
 
 MOST_CANDIDATES = 150_000
 """Orders times cuts. With more, the fleet or the model is not small."""
@@ -59,13 +60,14 @@ def every_pipeline(problem: Problem, network: Network, blocks: Blocks, known: fl
     for _ in range(MOST_PLANS):
         if not found or found[0][0] >= least * (1 - TOLERANCE):
             return Proven(best, least)
+        looked_at()
         _, devices, cut = heapq.heappop(found)
         try:
             plan = build_plan(problem, [network.names[d] for d in devices], blocks.boundaries(cut), planner="chain")
         except FleetTooSmall:
             continue
         if preference(problem, plan)[0] < least:
-            best, least = plan, preference(problem, plan)[0]
+            best, least = keep(plan), preference(problem, plan)[0]
     return Proven(best, min([least, *(bound for bound, _, _ in found[:1])]))
 
 
@@ -108,19 +110,19 @@ def _candidates(problem: Problem, blocks: Blocks, tariff: _Tariff, known: float)
     """Pipelines whose stages fit with one micro-batch each and whose compute alone is below `known`."""
     network = tariff.network
     pins = pins_of(problem, network)
-    looked_at = itertools.count(1)
+    stages = itertools.count(1)
     for count in range(1, min(len(network.names) + pins.labels_stay, blocks.count) + 1):
         for devices in pins.pipelines(range(len(network.names)), count):
             second = tariff.second(devices)
             known_s = known / second if second else float("inf")
-            for cut in _cuts(problem, network, blocks, devices, known_s, looked_at):
+            for cut in _cuts(problem, network, blocks, devices, known_s, stages):
                 bound = second * _bound_s(problem, network, blocks, devices, cut)
                 yield bound + tariff.messages(blocks, devices, cut), devices, cut
 
 
 def _cuts(
     problem: Problem, network: Network, blocks: Blocks, devices: tuple[int, ...], known_s: float,
-    looked_at: Iterator[int],
+    stages: Iterator[int],
 ) -> Iterator[tuple[int, ...]]:  # fmt: skip
     gain = problem.micro_batches - 1
     latest = blocks.last_start
@@ -132,8 +134,9 @@ def _cuts(
         if last and start > latest:
             return
         for end in ends:
-            if next(looked_at) > MOST_STAGES:
+            if next(stages) > MOST_STAGES:
                 raise _TooMany
+            looked_at()
             compute_s = float(blocks.work[end] - blocks.work[start]) / float(network.speed[device])
             longest_s = max(slowest_s, compute_s)
             too_large = stage_bytes(blocks, start, end, 1) > network.memory[device]

@@ -16,6 +16,7 @@ import numpy as np
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Network
 from isthmus.planners.relaxation import Path, Relaxation
+from isthmus.planners.watching import looked_at
 
 Label = tuple[int, ...]
 """The device that holds each item of `Blocks.live[boundary]`, in that order."""
@@ -159,6 +160,7 @@ def least_sum(
             expanded += 1
             if expanded > most_states:
                 raise SearchTooLarge
+            looked_at()
             for device, after in steps:
                 bounds = relaxation.row(number, device, after, start) + entry.cost.sum_s
                 for offset in np.flatnonzero(bounds < cutoff_s):

@@ -25,6 +25,7 @@ from isthmus.planners.network import Network, network_of
 from isthmus.planners.order_search import Found, OrderSearch
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import keep, looked_at
 
 QUESTION = "the time of a step of any plan of one replica: any devices in any order, any cuts, by the closed form"
 
@@ -35,6 +36,7 @@ def fastest(problem: Problem, *, settle: bool = True) -> Plan:
     Without `settle` it does not try every pipeline where memory throttles them, and proves less. Raises FleetTooSmall
     with the device that is short, and by how much.
     """
+    looked_at(0)
     problem = problem.timed()
     network, blocks = network_of(problem), Blocks(problem)
     if not packs_alike(problem):
@@ -98,13 +100,14 @@ def _plans(problem: Problem, found: Sequence[Found | None]) -> list[Plan]:
     plans: list[Plan] = []
     for f in filter(None, found):
         with contextlib.suppress(FleetTooSmall):  # two stages may each fit the device that they share
-            plans.append(build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain"))
+            plan = build_plan(problem, [names[d] for d in f.devices], f.boundaries, planner="chain")
+            plans.append(keep(plan))
     return plans
 
 
 def _baseline(problem: Problem) -> list[Plan]:
     try:
-        return [even(problem)]
+        return [keep(even(problem))]
     except FleetTooSmall:
         return []
 

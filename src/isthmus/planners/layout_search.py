@@ -16,6 +16,7 @@ from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
 from isthmus.planners.local_search import first_improvement
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import keep
 
 MOST_PLACES = 64
 """Places to cut up to which single cuts and devices move."""
@@ -55,7 +56,7 @@ def _trial(problem: Problem, layouts: Layouts) -> Trial:
     if len(set(homes)) < len(homes) or any(_ill_placed(problem, layout) for layout in layouts):
         return Trial(layouts, None)  # what is at both ends of a pipeline may have been moved from one of them only
     try:
-        return Trial(layouts, build_replicas(problem, layouts, planner="auto"))
+        return Trial(layouts, keep(build_replicas(problem, layouts, planner="auto")))
     except FleetTooSmall:
         return Trial(layouts, None)
 

@@ -26,6 +26,7 @@ from isthmus.planners.network import Network, network_of
 from isthmus.planners.order_search import MOST_EXHAUSTIVE
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
 from isthmus.planners.replica_bound import replicas_bound_s
+from isthmus.planners.watching import SearchStopped, part
 
 
 class Least(NamedTuple):
@@ -36,11 +37,20 @@ class Least(NamedTuple):
 
 
 def least(problem: Problem) -> Least:
-    """The bound on any plan of the problem, with its own number of micro-batches."""
+    """The bound on any plan of the problem, with its own number of micro-batches; where planning is ended early, that
+    of the relaxation."""
     problem = _as_minimised(problem)
     network, blocks = network_of(problem), Blocks(problem)
-    if narrowed(problem, network, blocks) is not problem:
-        return relaxed(problem, network, blocks, None)
+    part("lower bound")
+    try:
+        if narrowed(problem, network, blocks) is problem:
+            return _searched(problem, network, blocks)
+    except SearchStopped:
+        pass
+    return relaxed(problem, network, blocks, None)
+
+
+def _searched(problem: Problem, network: Network, blocks: Blocks) -> Least:
     single: Plan | None = None
     if len(network.names) <= MOST_EXHAUSTIVE:  # beyond, `chain` proves no more than the relaxation
         with contextlib.suppress(FleetTooSmall):

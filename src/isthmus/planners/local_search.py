@@ -8,6 +8,7 @@ from typing import TypeVar
 import numpy as np
 
 from isthmus.planners.network import Floats
+from isthmus.planners.watching import looked_at
 
 State = TypeVar("State")
 
@@ -36,6 +37,7 @@ def first_improvement(
             most -= 1
             if most < 0:
                 return now
+            looked_at()
             if seconds(other) < seconds(now) * (1 - tolerance):
                 now, improved = other, True
                 break

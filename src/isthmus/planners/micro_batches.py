@@ -5,6 +5,7 @@ The cost model knows no overhead of a small tasklet, so it is the caller who say
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Sequence
 
 import msgspec
@@ -13,6 +14,9 @@ from isthmus.cost import Problem, preference
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.plan import Plan
 from isthmus.planners.least import Least, claim, least, stated, with_certificate
+from isthmus.planners.watching import SearchStopped, cut_short
+
+INTERRUPTED = "planning was interrupted: this is the best plan that was found till then"
 
 
 def over_counts(
@@ -23,7 +27,8 @@ def over_counts(
 
     `judge` knows seconds per step better than the closed form does, if given; `bound` is what no plan of a problem
     undercuts, by default what a planner proved of it, or `least`. Raises FleetTooSmall where nothing fits with any of
-    them, and UserError for a count that does not divide the batch.
+    them, UserError for a count that does not divide the batch, and SearchStopped where planning was ended before there
+    was a plan.
     """
     if not counts:
         raise UserError("micro_batches: got no counts, expected at least one")
@@ -36,9 +41,14 @@ def over_counts(
             found.append((cut, make(cut)))
         except FleetTooSmall as error:
             refused = error
+        except SearchStopped:
+            if not found:
+                raise
+        if cut_short():
+            break
     if refused is not None and not found:
         raise refused
-    cut, best = min(found, key=lambda f: preference(*f, judge(f[1]) if judge is not None else None))
+    cut, best = _best(found, judge)
     known = {c.micro_batches: stated(c, plan.certificate) for c, plan in found}
     if bound is None:
         bounds = [known.get(count) or least(problem.cut_into(count)) for count in counts]
@@ -46,6 +56,14 @@ def over_counts(
         bounds = [bound(problem.cut_into(count)) for count in counts]
     certified = with_certificate(cut, best, min(bounds, key=lambda b: b.bound), counts)
     others = ", ".join(str(plan.micro_batches) for _, plan in found if plan is not best)
-    notes = [f"of {best.micro_batches} or {others} micro-batches, {best.micro_batches} are best"] if others else []
+    notes = [INTERRUPTED] if cut_short() else []
+    notes += [f"of {best.micro_batches} or {others} micro-batches, {best.micro_batches} are best"] if others else []
     notes += [claim(best)] if known[cut.micro_batches] is None and best.certificate is not None else []
     return msgspec.structs.replace(certified, notes=(*notes, *best.notes))
+
+
+def _best(found: Sequence[tuple[Problem, Plan]], judge: Callable[[Plan], float] | None) -> tuple[Problem, Plan]:
+    if judge is not None and not cut_short():
+        with contextlib.suppress(SearchStopped):
+            return min(found, key=lambda f: preference(*f, judge(f[1])))
+    return min(found, key=lambda f: preference(*f))

@@ -3,10 +3,12 @@
 from __future__ import annotations
 
 from dataclasses import dataclass
+from functools import partial
 
 import numpy as np
 
-from isthmus.cost import Problem
+from isthmus.cost import Problem, build_plan
+from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.network import Network
 from isthmus.planners.orders import candidate_orders, scorer_of
@@ -15,6 +17,7 @@ from isthmus.planners.relaxation import Path, Relaxation
 from isthmus.planners.routes import ANY, Routes, all_orders, one_order
 from isthmus.planners.stage_tables import StageTables
 from isthmus.planners.threshold_search import Budget, Search
+from isthmus.planners.watching import salvaged
 
 MOST_EXHAUSTIVE = 6
 """Devices up to which every order of every subset is searched."""
@@ -62,13 +65,25 @@ class OrderSearch:
         guess = self._every_order(rough)[0] if few else self._best_candidate(rough)
         if guess is None or guess.best is None:
             return None
-        return self._refine(rough, guess.best.path, guess.upper_s)
+        with salvaged(lambda: self._built(rough, guess)):
+            return self._refine(rough, guess.best.path, guess.upper_s)
 
     def _found(self, blocks: Blocks, search: Search, bound_s: float) -> Found | None:
         if search.best is None:
             return None
         path = search.best.path
         return Found(path.devices, tuple(blocks.boundaries(path.cut)), search.step_s, bound_s)
+
+    def _run(self, blocks: Blocks, search: Search) -> float:
+        with salvaged(lambda: self._built(blocks, search)):
+            return search.run()
+
+    def _built(self, blocks: Blocks, search: Search | None) -> Plan | None:
+        found = self._found(blocks, search, 0.0) if search is not None else None
+        if found is None:
+            return None
+        order = [self.network.names[d] for d in found.devices]
+        return build_plan(self.problem, order, found.boundaries, planner="chain")
 
     def _every_order(self, blocks: Blocks) -> tuple[Search, float]:
         tables = StageTables(blocks)
@@ -79,7 +94,7 @@ class OrderSearch:
         else:
             relaxation = self._relaxation(tables, all_orders(self.network, self.pins, memory_binds=True))
         search = Search(relaxation, self.problem.micro_batches)
-        return search, search.run()
+        return search, self._run(blocks, search)
 
     def _relaxation(self, tables: StageTables, routes: Routes) -> Relaxation:
         return Relaxation(self.problem, self.network, tables, routes, throttled=self.throttled)
@@ -101,7 +116,8 @@ class OrderSearch:
                 self._relaxation(tables, routes), self.problem.micro_batches,
                 best.step_s if best else float("inf"), PER_ORDER,
             )  # fmt: skip
-            search.run()
+            with salvaged(partial(self._built, rough, best)):
+                self._run(rough, search)
             tried += search.probes > 1  # one probe settles what cannot win or does not fit
             if search.best is not None and (best is None or search.step_s < best.step_s):
                 best = search
@@ -128,7 +144,7 @@ class OrderSearch:
             width = blocks.count
         relaxation = self._relaxation(StageTables(blocks, width), one_order(path.devices))
         search = Search(relaxation, self.problem.micro_batches, upper_s, PER_ORDER)
-        search.run()
+        self._run(blocks, search)
         return self._found(blocks, search, 0.0) or known
 
     def _width(self, blocks: Blocks, found: Found, upper_s: float) -> int:

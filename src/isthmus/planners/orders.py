@@ -15,6 +15,7 @@ from isthmus.cost import Problem
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.local_search import first_improvement, nearest_tour
 from isthmus.planners.network import Floats, Network
+from isthmus.planners.watching import looked_at
 
 Order = tuple[int, ...]
 
@@ -134,6 +135,7 @@ def _neighbours(order: Order) -> Iterator[Order]:
 def _thinned(scorer: Scorer, order: Order) -> Iterator[Order]:
     """Ever shorter orders, each without the device whose loss scores best."""
     while len(order) > 1:
+        looked_at(len(order))
         shorter = [order[:i] + order[i + 1 :] for i in range(len(order))]
         order = min(shorter, key=scorer.score)
         yield order

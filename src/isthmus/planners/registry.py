@@ -24,6 +24,7 @@ from isthmus.planners.sync.dream import dream
 from isthmus.planners.sync.dream_dfs import dream_dfs
 from isthmus.planners.sync.registry import SyncPlanner
 from isthmus.planners.sync.replicas import dream_replicas
+from isthmus.planners.watching import SearchStopped, keeping, looked_at
 from isthmus.units import format_duration
 
 if TYPE_CHECKING:
@@ -99,12 +100,30 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
     """The plan that the planner makes. `score` tells `auto` the seconds per step of its last few candidates, better
     than the closed form does; no other planner asks.
 
-    Raises UserError for an unknown planner or terms that it does not respect, FleetTooSmall where nothing fits.
+    Where the search is ended early (`watching`), the best plan so far, without a certificate. Raises UserError for an
+    unknown planner or terms that it does not respect, FleetTooSmall where nothing fits, SearchStopped where there is
+    no plan yet.
     """
     planner = _planner(name)
     if name == "auto":
         planner = partial(cast("Callable[..., Plan]", planner), score=score)
     check_honoured(name, problem.terms)
+    with keeping(problem, name) as kept:
+        try:
+            return _made(name, problem, planner)
+        except SearchStopped:
+            best = kept.plan(name)
+            if best is None:
+                raise
+    best = _respecting(name, problem, best)
+    if beyond_limit(problem, best) is not None:
+        raise SearchStopped("planning was interrupted before it had found a plan within the limit of table [plan]")
+    return best
+
+
+def _made(name: str, problem: Problem, planner: Planner) -> Plan:
+    if name in _OURS:  # of a third party's it is not known whether it looks up while it works
+        looked_at(0)
     try:
         made = cast(object, planner(problem) if name in _PACKING else over_surrogates(problem, planner))
     except IsthmusError:
@@ -115,12 +134,17 @@ def plan(name: str, problem: Problem, score: Score | None = None) -> Plan:
         raise UserError(f"planner {name!r} failed: {error!r}") from error
     if not isinstance(made, Plan):
         raise UserError(f"planner {name!r}: got a {type(made).__name__}, expected a Plan")
+    made = _respecting(name, problem, made)
+    return made if beyond_limit(problem, made) is None else _nearest(problem, made, planner)
+
+
+def _respecting(name: str, problem: Problem, made: Plan) -> Plan:
+    """The plan, scheduled. UserError where it breaks the terms."""
     for replica in made.replicas:
         broken = broken_term(problem, [s.device for s in replica.stages], [s.first for s in replica.stages[1:]])
         if broken is not None:
             raise UserError(f"planner {name!r}: {broken}")
-    made = scheduled(problem, made)
-    return made if beyond_limit(problem, made) is None else _nearest(problem, made, planner)
+    return scheduled(problem, made)
 
 
 def _nearest(problem: Problem, made: Plan, planner: Planner) -> Plan:

@@ -18,6 +18,7 @@ from isthmus.planners.layout_search import shifted
 from isthmus.planners.network import Network
 from isthmus.planners.orders import scorer_of
 from isthmus.planners.pins import pins_of
+from isthmus.planners.watching import keep
 
 COUNTS_TRIED = 10
 """Numbers of replicas that are looked at: all small ones, then powers of two and the largest."""
@@ -67,10 +68,13 @@ class ReplicaSearch:
         """The plans of the best groupings as they are cut, where some plan takes `known_s`."""
         for grouping in self._groupings(known_s)[:MOST_CUT] if self.problem.most_replicas > 1 else ():
             if (layouts := self._cut(grouping)) is not None:
-                yield build_replicas(self.problem, layouts, planner="auto")
+                yield self._built(layouts)
 
     def _judged(self, layouts: list[Layout]) -> float:
-        return preference(self.problem, build_replicas(self.problem, layouts, planner="auto"))[0]
+        return preference(self.problem, self._built(layouts))[0]
+
+    def _built(self, layouts: list[Layout]) -> Plan:
+        return keep(build_replicas(self.problem, layouts, planner="auto"))
 
     def _groupings(self, single_s: float) -> list[Grouping]:
         scorer = self._scorer
@@ -82,9 +86,9 @@ class ReplicaSearch:
             every = ((chosen, g) for chosen in sets for g in every_grouping(len(chosen)) if 1 < len(g) <= most)
             return [scorer.grouping([tuple(chosen[k] for k in order) for order in g]) for chosen, g in every]
         worth_s = PROMISING * single_s
-        found = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
-        found = [scorer.grouping(self.pins.dealt(g.orders)) for g in found]
-        return sorted((g for g in found if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
+        free = [g for n in replica_counts(most) for g in groupings(scorer, self._regions, n, worth_s)]
+        pinned = [scorer.grouping(self.pins.dealt(g.orders)) for g in free]
+        return sorted((g for g in pinned if g.step_s <= worth_s), key=lambda g: g.step_s)[:MOST_CUT]
 
     def _cut(self, grouping: Grouping) -> list[Layout] | None:
         """Each replica cut for itself, with a share that fits; None where there is none."""

@@ -15,6 +15,7 @@ from isthmus.cost import Problem, build_replicas, layouts_of, preference
 from isthmus.cost.compression import harshest_codec, packs_alike
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
+from isthmus.planners.watching import keep
 
 
 def surrogates(problem: Problem) -> Iterator[Problem]:
@@ -40,7 +41,7 @@ def over_surrogates(problem: Problem, planner: Callable[[Problem], Plan]) -> Pla
     refused: FleetTooSmall | None = None
     for surrogate in surrogates(problem):
         try:
-            found.append(rebuilt(problem, planner(surrogate)))
+            found.append(keep(rebuilt(problem, planner(surrogate))))
         except FleetTooSmall as error:
             refused = error
     if not found:

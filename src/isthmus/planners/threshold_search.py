@@ -15,6 +15,7 @@ from typing import NamedTuple
 
 from isthmus.planners.exact_cut import Best, Cost, SearchTooLarge, least_sum, objective
 from isthmus.planners.relaxation import Relaxation
+from isthmus.planners.watching import looked_at
 
 TOLERANCE = 1e-9
 """Relative; below it two step times are the same."""
@@ -65,6 +66,7 @@ class Search:
         high = (self.upper_s - self._least_sum()) / gain if gain else float("inf")
         self._push(low, high, self._least_sum())
         while self._open and self._open[0].bound_s < self._goal() and self.probes < self.budget.probes:
+            looked_at()
             self._probe(heapq.heappop(self._open))
         self.unresolved = [i for i in self.unresolved if i.bound_s < self._goal()]
         # The exact search does not know a device that comes twice: what is left open shows in the bound.
@@ -130,6 +132,7 @@ class Search:
         heapq.heapify(self.unresolved)
         solved = 0.0
         while self.unresolved and self.unresolved[0].bound_s < self._goal():
+            looked_at()
             interval = self.unresolved[0]
             # Bounds of a slightly larger threshold serve as well, and are at hand.
             if not interval.high <= solved <= 1.05 * interval.high:

@@ -5,6 +5,7 @@ from isthmus.report.explanation import Explanation, explain, explanation_text
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
 from isthmus.report.periods import during, last_period, run_summary
 from isthmus.report.pictures import draw_loss, draw_plan, draw_timeline
+from isthmus.report.planning_progress import PlanningProgress
 from isthmus.report.progress import Progress
 from isthmus.report.summary import (
     ComparisonSummary,
@@ -33,6 +34,7 @@ __all__ = [
     "LinkUse",
     "PlanComparison",
     "PlanSummary",
+    "PlanningProgress",
     "Progress",
     "StageSummary",
     "Transfer",

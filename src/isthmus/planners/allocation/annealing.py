@@ -10,6 +10,7 @@ import numpy as np
 
 from isthmus.planners.allocation.problem import Ints, LayerProblem
 from isthmus.planners.allocation.windows import reach
+from isthmus.planners.watching import looked_at
 
 SWAPS = 64
 """Pairs tried at once; the best of them is taken or left."""
@@ -29,6 +30,7 @@ def anneal(problem: LayerProblem, limit_s: float, seed: int) -> list[int] | None
     rounds = MOST_STEPS // problem.devices
     each = np.arange(SWAPS)
     for heat in HEAT * float(work[-1]) / problem.devices * np.linspace(1.0, 0.0, rounds, endpoint=False):
+        looked_at(SWAPS)
         first, second = rng.integers(0, problem.devices, (2, SWAPS))
         offers = np.repeat(order[None], SWAPS, axis=0)
         offers[each, first], offers[each, second] = order[second], order[first]

@@ -8,6 +8,7 @@ found is cut exactly (`order_cut`).
 
 from __future__ import annotations
 
+import contextlib
 import math
 from collections.abc import Sequence
 
@@ -24,6 +25,7 @@ from isthmus.planners.allocation.packing import pack
 from isthmus.planners.allocation.prices import best_prices, pooled_bound_s, priced_bound_s, work_prices
 from isthmus.planners.allocation.problem import Allocation, LayerProblem, allocation, too_small
 from isthmus.planners.allocation.sky_heuristic import sky_heuristic_layers
+from isthmus.planners.watching import SearchStopped
 
 TOLERANCE = 1e-4
 """The gap at which the search on large problems ends."""
@@ -69,6 +71,12 @@ class _Search:
         self.best = self._first()
 
     def run(self) -> Allocation:
+        with contextlib.suppress(SearchStopped):  # the best allocation and the bound stand at any time
+            self._narrow()
+        best = self.best
+        return allocation(self.problem, best.order, best.counts, self.bound_s)
+
+    def _narrow(self) -> None:
         if self.programmes:
             self.prices, self.bound_s = best_prices(self.problem, self.bound_s, self.best.workload_s)
         else:
@@ -81,8 +89,6 @@ class _Search:
             if not any(step(limit_s) for step in steps):
                 self.tried_s = limit_s
                 unknown += self.programmes
-        best = self.best
-        return allocation(self.problem, best.order, best.counts, self.bound_s)
 
     def _next_limit_s(self) -> float:
         """Half-way, then just below the best allocation; 0 where nothing is left to do."""

@@ -16,6 +16,7 @@ from isthmus.planners.allocation.problem import LayerProblem
 from isthmus.planners.allocation.windows import Windows, ordered, reach, windows
 from isthmus.planners.highs import integer_programme
 from isthmus.planners.network import Floats
+from isthmus.planners.watching import looked_at
 
 
 class Verdict(Enum):
@@ -25,6 +26,7 @@ class Verdict(Enum):
 
 def cover(problem: LayerProblem, prices: Floats, limit_s: float) -> list[int] | Verdict:
     """Devices by the start of their windows where some cover the layers within the limit; HiGHS's verdict otherwise."""
+    looked_at()
     chosen = affordable(problem, prices, limit_s)
     if chosen is None:
         return Verdict.IMPOSSIBLE

@@ -12,6 +12,7 @@ import numpy as np
 from isthmus.planners.allocation.problem import Ints, LayerProblem
 from isthmus.planners.allocation.windows import reach
 from isthmus.planners.network import Floats
+from isthmus.planners.watching import looked_at
 
 MOST_STATES = 300
 MOST_EXPANDED = 4_000_000
@@ -30,6 +31,7 @@ def pack(problem: LayerProblem, prices: Floats, limit_s: float, seed: int = 0) -
     key = np.zeros(1, dtype=np.int64)
     chosen = np.zeros((1, 0), dtype=np.int64)
     for _ in range(problem.devices):
+        looked_at(len(position))
         after = ends[:, position].T
         after[used] = 0
         done = np.argwhere(after == problem.layers)

@@ -15,6 +15,7 @@ from isthmus.planners.allocation.problem import LayerProblem
 from isthmus.planners.allocation.windows import Windows, reach, windows
 from isthmus.planners.highs import linear_programme
 from isthmus.planners.network import Floats
+from isthmus.planners.watching import looked_at
 
 MARGIN = 1e-9
 """A proof must hold by this share of the sum, so that rounding cannot make one."""
@@ -62,6 +63,7 @@ def best_prices(problem: LayerProblem, low_s: float, high_s: float) -> tuple[Flo
     prices = work_prices(problem)
     low_s = priced_bound_s(problem, prices, low_s, high_s)
     while low_s < high_s:
+        looked_at()
         limit_s = low_s * (1 + GAIN)
         better = refuting_prices(problem, windows(reach(problem, limit_s)))
         if better is None:

@@ -11,6 +11,7 @@ import itertools
 
 from isthmus.planners.allocation.even import even_counts
 from isthmus.planners.allocation.problem import Allocation, LayerProblem, allocation, too_small
+from isthmus.planners.watching import looked_at
 
 MOST_SWEEPS = 1_000
 """The default of the public code."""
@@ -41,6 +42,7 @@ def coarse(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
             (crowded.discard if problem.fits(d, cut[d], cut[d + 1]) else crowded.add)(d)
 
     for _ in range(most_sweeps):
+        looked_at()
         before = cut[:]
         for d in range(devices - 1):
             while crowded and d in crowded and cut[d + 1] - cut[d] > 1:
@@ -64,6 +66,7 @@ def fine(problem: LayerProblem, cut: list[int], most_sweeps: int) -> None:
         return pace[d] * (flops[end] - flops[start]) + latency[d] * (end - start)
 
     for _ in range(most_sweeps):
+        looked_at()
         before = cut[:]
         target = sum(load(d, cut[d], cut[d + 1]) for d in range(devices)) / devices
         for d in range(devices - 1):

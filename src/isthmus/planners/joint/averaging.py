@@ -13,6 +13,7 @@ from isthmus.fleet import Fleet
 from isthmus.plan import SyncGroup
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Floats, Ints, Network
+from isthmus.planners.watching import looked_at
 
 Part = tuple[tuple[int, ...], int, int]
 """Devices, one per replica, that own the gradients of parts first .. last."""
@@ -43,6 +44,7 @@ class Averaging:
         return each[which.reshape(-1)]
 
     def _one_s(self, holders: Ints) -> float:
+        looked_at()
         longest_s, loads = 0.0, defaultdict[tuple[str, str], float](float)
         begins = np.flatnonzero(np.append(True, (holders[:, 1:] != holders[:, :-1]).any(axis=0)))
         for first, end in zip(begins, np.append(begins[1:], holders.shape[1]), strict=True):

@@ -23,6 +23,7 @@ from isthmus.planners.joint.recomputing import likely_choice
 from isthmus.planners.joint.splits import soonest
 from isthmus.planners.network import Network
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import stopped
 
 MOST_UNUSED = 24
 """Devices outside the plan that are tried in it: the fastest."""
@@ -66,6 +67,8 @@ class Descent:
         while not quiet and self.left > 0:
             quiet = 1
             for change in self._changes(now):
+                if stopped(len(next(iter(change.values())))):
+                    break
                 found = self._best(now, change, step_s * (1 - TOLERANCE))
                 if found is not None:
                     now, shares, step_s, quiet = *found, 0

@@ -25,6 +25,7 @@ from isthmus.planners.joint.recomputing import every_choice
 from isthmus.planners.joint.splits import Soonest, soonest
 from isthmus.planners.network import Network
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import looked_at, salvaged
 
 MOST_DEVICES = 6
 MOST_PIPELINES = 400_000
@@ -59,10 +60,11 @@ def every_plan(problem: Problem, network: Network, blocks: Blocks, known_s: floa
     if known_s == float("inf"):
         search.best_s = search.longest_s()
     try:
-        for groups in groupings(range(devices)):
-            if 0 < len(groups) <= problem.most_replicas:
-                for ordered in itertools.permutations(groups):  # collectives depend on who is counted first
-                    search.look(ordered)
+        with salvaged(lambda: search.plan() if search.best else None):
+            for groups in groupings(range(devices)):
+                if 0 < len(groups) <= problem.most_replicas:
+                    for ordered in itertools.permutations(groups):  # collectives depend on who is counted first
+                        search.look(ordered)
     except _TooMany:
         return None
     return Settled(search.plan() if search.best else None, search.best_s if search.best else known_s)
@@ -79,6 +81,7 @@ def _every_pipeline(problem: Problem, network: Network, blocks: Blocks, known_s:
     for stages in range(1, min(len(network.names), blocks.count) + 1):
         table = cut_table(blocks, every_cut(blocks, stages))
         for members in itertools.combinations(range(len(network.names)), stages):
+            looked_at()
             orders = np.array(list(itertools.permutations(members)), dtype=np.int64)
             cuts, rows = np.divmod(np.arange(len(table.ends) * len(orders)), len(orders))
             trials = Trials(table, cuts, orders[rows])
@@ -117,6 +120,7 @@ class _Search:
 
     def look(self, groups: tuple[Group, ...]) -> None:
         """Keeps the best plan of these groups, if it is better than what is known."""
+        looked_at()
         if not all(group in self._pipelines for group in groups):
             return
         pipelines = [self._pipelines[group] for group in groups]

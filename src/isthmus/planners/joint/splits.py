@@ -15,6 +15,7 @@ from isthmus.planners.joint.cut_table import Ints
 from isthmus.planners.joint.pipelines import Pipelines
 from isthmus.planners.network import Floats
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.planners.watching import looked_at
 
 MOST_HALVINGS = 60
 
@@ -41,6 +42,7 @@ def soonest(
         middle = (low + high) / 2
         if high - low <= TOLERANCE / 10 * high:
             break
+        looked_at(0)
         left, left_sync_s = _in_time(pipelines, rows, sync_s, micro_batches, middle)
         if len(left):
             rows, sync_s, high = left, left_sync_s, middle

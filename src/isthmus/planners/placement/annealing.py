@@ -13,6 +13,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isthmus.planners.placement.landscape import Group, Landscape
+from isthmus.planners.watching import stopped
 
 HOT, COLD = 0.24, 8e-4
 """First and last temperature as shares of a group's part of the first cost: hotter forgets a good start, colder stands
@@ -48,6 +49,8 @@ class Annealer:
             return start
         part_s, cooling = start.total_s / len(start.groups), math.log(COLD / HOT)
         for step in range(iterations):
+            if stopped():
+                break
             temperature = HOT * part_s * math.exp(cooling * step / iterations)
             # The draw comes first: an offer is dropped as soon as its cost passes the limit.
             limit = now.total_s - temperature * math.log(1.0 - rng.random())

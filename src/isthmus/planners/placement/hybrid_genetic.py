@@ -13,6 +13,7 @@ from isthmus.planners.placement.cyclic import Gain, cyclic_search
 from isthmus.planners.placement.grouping import Grouping, evaluate, landscape_of
 from isthmus.planners.placement.problem import Ints, PlacementProblem
 from isthmus.planners.placement.random_groups import shuffled
+from isthmus.planners.watching import stopped
 
 CROSSED = 5
 """Places where the child takes the first parent's label: the public code's five-point crossover."""
@@ -58,7 +59,15 @@ def hybrid_genetic(
 ) -> Grouping:
     """The best grouping of a population that starts at random and sees `trials` children."""
     candidates = islice(search(problem, gain, rules, seed=seed, population=population), max(2, population) + trials)
-    return min(candidates, key=lambda grouping: grouping.total_s)
+    return min(_until_stopped(candidates), key=lambda grouping: grouping.total_s)
+
+
+def _until_stopped(candidates: Iterator[Grouping]) -> Iterator[Grouping]:
+    """One at least."""
+    for candidate in candidates:
+        yield candidate
+        if stopped():
+            return
 
 
 def search(

@@ -19,6 +19,7 @@ from isthmus.planners.blocks import Blocks
 from isthmus.planners.placement.grouping import Grouping
 from isthmus.planners.placement.problem import PlacementProblem, Task, from_fleet
 from isthmus.planners.placement.registry import PLACEMENTS
+from isthmus.planners.watching import keep
 
 Search = Callable[[PlacementProblem, int], Grouping]
 SEED = 0
@@ -69,7 +70,7 @@ def _planned(problem: Problem, name: str) -> Plan:
     refused: FleetTooSmall | None = None
     for layouts in _layouts(problem, PLACEMENTS[name]):
         try:
-            plan = build_replicas(problem, layouts, planner=name)
+            plan = keep(build_replicas(problem, layouts, planner=name))
         except FleetTooSmall as error:
             refused = error
             continue

@@ -1,0 +1,98 @@
+"""Planning as it goes, for people, on standard error: a live line on a terminal, now and then a plain one elsewhere."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable
+from contextlib import suppress
+from types import TracebackType
+from typing import Self
+
+from rich.console import Console
+from rich.live import Live
+from rich.text import Text
+
+from isthmus.plain import plain
+from isthmus.units import format_duration
+
+QUIET_S = 2.0
+"""A search that ends within that says nothing."""
+REFRESH_S = 0.25
+PLAIN_AFTER_S, PLAIN_EVERY_S = 5.0, 10.0
+
+
+class PlanningProgress:
+    """A context manager and an observer of planners: it says what is searched, how far it is and what was found.
+
+    `end` asks the search to end. A planner that was never heard of cannot: then it raises KeyboardInterrupt.
+    """
+
+    def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
+        self._console, self._clock = console, clock
+        self._on_terminal = console.is_terminal and console.is_interactive
+        self._live: Live | None = None
+        self._began_s = clock()
+        self._due_s = self._began_s + (QUIET_S if self._on_terminal else PLAIN_AFTER_S)
+        self._planner, self._part = "", ""
+        self._candidates = 0
+        self._best_s: float | None = None
+        self._heard = False
+        self._ending = False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        if self._live is not None:
+            self._live.stop()
+            self._live = None
+
+    def planning(self, name: str) -> None:
+        self._planner, self._part = name, ""
+        self._candidates, self._best_s, self._heard = 0, None, False
+
+    def part(self, words: str) -> None:
+        self._part = words
+
+    def looked_at(self, candidates: int) -> None:
+        self._heard = True
+        self._candidates += candidates
+        now_s = self._clock()
+        if now_s >= self._due_s:
+            self._due_s = now_s + (REFRESH_S if self._on_terminal else PLAIN_EVERY_S)
+            self._say(now_s)
+
+    def found(self, step_s: float) -> None:
+        self._best_s = step_s
+
+    def stopped(self) -> bool:
+        return self._ending
+
+    def end(self) -> None:
+        if not self._heard:
+            raise KeyboardInterrupt
+        self._ending = True
+
+    def _say(self, now_s: float) -> None:
+        best = "no plan yet" if self._best_s is None else f"best step so far {format_duration(self._best_s)}"
+        what = [part for part in (self._planner, self._part) if part]
+        took = format_duration(now_s - self._began_s)
+        facts = [f"planning: {', '.join(what)}", f"{self._candidates:,} looked at", best, took]
+        if self._ending:
+            facts.append("ending")
+        text = Text(plain(", ".join(facts)))
+        with suppress(SystemExit):  # rich asks to leave where nobody reads any more
+            if not self._on_terminal:
+                self._console.print(text, soft_wrap=True, highlight=False)
+                return
+            if self._live is None:
+                # Without a thread: what is shown changes only while the search speaks.
+                self._live = Live(
+                    console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
+                    redirect_stderr=False,
+                )  # fmt: skip
+                self._live.start()
+            text.append("; Ctrl-C ends it", "dim")
+            self._live.update(text, refresh=True)
