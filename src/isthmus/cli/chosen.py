@@ -11,6 +11,7 @@ from isthmus.federated.job import is_federated
 from isthmus.federated.offer import is_site_file
 from isthmus.job import Job, load_job
 from isthmus.plan import Objective
+from isthmus.units import parse_duration
 
 
 def chosen_job(
@@ -30,3 +31,14 @@ def chosen_job(
         job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=steps))
     given = {"fleet": fleet, "planner": planner, "devices": devices}
     return msgspec.structs.replace(job, **{name: value for name, value in given.items() if value is not None})
+
+
+def limited(job: Job, max_step: str | None, max_price: float | None) -> Job:
+    """The job with other limits of table [plan]. UserError for a limit that is none."""
+    if max_step is not None:
+        parse_duration(max_step, "--max-step")
+    if max_price is not None and not 0 < max_price < float("inf"):
+        raise UserError(f"--max-price: got {max_price:g}, expected a finite number above 0")
+    given = {"max_step": max_step, "max_price": max_price}
+    limits = {name: value for name, value in given.items() if value is not None}
+    return msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, **limits))

@@ -55,6 +55,12 @@ def plan(
     planner: PlannerOption = None,
     devices: DevicesOption = None,
     objective: ObjectiveOption = None,
+    max_step: Annotated[
+        str | None, typer.Option("--max-step", help="With --objective cost: no step longer than that, as '300 ms'.")
+    ] = None,
+    max_price: Annotated[
+        float | None, typer.Option("--max-price", help="With --objective time: what 1,000 steps may cost.")
+    ] = None,
     compare: Annotated[str | None, typer.Option("--compare", help="`all`, or planners parted by commas.")] = None,
     explain: Annotated[bool, typer.Option("--explain", help="Say why the plan looks as it does.")] = False,
     picture: Annotated[
@@ -72,6 +78,7 @@ def plan(
     With --json: the plan document.
     """
     job = chosen.chosen_job(job_file, fleet, planner, devices, objective=objective)
+    job = chosen.limited(job, max_step, max_price)
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
