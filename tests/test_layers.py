@@ -32,19 +32,20 @@ PUBLIC = {
     "plan": "Averages Certificate Collective Compression CompressionConfig Edge Objective Outer Packing Plan "
     "PlanPeriod Prediction Replica SCHEDULES Schedule SharedParameter Stage StageMemory Sync SyncGroup SyncIteration "
     "SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan question_in_words save_plan",
-    "planners": "ENTRY_POINTS Least Planner can_price check_honoured describe least over_counts plan planner_names "
-    "scheduled whole_replicas",
+    "planners": "ENTRY_POINTS INTERRUPTED Least Observer Planner SearchStopped can_price check_honoured cut_short "
+    "describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
-    "PlanComparison Progress StageSummary Transfer compared_table comparison_summary comparison_table draw_loss "
-    "draw_plan draw_timeline during explain explanation_text fleet_table improvements last_period least_headroom "
-    "plan_summary plan_table planners_table prediction_error ranked run_summary topologies_table verdict_table",
+    "PlanComparison PlanningProgress Progress StageSummary Transfer compared_table comparison_summary comparison_table "
+    "draw_loss draw_plan draw_timeline during explain explanation_text fleet_table improvements last_period "
+    "least_headroom plan_summary plan_table planners_table prediction_error ranked run_summary topologies_table "
+    "verdict_table",
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
     "plain_loss plain_step plain_update read_tensors",
     "runtime": "",
-    "verify": "BoundCheck Difference Question StateBytes Verdict state_bytes verify",
+    "verify": "BoundCheck Difference Question StateBytes Verdict provable state_bytes verify",
 }
 """What people may rely on: a change here is a change of the public API."""
 
