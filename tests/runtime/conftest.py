@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+import socket
 from collections.abc import Callable, Iterator, Mapping
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -15,6 +16,9 @@ from torch import nn
 from isthmus.graph import capture as capture_module
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.runtime.conducting import conductor, losses
+from isthmus.runtime.transport.channel import SocketChannel
+
+from .lanes import Pair
 
 _captured: dict[tuple[object, ...], Captured] = {}
 
@@ -23,6 +27,23 @@ _captured: dict[tuple[object, ...], Captured] = {}
 def pool() -> Iterator[ThreadPoolExecutor]:
     with ThreadPoolExecutor(4) as pool:
         yield pool
+
+
+@pytest.fixture
+def connect() -> Iterator[Callable[[], Pair]]:
+    """Makes connected channels of `alice` and `bob`."""
+    made: list[SocketChannel] = []
+
+    def connected() -> Pair:
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            ours = socket.create_connection(listener.getsockname())
+            pair = SocketChannel(ours, "bob", 10.0), SocketChannel(listener.accept()[0], "alice", 10.0)
+        made.extend(pair)
+        return pair
+
+    yield connected
+    for channel in made:
+        channel.close()
 
 
 @pytest.fixture
