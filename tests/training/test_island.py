@@ -2,15 +2,19 @@
 
 from __future__ import annotations
 
+import math
 import subprocess
 import sys
 from collections.abc import Iterator
 from typing import cast
 
+import msgspec
 import pytest
+import torch
 from in_process import Pipeline, batches, capture_of, copies, weights_of
-from torch import Tensor
-from zoo import model
+from torch import Tensor, nn
+from torch.nn import functional
+from zoo import X, model
 
 from isthmus.errors import UserError
 from isthmus.graph import Flow, cuts
@@ -46,6 +50,20 @@ class Watched(IslandEngine):
 
     def gradients(self) -> dict[str, Tensor]:
         return self._engine.gradients()
+
+
+class Guarded(nn.Module):
+    """Its loss is infinite where a sample's first feature is 0, and its gradients are finite all the same."""
+
+    def __init__(self) -> None:
+        super().__init__()
+        self.layers = nn.ModuleList(nn.Linear(8, 8) for _ in range(3))
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        first = x[:, 0, 0]
+        for layer in self.layers:
+            x = x + functional.gelu(layer(x))
+        return functional.cross_entropy(x.mean(1), y) + torch.log(first.abs()).mean()
 
 
 @pytest.fixture(scope="module")
@@ -94,6 +112,40 @@ def test_two_ranks_train_as_one(ranks: Ranks, name: str) -> None:
             if key.startswith(OPTIMIZER):
                 continue  # sums of gradients that nearly cancel
             assert (state[key] - value).norm() <= 1e-6 * value.norm() + 1e-12, key
+
+
+def _trained_with_skips(pipeline: Pipeline, data: list[list[dict[str, Tensor]]]) -> dict[str, Tensor]:
+    """The second step is to be left out: the norm of every parameter says so, on whichever stage it is."""
+    for number, micro_batches in enumerate(data):
+        loss, _ = pipeline.step(number, copies(micro_batches))
+        bad = number == 1
+        assert math.isfinite(loss) != bad
+        assert [bool(norm.isfinite()) for norm in pipeline.norms.values()] == [not bad] * len(pipeline.norms)
+        if not bad:
+            pipeline.update(number)
+        for engine in pipeline.engines if bad else ():
+            engine.skip_update()
+    return pipeline.state()
+
+
+def test_a_loss_that_is_infinite_on_one_rank_leaves_out_the_step_of_all(ranks: Ranks) -> None:
+    captured = capture_of(Guarded, X)
+    legal = [c.position for c in cuts(Flow(captured.train))]
+    boundaries = [legal[len(legal) // 3], legal[2 * len(legal) // 3]]
+    data = [batches(X, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(STEPS)]
+    data[1][0]["x"][CONFIG.micro_batch_size - 1, 0, 0] = 0.0  # of the other rank's share
+    config = msgspec.structs.replace(CONFIG, non_finite="skip")
+    weights = weights_of(Guarded, captured)
+    alone = Pipeline(captured, boundaries, weights, config)
+    expected = _trained_with_skips(alone, data)
+    for stage in range(len(alone.stages)):
+        shared = Pipeline(captured, boundaries, weights, config)
+        made = StageSetUp(train=shared.stages[stage], evaluation=shared.eval_stages[stage], config=config)
+        shared.engines[stage] = cast(TorchEngine, Watched(made, weights, ranks))
+        state = _trained_with_skips(shared, data)
+        assert state.keys() == expected.keys()
+        for key, value in expected.items():
+            torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6, msg=key)
 
 
 @pytest.mark.parametrize(("name", "size", "words"), [("gpt", 3, "multiple of 2"), ("cnn", 4, "batch norm")])
