@@ -17,7 +17,8 @@ from torch.nn import functional
 from zoo import X, model
 
 from isthmus.errors import UserError
-from isthmus.graph import Flow, cuts
+from isthmus.graph import Flow, assign, cuts, partition
+from isthmus.graph.mixing import mixes
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import EngineConfig, TorchEngine
@@ -146,6 +147,50 @@ def test_a_loss_that_is_infinite_on_one_rank_leaves_out_the_step_of_all(ranks: R
         assert state.keys() == expected.keys()
         for key, value in expected.items():
             torch.testing.assert_close(state[key], value, rtol=1e-5, atol=1e-6, msg=key)
+
+
+class Mixing(nn.Module):
+    """Samples are compared with their mean, in the first layer or in the second."""
+
+    def __init__(self, late: bool = False) -> None:
+        super().__init__()
+        self.first, self.second = nn.Linear(8, 8), nn.Linear(8, 8)
+        self.late = late
+
+    def forward(self, x: Tensor, y: Tensor) -> Tensor:
+        x = self.first(x)
+        mean = x.mean((0, 1))
+        if not self.late:
+            x = x - mean
+        x = self.second(functional.gelu(x))
+        return functional.cross_entropy((x - mean if self.late else x).mean(1), y)
+
+
+@pytest.mark.parametrize("late", [False, True])
+def test_samples_that_depend_on_each_other_are_not_shared_out(ranks: Ranks, late: bool) -> None:
+    """Neither in one stage, nor where what is computed over them all goes to the next."""
+    captured = capture_of(lambda: Mixing(late), X)
+    weights = weights_of(lambda: Mixing(late), captured)
+    targets = [op.target for op in Flow(captured.train).operators]
+    boundaries = [targets.index("aten.mean.dim") + 1] if late else []
+    pipeline = Pipeline(captured, boundaries, weights, CONFIG)
+    made = StageSetUp(train=pipeline.stages[0], evaluation=pipeline.eval_stages[0], config=CONFIG)
+    with pytest.raises(UserError, match=r"computes aten\.mean\.dim \(Mixing, .* over all samples of a micro-batch"):
+        IslandEngine(made, weights, ranks)
+
+
+def test_a_value_over_all_samples_of_an_earlier_stage_is_the_same_on_all_ranks(ranks: Ranks) -> None:
+    captured = capture_of(lambda: Mixing(late=True), X)
+    weights = weights_of(lambda: Mixing(late=True), captured)
+    flow = Flow(captured.train)
+    (boundary, *_) = [c.position for c in cuts(flow) if mixes(partition(flow, assign(flow, [c.position]))[1]) is None]
+    data = [batches(X, CONFIG.micro_batches, CONFIG.micro_batch_size, seed) for seed in range(STEPS)]
+    expected_losses, _ = _trained(Pipeline(captured, [boundary], weights, CONFIG), data)
+    shared = Pipeline(captured, [boundary], weights, CONFIG)
+    made = StageSetUp(train=shared.stages[1], evaluation=shared.eval_stages[1], config=CONFIG)
+    shared.engines[1] = cast(TorchEngine, Watched(made, weights, ranks))
+    losses, _ = _trained(shared, data)
+    assert losses == pytest.approx(expected_losses, rel=1e-6)
 
 
 @pytest.mark.parametrize(("name", "size", "words"), [("gpt", 3, "multiple of 2"), ("cnn", 4, "batch norm")])

@@ -25,6 +25,7 @@ import torch.distributed as dist
 from torch import Tensor
 
 from isthmus.errors import StepError, UserError
+from isthmus.graph.mixing import mixes
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
 from isthmus.training.engine import EngineConfig, TorchEngine
@@ -124,6 +125,13 @@ def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
         )
     if any(op.mutates for op in train.ops):
         raise UserError(f"island of {ranks} ranks: stage {train.index} keeps statistics of its batches (batch norm)")
+    mixing = mixes(train)
+    if mixing is not None:
+        where = f" ({mixing.source})" if mixing.source else ""
+        raise UserError(
+            f"island of {ranks} ranks: stage {train.index} computes {mixing.target}{where} over all samples of a "
+            "micro-batch, and each sample's values depend on it: its samples cannot be shared out"
+        )
 
 
 def batch_axis(spec: TensorSpec, size: int, ranks: int) -> int | None:

@@ -1,0 +1,43 @@
+"""Whether a stage computes each sample by itself, so that its samples can be shared out."""
+
+from __future__ import annotations
+
+from isthmus.graph.opgraph import Op, Ref, TensorSpec
+from isthmus.graph.partition import StageGraph
+
+SIZES = (12, 24)
+"""Numbers of samples at which shapes are compared."""
+
+
+def mixes(stage: StageGraph) -> Op | None:
+    """The first operator by which a sample's values depend on other samples; None where there is none.
+
+    What is computed over all samples, as a loss is, may only go into more of that kind: not back into values that each
+    sample has its own of, and not to another stage. By shapes alone: a value that has each sample's own in another
+    order passes for one that does not mix them.
+    """
+    here = {op.name for op in stage.ops}
+    received = {crossing.value: crossing.spec for crossing in stage.receives}
+    own = {value for value, spec in received.items() if _is_shared_out(spec)}
+    over_all: dict[Ref, Op] = {}
+    for op in stage.ops:
+        refs = op.refs()
+        own |= {ref for ref in refs if ref.op not in here and ref not in received}  # columns of the batch
+        source = next((over_all[ref] for ref in refs if ref in over_all), None)
+        if source is None and own.isdisjoint(refs):
+            continue
+        for index, spec in enumerate(op.outputs):
+            if not _is_shared_out(spec):
+                over_all[Ref(op.name, index)] = source or op
+            elif source is not None:
+                return source
+            else:
+                own.add(Ref(op.name, index))
+    return next((over_all[c.value] for c in stage.sends if c.value in over_all), None)
+
+
+def _is_shared_out(spec: TensorSpec) -> bool:
+    """Whether one axis, and only one, is in proportion to the number of samples."""
+    few, many = (spec.shape_at(size) for size in SIZES)
+    grown = [(a, b) for a, b in zip(few, many, strict=True) if a != b]
+    return len(grown) == 1 and grown[0][0] * SIZES[1] == grown[0][1] * SIZES[0]
