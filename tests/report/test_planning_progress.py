@@ -18,6 +18,7 @@ def lines(seconds: float, each_s: float = 0.5) -> list[str]:
         while now[0] < seconds:
             now[0] += each_s
             progress.looked_at(500)
+            progress.show()
             if now[0] == 6.0:
                 progress.found(0.25)
         assert not progress.stopped()

@@ -19,6 +19,7 @@ from isthmus.cost import Problem
 from isthmus.plan import Plan
 from isthmus.planners import INTERRUPTED, keep, looked_at
 from isthmus.planners.even import even
+from isthmus.planners.watching import stopped
 
 from .commands import isthmus, write_job
 
@@ -59,14 +60,18 @@ def interrupted_twice(problem: Problem) -> Plan:
     """Who presses again does not want to wait."""
     keep(even(problem))
     os.kill(os.getpid(), signal.SIGINT)
+    while not stopped():
+        time.sleep(0.001)
     os.kill(os.getpid(), signal.SIGINT)
-    raise AssertionError
+    while True:
+        time.sleep(0.001)
 
 
 def deaf(problem: Problem) -> Plan:
     """Never looks up."""
     os.kill(os.getpid(), signal.SIGINT)
-    raise AssertionError
+    while True:
+        time.sleep(0.001)
 
 
 def _looking() -> Plan:
@@ -97,7 +102,12 @@ def test_ctrl_c_ends_planning_with_the_best_plan(tmp_path: Path) -> None:
 def test_a_comparison_shows_who_was_asked_till_then(tmp_path: Path) -> None:
     done = isthmus("plan", write_job(tmp_path), "--compare", "even,interrupted_late,chain", "--json")
     assert done.code == 0 and INTERRUPTED in done.err
-    assert {row["planner"] for row in json.loads(done.out)["rows"]} == {"even", "interrupted_late"}
+    told = json.loads(done.out)
+    assert {row["planner"]: row["interrupted"] for row in told["rows"]} == {"even": False, "interrupted_late": True}
+    assert told["not_asked"] == ["chain"]
+    table = isthmus("plan", write_job(tmp_path), "--compare", "even,interrupted_late,chain").out
+    assert "interrupted_late was interrupted: its best till then" in table
+    assert "without a row, for planning was interrupted: chain" in table
 
 
 @pytest.mark.parametrize("planner", ["interrupted_early", "interrupted_twice", "deaf"])

@@ -11,13 +11,13 @@ from rich.console import Console
 
 from isthmus.cli.options import notes
 from isthmus.cli.planning import make, predict
-from isthmus.cli.planning_shown import interruptible_planning
+from isthmus.cli.planning_shown import planned
 from isthmus.cli.proving import proven
 from isthmus.cost import Problem, step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.planners import Least, SearchStopped, can_price, cut_short, least, planner_names
+from isthmus.planners import INTERRUPTED, Least, SearchStopped, can_price, cut_short, least, planner_names
 from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import steady_step_s
@@ -30,11 +30,10 @@ def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
     """
     names, fleet = chosen_planners(planners), fleet_of(job)
     prepared = prepare(job)
-    with interruptible_planning(notes()):
-        rows, codes = _rows(names, prepared, fleet)
+    rows, codes = planned(notes(), lambda: _rows(names, prepared, fleet), best_so_far=True)
     comparison = Comparison(
         model=job.model.name, fleet=fleet.name, batch=job.training.batch_size, objective=job.plan.objective,
-        rows=ranked(rows, job.plan.objective),
+        rows=ranked(rows, job.plan.objective), not_asked=tuple(names[len(rows) :]),
     )  # fmt: skip
     if json:
         typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=1).decode())
@@ -104,6 +103,7 @@ def _row(
     row = ComparedPlan(
         planner=name,
         plan_s=plan_s,
+        interrupted=INTERRUPTED in plan.notes,
         step_s=plan.predicted.step_s,
         simulated_step_s=simulated_s,
         price_per_1000_steps=1000 * step_price(plan, fleet, simulated_s).total,

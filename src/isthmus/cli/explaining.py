@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isthmus.cli.options import notes
 from isthmus.cli.planning import fleet_for, make
-from isthmus.cli.planning_shown import interruptible_planning
+from isthmus.cli.planning_shown import planned
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
 from isthmus.report import draw_plan, explain, explanation_text, plan_table
@@ -24,8 +24,7 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
         raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
-    with interruptible_planning(notes()):
-        plan = make(job, problem)
+    plan = planned(notes(), lambda: make(job, problem), best_so_far=True)
     check_feedback(prepared, plan, fleet)
     if picture is not None:
         try:

@@ -2,32 +2,63 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Generator
+import os
+import sys
+from collections.abc import Callable
+from contextlib import nullcontext
+from contextvars import copy_context
+from typing import TypeVar
 
 from rich.console import Console
 
 from isthmus.planners import INTERRUPTED, cut_short, observed_by
 from isthmus.report import PlanningProgress
+from isthmus.runtime.processes.computing import Computing
 from isthmus.runtime.processes.interrupting import interruptible
 
+Planned = TypeVar("Planned")
 
-@contextlib.contextmanager
-def shown(notes: Console) -> Generator[None]:
-    """All planning inside shows its progress; Ctrl-C is as ever."""
-    with PlanningProgress(notes) as progress, observed_by(progress):
-        yield
+TICK_S = 0.1
+AT_ONCE_S = 1.0
+"""How long a planner that is to end without a plan may take for it."""
 
 
-@contextlib.contextmanager
-def interruptible_planning(notes: Console) -> Generator[None]:
-    """The first Ctrl-C inside ends planning with the best plan so far, a second one ends the command.
+def planned(notes: Console, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:
+    """What `act` makes; all planning inside it shows its progress. KeyboardInterrupt by Ctrl-C; with `best_so_far` only
+    by a second one, or where the planner never looks up: the first ends planning with the best plan so far.
 
-    A solver that is at work in C ends its call first: its work is limited.
+    It plans in a thread: a solver in C holds up neither the progress nor Ctrl-C.
     """
+    done, failed = list[Planned](), list[BaseException]()
     with PlanningProgress(notes) as progress, observed_by(progress):
-        with interruptible(progress.end):
-            yield
+        context = copy_context()
+
+        def plan() -> None:
+            try:
+                done.append(context.run(act))
+            except (Exception, SystemExit) as e:
+                failed.append(e)
+
+        computing = Computing()
+        try:
+            with interruptible(progress.end) if best_so_far else nullcontext():
+                thread = computing.start(plan, "planning")
+                while thread.is_alive():
+                    thread.join(TICK_S)
+                    progress.show()
+        except KeyboardInterrupt:
+            _leave(computing)
+            raise
         interrupted = cut_short()
+    if failed:
+        raise failed[0]
     if interrupted:
         notes.print(INTERRUPTED, highlight=False, soft_wrap=True)
+    return done[0]
+
+
+def _leave(computing: Computing) -> None:
+    """End the planner; where it is in a solver, leave the process: it would abort while the interpreter ends."""
+    if not computing.end(AT_ONCE_S):
+        sys.stderr.flush()
+        os._exit(130)

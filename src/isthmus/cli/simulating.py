@@ -10,7 +10,7 @@ from rich.console import Console
 
 from isthmus.cli import planning
 from isthmus.cli.options import notes
-from isthmus.cli.planning_shown import shown
+from isthmus.cli.planning_shown import planned
 from isthmus.job import Job, prepare
 from isthmus.report import plan_summary, plan_table
 from isthmus.runtime.conducting.run import run_spec
@@ -30,8 +30,8 @@ def simulate(job: Job, plan_file: Path | None, trace_file: Path | None, out: Con
         trace = simulate_plan(found, fleet, planning.plan_spec(job, found), options)
     else:
         prepared = prepare(job)
-        with shown(notes()):
-            found, graph = planning.make(job, prepared.problem(fleet)), prepared.captured.train
+        found = planned(notes(), lambda: planning.make(job, prepared.problem(fleet)))
+        graph = prepared.captured.train
         spec = run_spec(prepared.cut_into(found.micro_batches))
         trace = simulate_plan(found, fleet, spec, planning.simulation_options(prepared, found))
     if trace_file is not None:

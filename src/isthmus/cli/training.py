@@ -14,7 +14,7 @@ from rich.console import Console
 from isthmus.cli.calibrating import fitted_text
 from isthmus.cli.folder import RunFolder
 from isthmus.cli.planning import fleet_for, plan_for, predict_periods
-from isthmus.cli.planning_shown import shown
+from isthmus.cli.planning_shown import planned
 from isthmus.cli.watch import LoadedHooks, Watch
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
@@ -91,8 +91,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     if believed is not None:
         _say(notes, f"as measured before: {fitted_text(believed)}")
     planned_on = fleet if believed is None or kept is not None else believed
-    with shown(notes):
-        plan = record.plan if record is not None else plan_for(prepared, planned_on, kept)
+    plan = record.plan if record is not None else planned(notes, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
     (notes if choices.json else out).print(plan_table(plan, planned_on, prepared.captured.train))
     _say(notes, f"run folder: {folder.path}")

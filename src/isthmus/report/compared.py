@@ -29,6 +29,8 @@ class ComparedPlan(msgspec.Struct, frozen=True, kw_only=True):
     planner: str
     plan_s: float
     """Time that planning took."""
+    interrupted: bool = False
+    """Whether it was ended early, with its best plan till then."""
     refused: str | None = None
     step_s: float | None = None
     """Closed form."""
@@ -58,6 +60,8 @@ class Comparison(msgspec.Struct, frozen=True, kw_only=True):
     batch: int
     objective: Objective = "time"
     rows: tuple[ComparedPlan, ...]
+    not_asked: tuple[str, ...] = ()
+    """Planners that have no row, for planning was interrupted."""
 
 
 def least_headroom(plan: Plan, fleet: Fleet) -> Headroom:
@@ -92,6 +96,9 @@ def compared_table(comparison: Comparison) -> RenderableType:
             table.add_row(*(Text(cell) for cell in _cells(row)))
     title = f"{comparison.model} on {comparison.fleet}: batches of {comparison.batch}"
     refusals = [f"{row.planner} made no plan: {row.refused}" for row in comparison.rows if row.refused is not None]
+    refusals += [f"{row.planner} was interrupted: its best till then" for row in comparison.rows if row.interrupted]
+    if comparison.not_asked:
+        refusals.append(f"without a row, for planning was interrupted: {', '.join(comparison.not_asked)}")
     caption = "step times by the closed form and by the simulator; price: devices for steps as simulated, and egress; "
     caption += "memory left: least of all devices, as a share of its own"
     return titled(title, table, "\n".join([*refusals, *_bounds(comparison), caption]))

@@ -59,10 +59,6 @@ class PlanningProgress:
     def looked_at(self, candidates: int) -> None:
         self._heard = True
         self._candidates += candidates
-        now_s = self._clock()
-        if now_s >= self._due_s:
-            self._due_s = now_s + (REFRESH_S if self._on_terminal else PLAIN_EVERY_S)
-            self._say(now_s)
 
     def found(self, step_s: float) -> None:
         self._best_s = step_s
@@ -74,6 +70,13 @@ class PlanningProgress:
         if not self._heard:
             raise KeyboardInterrupt
         self._ending = True
+
+    def show(self) -> None:
+        """Called now and then, by another thread than the planner's: that may be in a solver."""
+        now_s = self._clock()
+        if now_s >= self._due_s:
+            self._due_s = now_s + (REFRESH_S if self._on_terminal else PLAIN_EVERY_S)
+            self._say(now_s)
 
     def _say(self, now_s: float) -> None:
         best = "no plan yet" if self._best_s is None else f"best step so far {format_duration(self._best_s)}"
@@ -88,7 +91,6 @@ class PlanningProgress:
                 self._console.print(text, soft_wrap=True, highlight=False)
                 return
             if self._live is None:
-                # Without a thread: what is shown changes only while the search speaks.
                 self._live = Live(
                     console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
                     redirect_stderr=False,

@@ -29,14 +29,16 @@ class Computing:
         thread.start()
         return thread
 
-    def end(self) -> None:
-        """Raise SystemExit in each, as Ctrl-C raises KeyboardInterrupt in the main thread, and wait until it has ended.
+    def end(self, within_s: float = LONGEST_S) -> bool:
+        """Raise SystemExit in each, as Ctrl-C raises KeyboardInterrupt in the main thread, and wait until it has ended;
+        whether all have.
 
-        Nothing can be raised inside an operator: it ends at the next line of Python, or is left after ten seconds.
+        Nothing can be raised inside an operator: it ends at the next line of Python, or is left after `within_s`.
         """
-        until_s = time.monotonic() + LONGEST_S
+        until_s = time.monotonic() + within_s
         for thread in self._threads:
             while thread.is_alive() and thread.ident is not None and time.monotonic() < until_s:
                 # Once more where something on its way swallowed the last one.
                 ctypes.pythonapi.PyThreadState_SetAsyncExc(ctypes.c_ulong(thread.ident), ctypes.py_object(SystemExit))
-                thread.join(0.5)
+                thread.join(min(0.5, within_s))
+        return not any(thread.is_alive() for thread in self._threads)
