@@ -205,7 +205,9 @@ def _offer(unit: str, quantity: _Quantity) -> str:
 
 def _refusal(value: object, field: str, quantity: _Quantity, why: str = "") -> UserError:
     reason = f" ({why})" if why else ""
-    expected = f"a {quantity.noun} such as {quantity.examples}, or a number of {quantity.base}"
+    # A text never passes for a number: on a command line there is nothing else.
+    number = "" if isinstance(value, str) else f", or a number of {quantity.base}"
+    expected = f"a {quantity.noun} such as {quantity.examples}{number}"
     return UserError(f"{field}: got {_short(value)}{reason}, expected {expected}")
 
 
