@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import json
+import os
 import shutil
 from pathlib import Path
 from typing import NamedTuple
@@ -14,6 +15,7 @@ from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
 from isthmus.cli.folder import RunFolder
+from isthmus.cli.options import Notes
 from isthmus.cli.planning import plan_for
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
@@ -376,3 +378,14 @@ def test_a_truncated_checkpoint_is_refused(trained: Trained, tmp_path: Path) -> 
     before = {path: path.read_bytes() for path in run.rglob("*") if path.is_file()}
     refused(isthmus("train", trained.job, "--run", run, "--resume", "--steps", "6"), 2, *words)
     assert {path: path.read_bytes() for path in run.rglob("*") if path.is_file()} == before
+
+
+def test_notes_that_nobody_reads_end_nothing() -> None:
+    read, write = os.pipe()
+    os.close(read)
+    file = os.fdopen(write, "w")
+    notes = Notes(file=file, markup=False)
+    for number in range(3):
+        notes.print(f"step {number}")
+    with pytest.raises(BrokenPipeError):  # what the first left in the file's buffer
+        file.close()

@@ -5,12 +5,10 @@ from __future__ import annotations
 import platform
 import sys
 from collections.abc import Callable
-from contextlib import suppress
 from pathlib import Path
 
 import msgspec
 import typer
-from rich.console import Console
 
 from isthmus.cli import options
 from isthmus.cli.options import state_folder
@@ -62,11 +60,10 @@ def memory_of(text: str) -> int:
 
 def join(joining: Joining) -> int:
     """Until Ctrl-C or dismissal."""
-    notes = Console(stderr=True)
+    told = options.notes()
 
     def say(text: str) -> None:
-        with suppress(SystemExit):  # by which rich asks to leave where nobody reads any more: the work goes on
-            notes.print(text, highlight=False, markup=False, soft_wrap=True)
+        told.print(text, highlight=False, soft_wrap=True)
 
     folder = joining.state or state_folder("device")
     patience_s = options.patience_s(joining.patience)

@@ -50,8 +50,15 @@ def out() -> Console:
     return Console(width=None if sys.stdout.isatty() else 140, markup=False)
 
 
+class Notes(Console):
+    """Standard error. Where nobody reads it any more, what is under way goes on: rich would end the process."""
+
+    def on_broken_pipe(self) -> None:
+        self.quiet = True
+
+
 def notes() -> Console:
-    return Console(stderr=True, markup=False)
+    return Notes(stderr=True, markup=False)
 
 
 def patience_s(text: str) -> float:

@@ -6,7 +6,6 @@ import statistics
 import time
 from collections import deque
 from collections.abc import Callable, Sequence
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -64,8 +63,7 @@ class FederatedProgress:
         if self._live is not None:
             if now_s - self._said_s >= REFRESH_S or done == self._rounds:
                 self._said_s = now_s
-                with suppress(SystemExit):
-                    self._live.update(_table(self._recent, self._rounds, self._console.width), refresh=True)
+                self._live.update(_table(self._recent, self._rounds, self._console.width), refresh=True)
             return
         due = now_s - self._said_s >= PLAIN_EVERY_S or done - self._said_round >= PLAIN_SHARE * self._rounds
         if due or done == self._rounds:
@@ -73,9 +71,8 @@ class FederatedProgress:
             self.note(_sentence(line, self._rounds))
 
     def note(self, text: str) -> None:
-        """Say something now. Where nobody reads any more (a pipe to `head`) rich asks to leave; the run goes on."""
-        with suppress(SystemExit):
-            self._console.print(Text(plain(text)), soft_wrap=True, highlight=False)
+        """Say something now."""
+        self._console.print(Text(plain(text)), soft_wrap=True, highlight=False)
 
 
 def _sentence(line: RoundLine, rounds: int) -> str:

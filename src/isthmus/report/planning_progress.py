@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable
-from contextlib import suppress
 from types import TracebackType
 from typing import Self
 
@@ -86,15 +85,13 @@ class PlanningProgress:
         if self._ending:
             facts.append("ending")
         text = Text(plain(", ".join(facts)))
-        with suppress(SystemExit):  # rich asks to leave where nobody reads any more
-            if not self._on_terminal:
-                self._console.print(text, soft_wrap=True, highlight=False)
-                return
-            if self._live is None:
-                self._live = Live(
-                    console=self._console, auto_refresh=False, transient=True, redirect_stdout=False,
-                    redirect_stderr=False,
-                )  # fmt: skip
-                self._live.start()
-            text.append("; Ctrl-C ends it", "dim")
-            self._live.update(text, refresh=True)
+        if not self._on_terminal:
+            self._console.print(text, soft_wrap=True, highlight=False)
+            return
+        if self._live is None:
+            self._live = Live(
+                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False,
+            )  # fmt: skip
+            self._live.start()
+        text.append("; Ctrl-C ends it", "dim")
+        self._live.update(text, refresh=True)
