@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import threading
 from collections.abc import Callable
 from pathlib import Path
@@ -13,18 +14,21 @@ import torch
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
-from isthmus.job import prepare
+from isthmus.job import Job, prepare
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.runtime.device.data import refuse_paths, stage_data
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.bulletin import LinkNews
+from isthmus.training.optim import OptimizerConfig
 from tests.runtime.jobs import DIGITS, final_weights, fleet_of, job_of, plain_run, random_cut
 from tests.runtime.wire import assignment
 
 from .crowds import crowd
 from .parties import Fleet, Inviting, outcomes, soon
+
+ON_DIGITS = job_of("mlp", {}, DIGITS)
 
 
 class Devices:
@@ -50,9 +54,8 @@ class Devices:
 
 
 def _train(
-    fleet: Fleet, folder: Path, data: DataSpec = DIGITS, *, tells: Callable[[], None] = lambda: None
+    fleet: Fleet, folder: Path, job: Job = ON_DIGITS, *, tells: Callable[[], None] = lambda: None
 ) -> tuple[Outcome, list[float]]:  # fmt: skip
-    job = job_of("mlp", {}, data)
     prepared = prepare(job)
     machines = fleet_of(2)
     boundaries = random_cut(prepared, 2, 0, once=True)
@@ -76,14 +79,27 @@ def test_devices_that_joined_train_as_the_plain_loop_does(fleet: Fleet, tmp_path
     assert {(link.devices, link.relayed) for link in links} == {(("d0", "d1"), relayed)}
     assert all(link.latency_s is not None for link in links)
     assert (links[-1].carried_bytes > 0) == relayed, "what a relayed link costs"
-    job = job_of("mlp", {}, DIGITS)
-    module, expected = plain_run(job, prepare(job))
+    module, expected = plain_run(ON_DIGITS, prepare(ON_DIGITS))
     assert losses == expected
     saved = final_weights(tmp_path / "run")
     for name, value in module.named_parameters():
         assert torch.equal(saved[name], value), name
     soon(lambda: sum("the run is over" in line for line in devices.said) == 2)
     devices.stop()
+
+
+def test_steps_whose_loss_is_infinite_are_left_out_as_in_the_plain_loop(fleet: Fleet, tmp_path: Path) -> None:
+    job = job_of("mlp", {}, DIGITS, steps=4, non_finite="skip")
+    job = msgspec.structs.replace(job, optimizer=(OptimizerConfig(name="sgd", lr=1e30),))
+    devices = Devices(fleet, tmp_path, ("d0", "d1"))
+    outcome, _ = _train(fleet, tmp_path / "run", job)
+    devices.stop()
+    assert outcome.outcome == "done", outcome.reason
+    module, expected = plain_run(job, prepare(job))
+    assert [math.isfinite(loss) for loss in expected] == [True, False, False, False]
+    saved = final_weights(tmp_path / "run")
+    for name, value in module.named_parameters():
+        assert torch.equal(saved[name], value), name
 
 
 def test_strangers_at_the_door_keep_no_device_out(fleet: Fleet, tmp_path: Path) -> None:
