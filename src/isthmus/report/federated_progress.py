@@ -10,13 +10,13 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console, RenderableType
-from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
 from isthmus.federated.history import RoundLine
 from isthmus.plain import plain
 from isthmus.protocol.federated_events import Line
+from isthmus.report.live import still_live
 from isthmus.report.tables import new_table, titled
 from isthmus.simulator.federated import SimulatedRound
 from isthmus.units import format_duration, format_size
@@ -40,10 +40,7 @@ class FederatedProgress:
         self._rounds = rounds
         self._clock = clock
         self._recent: deque[RoundLine] = deque(maxlen=SHOWN_ROUNDS)
-        on_terminal = console.is_terminal and console.is_interactive
-        # Without a thread of its own and without taking over stderr: executors are forked while it is shown.
-        live = Live(console=console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False)
-        self._live = live if on_terminal else None
+        self._live = still_live(console)
         self._said_s, self._said_round = float("-inf"), 0
 
     def __enter__(self) -> Self:

@@ -8,10 +8,10 @@ from types import TracebackType
 from typing import Self
 
 from rich.console import Console
-from rich.live import Live
 from rich.text import Text
 
 from isthmus.plain import plain
+from isthmus.report.live import still_live
 from isthmus.units import format_duration
 
 QUIET_S = 2.0
@@ -28,10 +28,9 @@ class PlanningProgress:
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
         self._console, self._clock = console, clock
-        self._on_terminal = console.is_terminal and console.is_interactive
-        self._live: Live | None = None
+        self._live = still_live(console)
         self._began_s = clock()
-        self._due_s = self._began_s + (QUIET_S if self._on_terminal else PLAIN_AFTER_S)
+        self._due_s = self._began_s + (PLAIN_AFTER_S if self._live is None else QUIET_S)
         self._planner, self._part = "", ""
         self._candidates = 0
         self._best_s: float | None = None
@@ -46,7 +45,6 @@ class PlanningProgress:
     ) -> None:
         if self._live is not None:
             self._live.stop()
-            self._live = None
 
     def planning(self, name: str) -> None:
         self._planner, self._part = name, ""
@@ -74,7 +72,7 @@ class PlanningProgress:
         """Called now and then, by another thread than the planner's: that may be in a solver."""
         now_s = self._clock()
         if now_s >= self._due_s:
-            self._due_s = now_s + (REFRESH_S if self._on_terminal else PLAIN_EVERY_S)
+            self._due_s = now_s + (PLAIN_EVERY_S if self._live is None else REFRESH_S)
             self._say(now_s)
 
     def _say(self, now_s: float) -> None:
@@ -85,13 +83,9 @@ class PlanningProgress:
         if self._ending:
             facts.append("ending")
         text = Text(plain(", ".join(facts)))
-        if not self._on_terminal:
+        if self._live is None:
             self._console.print(text, soft_wrap=True, highlight=False)
             return
-        if self._live is None:
-            self._live = Live(
-                console=self._console, auto_refresh=False, transient=True, redirect_stdout=False, redirect_stderr=False,
-            )  # fmt: skip
-            self._live.start()
+        self._live.start()  # nothing is shown of a search that ends sooner
         text.append("; Ctrl-C ends it", "dim")
         self._live.update(text, refresh=True)

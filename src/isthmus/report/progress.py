@@ -16,6 +16,7 @@ from rich.text import Text
 
 from isthmus.plain import plain
 from isthmus.plan import Plan
+from isthmus.report.live import is_watched
 from isthmus.units import format_duration, format_size
 
 MOST_ROWS = 8
@@ -34,7 +35,7 @@ class Progress:
     def __init__(self, console: Console, plan: Plan, clock: Callable[[], float] = time.monotonic) -> None:
         self._console = console
         self._clock = clock
-        self._live = _View(console, plan) if console.is_terminal and console.is_interactive else None
+        self._live = _View(console, plan) if is_watched(console) else None
         self._started_s = clock()
         self._first_step: int | None = None
         self._said_s = float("-inf")
