@@ -15,12 +15,13 @@ import math
 from collections.abc import Iterator, Sequence
 from functools import cached_property
 
+from isthmus.cli.proving import question_of as asked_of
 from isthmus.cost import Problem
 from isthmus.cost.sync import fastest, sync_s
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.plan import Sync, SyncGroup
-from isthmus.verify import Question, StateBytes
+from isthmus.verify import Question
 from isthmus.verify.cutting import CutGraph, cut
 from isthmus.verify.reading import Reading
 from isthmus.verify.sums import averaging_groups, buffer_bytes
@@ -29,15 +30,7 @@ from isthmus.verify.timing import Timed
 
 def question_of(problem: Problem) -> Question:
     """The problem in the verifier's words."""
-    state = problem.state
-    return Question(
-        graph=problem.flow.graph, fleet=problem.fleet, micro_batch_size=problem.micro_batch_size,
-        micro_batches=problem.micro_batches, schedule=problem.schedule,
-        recompute=problem.recompute,
-        state=StateBytes(
-            master=state.master_bytes, gradient=state.gradient_bytes, optimizer=state.optimizer_bytes
-        ),
-    )  # fmt: skip
+    return asked_of(problem, (problem.micro_batches,))
 
 
 def best_step_s(problem: Problem) -> float:

@@ -14,6 +14,7 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
 from isthmus.plan import SCHEDULES, Objective, Outer, Terms
+from isthmus.plan.sync import MODES_OF
 
 Precision = Literal["float32", "bfloat16"]
 
@@ -79,10 +80,8 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     def __post_init__(self) -> None:
         if self.mode == "streaming" and self.delay > self.period:
             raise ValueError(f"delay: got {self.delay}, expected at most the period of {self.period}")
-        outer, streaming = ("outer", "streaming"), ("streaming",)
-        modes_of = {"outer_rate": outer, "outer_momentum": outer, "delay": streaming, "mixing": streaming}
         for option in msgspec.structs.fields(self):
-            modes = modes_of.get(option.name, (self.mode,))
+            modes = MODES_OF.get(option.name, (self.mode,))
             if self.mode not in modes and (value := getattr(self, option.name)) != option.default:
                 expected = " or ".join(map(repr, modes))
                 raise ValueError(f"{option.name}: got {value} with mode {self.mode!r}, expected mode {expected}")

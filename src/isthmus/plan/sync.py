@@ -2,9 +2,27 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
+
 import msgspec
 
 from isthmus.plan.plan import Certificate
+
+_PLANNED = ("dream", "dreamddp")
+_OUTER = ("outer", "streaming")
+MODES_OF: Mapping[str, tuple[str, ...]] = {
+    "balance": ("local", "outer"),
+    "average_state": ("local", "outer", "partial", *_PLANNED),
+    "bucket_bytes": ("every-step", "asc-wfbp"),
+    "overlap": ("partial",),
+    "forward_overlap": ("partial", *_PLANNED),
+    "spare": _PLANNED, "warm_up_steps": ("asc-wfbp", *_PLANNED), "drift": _PLANNED, "planner": _PLANNED,
+    "at_once": ("asc-wfbp",),
+    "plan": _PLANNED,
+    "outer_rate": _OUTER, "outer_momentum": _OUTER, "error_decay": _OUTER,
+    "fragments": ("streaming",), "delay": ("streaming",), "mixing": ("streaming",),
+}  # fmt: skip
+"""The modes that read an option; all read those that are not here."""
 
 
 class SyncIteration(msgspec.Struct, frozen=True, kw_only=True):
