@@ -10,6 +10,7 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import Crossing, StageGraph
@@ -156,8 +157,8 @@ class TorchEngine:
         evaluation: StageGraph,
         config: EngineConfig,
         weights: Mapping[str, Tensor],
-        device: torch.device | None = None,
         *,
+        accelerator: Accelerator = HOST,
         recompute: bool = False,
     ) -> None:
         """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them."""
@@ -165,7 +166,8 @@ class TorchEngine:
         self.evaluation = evaluation
         self.config = config
         self.recompute = recompute
-        self.device = device or torch.device("cpu")
+        self.accelerator = accelerator
+        self.device = accelerator.device
         self._variables: dict[str, Tensor] = {}
         self._master: dict[str, nn.Parameter] = {}
         """Trainable parameters that this stage owns, of type `gradient_dtype`, under their own names."""
@@ -182,8 +184,8 @@ class TorchEngine:
         self._flights: dict[int, _Flight | _Again] = {}
         self._told: dict[str, list[tuple[float, float]]] = {"train": [], "eval": []}
         size = config.micro_batch_size
-        self._program = Program(train, "train", batch=size, device=self.device, seed=config.seed)
-        self._eval_program = Program(evaluation, "eval", batch=size, device=self.device, seed=config.seed)
+        self._program = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed)
+        self._eval_program = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
         self._seed_gradient = torch.tensor(1.0 if train.count is not None else 1.0 / config.micro_batches)
 
     def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:

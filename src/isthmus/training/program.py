@@ -4,21 +4,18 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
-import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, cast
 
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.graph.operators import operator_of
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import StageGraph
 from isthmus.graph.resolve import bind, no_gradient
 from isthmus.training.faults import raise_if_jobs
-
-_GENERATOR = threading.Lock()
-"""Torch draws from one generator per process, and the stages of several devices may run in its threads."""
 
 
 class _Slot(NamedTuple):
@@ -45,12 +42,14 @@ class Program:
     """The operators of one stage graph, bound to a micro-batch size and a device."""
 
     def __init__(
-        self, stage: StageGraph, mode: Literal["train", "eval"], *, batch: int, device: torch.device, seed: int = 0
-    ) -> None:
+        self, stage: StageGraph, mode: Literal["train", "eval"], *, batch: int, accelerator: Accelerator = HOST,
+        seed: int = 0,
+    ) -> None:  # fmt: skip
         """`seed` is the job's: random operators draw from (seed, step, micro-batch, op), whatever the cut."""
         self.batch = batch
         self._seed = seed
-        self._device = device
+        self._accelerator = accelerator
+        device = accelerator.device
         kept = {c.value for c in stage.sends} | set(stage.outputs.values())
         kept |= {r for r in (stage.loss, stage.count) if r is not None}
         operators = [op for op in stage.ops if op.kind == "operator"]
@@ -108,8 +107,7 @@ class Program:
         return values
 
     def _draw(self, step: _Step, args: list[object], kwargs: dict[str, object], seed: int) -> object:
-        with _GENERATOR, torch.random.fork_rng(devices=[self._device] if self._device.type == "cuda" else []):
-            torch.manual_seed(seed)
+        with self._accelerator.seeded(seed):
             return step.call(*args, **kwargs)
 
 

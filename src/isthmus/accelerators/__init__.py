@@ -1,0 +1,11 @@
+"""Where tensors are computed: the CPU, or an accelerator whose streams work beside the host.
+
+accelerator.py says what the engine and the links need of either; host.py is the CPU, torch_accelerator.py whatever
+`torch.accelerator` knows, and available.py finds one by name.
+"""
+
+from isthmus.accelerators.accelerator import Accelerator, Event, MemoryUse, Stream
+from isthmus.accelerators.available import accelerator_names, open_accelerator
+from isthmus.accelerators.host import HOST
+
+__all__ = ["HOST", "Accelerator", "Event", "MemoryUse", "Stream", "accelerator_names", "open_accelerator"]

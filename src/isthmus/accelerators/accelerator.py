@@ -1,0 +1,99 @@
+"""What the engine and the links need of the hardware that computes a stage.
+
+The rules of streams, for every kind: work is queued on the current stream of the thread that calls torch, and runs in
+that stream's order. Between streams only events give an order. The host may read a host buffer that a stream writes,
+or write one that a stream reads, once an event recorded after that copy is done.
+"""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from typing import Protocol
+
+import msgspec
+import torch
+from torch import Tensor
+
+
+class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes, at one moment."""
+
+    total: int
+    free: int
+    """Of all processes: what nobody has reserved."""
+    allocated: int
+    """In this process's tensors."""
+    reserved: int
+    """What this process's allocator has taken from the hardware, in use or cached."""
+    peak_reserved: int
+    """The most that it had reserved since the last `reset_peak`."""
+
+
+class Event(Protocol):
+    """A point in the work of a stream."""
+
+    def done(self) -> bool:
+        """Whether all work before it has been done; never waits."""
+        ...
+
+    def synchronize(self) -> None:
+        """The host waits until it is done."""
+        ...
+
+    def seconds_to(self, later: Event) -> float:
+        """Seconds of the hardware's clock. Both must have been recorded with `timed` and be done."""
+        ...
+
+
+class Stream(Protocol):
+    """A queue of work that is done in order, beside other streams."""
+
+
+class Accelerator(Protocol):
+    @property
+    def device(self) -> torch.device: ...
+
+    @property
+    def name(self) -> str:
+        """Of the hardware, as people call it."""
+        ...
+
+    @property
+    def asynchronous(self) -> bool:
+        """Whether calls return before their work is done, and tensors lie outside of the host's memory."""
+        ...
+
+    def new_stream(self) -> Stream: ...
+
+    def on(self, stream: Stream) -> AbstractContextManager[object]:
+        """Inside of it, this thread's work is queued on `stream`."""
+        ...
+
+    def record(self, *, timed: bool = False) -> Event:
+        """An event after all that was queued so far on this thread's current stream."""
+        ...
+
+    def wait(self, event: Event) -> None:
+        """What this thread's current stream gets from now on waits for the event; the host does not."""
+        ...
+
+    def used_here(self, tensor: Tensor) -> None:
+        """This thread's current stream works with a tensor that was allocated on another one: its memory is given to
+        nobody else before that work is done."""
+        ...
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        """uint8 [size_bytes] in host memory that copies reach without waiting (pinned, where that exists)."""
+        ...
+
+    def seeded(self, seed: int) -> AbstractContextManager[None]:
+        """Inside of it, random operators of this accelerator draw from `seed`. The generators are then as before."""
+        ...
+
+    def memory(self) -> MemoryUse: ...
+
+    def reset_peak(self) -> None: ...
+
+    def synchronize(self) -> None:
+        """The host waits for all streams."""
+        ...

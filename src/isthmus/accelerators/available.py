@@ -1,0 +1,53 @@
+"""Which accelerators this machine has, and one of them by name."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from typing import cast
+
+import torch
+
+from isthmus.accelerators.accelerator import Accelerator
+from isthmus.accelerators.host import HOST
+from isthmus.accelerators.torch_accelerator import TorchAccelerator
+from isthmus.errors import UserError
+from isthmus.extensions import import_object, load_third_party, third_party
+
+AUTO = "auto"
+GROUP = "isthmus.accelerators"
+"""Entry points: kind -> callable(index: int) -> Accelerator."""
+_ON_REQUEST = {"checked": "isthmus.accelerators.checked:open_checked"}
+"""Kinds that no machine has by itself, imported when they are asked for: importing one adds a device type to torch."""
+
+
+def accelerator_names() -> tuple[str, ...]:
+    """Of this machine's hardware, as `open_accelerator` takes them: "cuda:0", ..., without the CPU."""
+    found = torch.accelerator.current_accelerator(check_available=True)
+    if found is None:
+        return ()
+    return tuple(f"{found.type}:{index}" for index in range(torch.accelerator.device_count()))
+
+
+def open_accelerator(name: str = AUTO, field: str = "device") -> Accelerator:
+    """By name: `cpu`, `cuda:1`, `mps`, ...; without an index the first of its kind. `auto` is the first accelerator of
+    this machine, or the CPU. UserError, in which `field` is what the name was given as, where it is not here."""
+    here = accelerator_names()
+    if name == AUTO:
+        name = here[0] if here else "cpu"
+    kind, _, number = name.partition(":")
+    if number and not number.isdecimal():
+        raise UserError(f"{field}: got {name!r}, expected a kind and a number, as in 'cuda:0'")
+    index = int(number or 0)
+    if name in ("cpu", "cpu:0"):
+        return HOST
+    if kind in _ON_REQUEST or kind in third_party(GROUP):
+        return _on_request(kind, index, field)
+    if f"{kind}:{index}" not in here:
+        raise UserError(f"{field}: got {name!r}, expected one of: {', '.join((AUTO, 'cpu', *here))}")
+    return TorchAccelerator(torch.device(kind, index))
+
+
+def _on_request(kind: str, index: int, field: str) -> Accelerator:
+    entry = third_party(GROUP).get(kind)
+    made = load_third_party(entry) if entry is not None else import_object(field, _ON_REQUEST[kind])
+    return cast("Callable[[int], Accelerator]", made)(index)

@@ -1,0 +1,121 @@
+"""The CPU: work is done when the call returns, so streams are nothing and events are moments."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import platform
+import resource
+import sys
+import threading
+import time
+from collections.abc import Generator
+from pathlib import Path
+
+import torch
+from torch import Tensor
+
+from isthmus.accelerators.accelerator import Event, MemoryUse, Stream
+from isthmus.errors import InternalError
+
+GENERATOR = threading.Lock()
+"""Torch draws from one generator per process and device, and the stages of several devices may run in its threads."""
+
+
+class _Moment(Event):
+    def __init__(self) -> None:
+        self.at_s = time.monotonic()
+
+    def done(self) -> bool:
+        return True
+
+    def synchronize(self) -> None:
+        pass
+
+    def seconds_to(self, later: Event) -> float:
+        if not isinstance(later, _Moment):
+            raise InternalError("events of two accelerators have no time between them")
+        return later.at_s - self.at_s
+
+
+class _HostStream(Stream):
+    pass
+
+
+class Host:
+    """Implements `Accelerator`."""
+
+    device = torch.device("cpu")
+    asynchronous = False
+
+    @property
+    def name(self) -> str:
+        return _cpu_name()
+
+    def new_stream(self) -> Stream:
+        return _HostStream()
+
+    def on(self, stream: Stream) -> contextlib.nullcontext[None]:
+        return contextlib.nullcontext()
+
+    def record(self, *, timed: bool = False) -> Event:
+        return _Moment()
+
+    def wait(self, event: Event) -> None:
+        pass
+
+    def used_here(self, tensor: Tensor) -> None:
+        pass
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8)
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Generator[None]:
+        with GENERATOR, torch.random.fork_rng(devices=[]):
+            torch.manual_seed(seed)
+            yield
+
+    def memory(self) -> MemoryUse:
+        page = os.sysconf("SC_PAGE_SIZE")
+        total = page * os.sysconf("SC_PHYS_PAGES")
+        used = _resident_bytes(page)
+        peak = max(used, _peak_bytes())  # the kernel counts the peak a little later
+        return MemoryUse(total=total, free=_free_bytes(total), allocated=used, reserved=used, peak_reserved=peak)
+
+    def reset_peak(self) -> None:
+        """The kernel keeps the peak of a process's whole life."""
+
+    def synchronize(self) -> None:
+        pass
+
+
+HOST = Host()
+
+
+def _free_bytes(total: int) -> int:
+    """Without swapping; where the system does not tell, all there is."""
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
+            if line.startswith("MemAvailable:"):
+                return int(line.split()[1]) * 1024
+    return total
+
+
+def _resident_bytes(page: int) -> int:
+    with contextlib.suppress(OSError):
+        return int(Path("/proc/self/statm").read_text(encoding="ascii").split()[1]) * page
+    return _peak_bytes()
+
+
+def _peak_bytes() -> int:
+    peak = resource.getrusage(resource.RUSAGE_SELF).ru_maxrss
+    return peak if sys.platform == "darwin" else peak * 1024
+
+
+def _cpu_name() -> str:
+    with contextlib.suppress(OSError):
+        for line in Path("/proc/cpuinfo").read_text(encoding="utf-8", errors="replace").splitlines():
+            if line.startswith("model name"):
+                return line.partition(":")[2].strip()
+    return platform.processor() or platform.machine()

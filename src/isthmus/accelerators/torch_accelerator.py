@@ -1,0 +1,106 @@
+"""Any kind of accelerator that torch itself gives: CUDA and ROCm, XPU, MPS, through the interface that they share."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Generator
+from typing import cast
+
+import torch
+from torch import Tensor
+
+from isthmus.accelerators.accelerator import Event, MemoryUse, Stream
+from isthmus.accelerators.host import GENERATOR
+from isthmus.errors import InternalError
+
+MILLISECOND_S = 1e-3
+
+
+class _TorchEvent(Event):
+    def __init__(self, device: torch.device, *, timed: bool) -> None:
+        self.event = torch.Event(device, enable_timing=timed)
+
+    def done(self) -> bool:
+        return self.event.query()
+
+    def synchronize(self) -> None:
+        self.event.synchronize()
+
+    def seconds_to(self, later: Event) -> float:
+        return self.event.elapsed_time(_of_torch(later)) * MILLISECOND_S
+
+
+class _TorchStream(Stream):
+    def __init__(self, device: torch.device) -> None:
+        self.stream = torch.Stream(device)
+
+
+class TorchAccelerator:
+    """Implements `Accelerator`. Uncalled methods of `torch.accelerator` start nothing on the hardware: a process that
+    will be forked must not make one of these."""
+
+    asynchronous = True
+
+    def __init__(self, device: torch.device) -> None:
+        """`device` has an index."""
+        self.device = device
+        self._module = torch.get_device_module(device)
+
+    @property
+    def name(self) -> str:
+        called = getattr(self._module, "get_device_name", None)
+        return str(called(self.device)) if called is not None else f"{self.device.type.upper()} device"
+
+    def new_stream(self) -> Stream:
+        return _TorchStream(self.device)
+
+    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+        if not isinstance(stream, _TorchStream):
+            raise InternalError(f"got a stream of {type(stream).__name__}, expected one of {self.device}")
+        return stream.stream
+
+    def record(self, *, timed: bool = False) -> Event:
+        event = _TorchEvent(self.device, timed=timed)
+        event.event.record(torch.accelerator.current_stream(self.device))
+        return event
+
+    def wait(self, event: Event) -> None:
+        _of_torch(event).wait(torch.accelerator.current_stream(self.device))
+
+    def used_here(self, tensor: Tensor) -> None:
+        tensor.record_stream(torch.accelerator.current_stream(self.device))
+
+    def host_buffer(self, size_bytes: int) -> Tensor:
+        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    @contextlib.contextmanager
+    def seeded(self, seed: int) -> Generator[None]:
+        # The generator's state is on the host: neither reading nor writing it waits for the device.
+        with GENERATOR:
+            before = cast(Tensor, self._module.get_rng_state(self.device))
+            self._module.manual_seed(seed)
+            try:
+                yield
+            finally:
+                self._module.set_rng_state(before, self.device)
+
+    def memory(self) -> MemoryUse:
+        free, total = torch.accelerator.get_memory_info(self.device)
+        return MemoryUse(
+            total=total, free=free,
+            allocated=torch.accelerator.memory_allocated(self.device),
+            reserved=torch.accelerator.memory_reserved(self.device),
+            peak_reserved=torch.accelerator.max_memory_reserved(self.device),
+        )  # fmt: skip
+
+    def reset_peak(self) -> None:
+        torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def synchronize(self) -> None:
+        torch.accelerator.synchronize(self.device)
+
+
+def _of_torch(event: Event) -> torch.Event:
+    if not isinstance(event, _TorchEvent):
+        raise InternalError(f"got an event of {type(event).__name__}, expected one of torch's")
+    return event.event
