@@ -104,6 +104,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Torch threads of each device."""
     emulate: bool = True
     """Shape links and stretch compute to the fleet's figures."""
+    device: str | dict[str, str] = "cpu"
+    """Where device processes compute: `cpu`, `cuda:0`, ..., or `auto`, which deals this machine's accelerators out in
+    turn. A table has a name per device; those that it leaves out take the CPU. Machines that join say it themselves."""
     patience: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3

@@ -5,7 +5,10 @@ accelerator.py says what the engine and the links need of either; host.py is the
 """
 
 from isthmus.accelerators.accelerator import Accelerator, Event, MemoryUse, Stream
-from isthmus.accelerators.available import accelerator_names, open_accelerator
+from isthmus.accelerators.available import AUTO, accelerator_names, open_accelerator, resolve_accelerator
 from isthmus.accelerators.host import HOST
 
-__all__ = ["HOST", "Accelerator", "Event", "MemoryUse", "Stream", "accelerator_names", "open_accelerator"]
+__all__ = [
+    "AUTO", "HOST", "Accelerator", "Event", "MemoryUse", "Stream", "accelerator_names", "open_accelerator",
+    "resolve_accelerator",
+]  # fmt: skip

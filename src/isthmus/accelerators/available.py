@@ -28,23 +28,35 @@ def accelerator_names() -> tuple[str, ...]:
     return tuple(f"{found.type}:{index}" for index in range(torch.accelerator.device_count()))
 
 
-def open_accelerator(name: str = AUTO, field: str = "device") -> Accelerator:
-    """By name: `cpu`, `cuda:1`, `mps`, ...; without an index the first of its kind. `auto` is the first accelerator of
-    this machine, or the CPU. UserError, in which `field` is what the name was given as, where it is not here."""
-    here = accelerator_names()
-    if name == AUTO:
-        name = here[0] if here else "cpu"
+def resolve_accelerator(name: str = AUTO, field: str = "device") -> str:
+    """The full name, as "cuda:0", of what `open_accelerator` would open; nothing is started. UserError as there."""
     kind, _, number = name.partition(":")
     if number and not number.isdecimal():
         raise UserError(f"{field}: got {name!r}, expected a kind and a number, as in 'cuda:0'")
-    index = int(number or 0)
-    if name in ("cpu", "cpu:0"):
-        return HOST
-    if kind in _ON_REQUEST or kind in third_party(GROUP):
-        return _on_request(kind, index, field)
-    if f"{kind}:{index}" not in here:
+    found = f"{kind}:{int(number or 0)}"
+    if found == "cpu:0":  # not asked further: that would start a driver
+        return "cpu"
+    here = accelerator_names()
+    if name == AUTO:
+        return here[0] if here else "cpu"
+    if not _is_on_request(kind) and found not in here:
         raise UserError(f"{field}: got {name!r}, expected one of: {', '.join((AUTO, 'cpu', *here))}")
-    return TorchAccelerator(torch.device(kind, index))
+    return found
+
+
+def open_accelerator(name: str = AUTO, field: str = "device") -> Accelerator:
+    """By name: `cpu`, `cuda:1`, `mps`, ...; without an index the first of its kind. `auto` is the first accelerator of
+    this machine, or the CPU. UserError, in which `field` is what the name was given as, where it is not here."""
+    kind, _, index = resolve_accelerator(name, field).partition(":")
+    if kind == "cpu":
+        return HOST
+    if _is_on_request(kind):
+        return _on_request(kind, int(index), field)
+    return TorchAccelerator(torch.device(kind, int(index)))
+
+
+def _is_on_request(kind: str) -> bool:
+    return kind in _ON_REQUEST or kind in third_party(GROUP)
 
 
 def _on_request(kind: str, index: int, field: str) -> Accelerator:

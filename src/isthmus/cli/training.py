@@ -34,6 +34,7 @@ from isthmus.report import (
     run_summary,
 )
 from isthmus.runtime.conducting.crew import Crew, LocalCrew
+from isthmus.runtime.conducting.places import local_places
 from isthmus.runtime.conducting.record import Record, read_record
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
 from isthmus.runtime.conducting.run import train as run_training
@@ -85,7 +86,9 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     if choices.resume:
         where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"
         _say(notes, f"going on with {folder.path} {where}")
-    fleet, prepared = fleet_for(job), _prepared(job, folder, notes, in_its_middle=record is not None)
+    fleet = fleet_for(job)
+    crew = choices.crew or LocalCrew(starts_again=True, places=local_places(job.runtime.device, fleet.names))
+    prepared = _prepared(job, folder, notes, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
@@ -109,7 +112,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
         outcome = run_training(
-            prepared, plan, fleet, folder.path, _options(prepared, choices, checkpoint, record, believed),
+            prepared, plan, fleet, folder.path, _options(prepared, crew, checkpoint, record, believed),
             Watcher(
                 accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
                 noted=progress.note,
@@ -153,20 +156,16 @@ def _prepared(job: Job, folder: RunFolder, notes: Console, *, in_its_middle: boo
 
 
 def _options(
-    prepared: Prepared, choices: Choices, checkpoint: Path | None, record: Record | None, believed: Fleet | None
+    prepared: Prepared, crew: Crew, checkpoint: Path | None, record: Record | None, believed: Fleet | None
 ) -> RunOptions:
     # The numbers follow from how a batch is cut: that stays as it is.
     kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
     replan = partial(plan_for, again)
-    if choices.crew is None:
-        return RunOptions(
-            emulate=prepared.job.runtime.emulate, resume_from=checkpoint, crew=LocalCrew(starts_again=True),
-            replan=replan, believed=believed,
-        )  # fmt: skip
     return RunOptions(
-        emulate=False, resume_from=checkpoint, crew=choices.crew, record=record, replan=replan, believed=believed
-    )
+        emulate=not crew.outlives and prepared.job.runtime.emulate, resume_from=checkpoint, crew=crew, record=record,
+        replan=replan, believed=believed,
+    )  # fmt: skip
 
 
 def _say(notes: Console, text: str) -> None:

@@ -22,6 +22,7 @@ import msgspec
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.data import Dataset
 from isthmus.errors import InternalError, IsthmusError, PeerError, StepError, UserError
 from isthmus.protocol.attempts import StepFailure
@@ -92,6 +93,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     island: Path | None = None
     """Where this process meets the other ranks of the device, if there are any."""
     ranks: int = 1
+    accelerator: str = "cpu"
+    """Where it computes, as `open_accelerator` takes it."""
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
 
@@ -104,6 +107,7 @@ class Device:
         self._patience_s = patience_s
         self._foreign = site.identity is not None
         self._site = site
+        self._accelerator: Accelerator = HOST
         self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._memory: Memory[Part] = Memory()
@@ -127,6 +131,8 @@ class Device:
     def work(self) -> None:
         """Until the run is over. Errors of this device reach the coordinator before they are raised here."""
         try:
+            # Not before the coordinator can be told that it is not there.
+            self._accelerator = open_accelerator(self._site.accelerator, f"device {self._site.device}: accelerator")
             while not isinstance((order := self._next()).message, HaltMessage):
                 self._follow(order)
         except Exception as e:
@@ -249,7 +255,9 @@ class Device:
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
         if self._site.island is None:
-            return TorchEngine(train, evaluation, config, values, recompute=assignment.recompute)
+            return TorchEngine(
+                train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute
+            )
         self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks)
         made = StageSetUp(
             train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
@@ -355,6 +363,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
     parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
     parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
+    parser.add_argument("--accelerator", default="cpu", help="where it computes: cpu, cuda:0, ...")
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
     parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
@@ -370,6 +379,7 @@ def main(arguments: Sequence[str]) -> None:
         device=options.device, host=options.host, port=options.port, address=options.address,
         identity=Identity(options.identity) if options.identity is not None else None,
         trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
+        accelerator=options.accelerator,
         data_kinds=None if options.data_kind is None else tuple(options.data_kind),
     )  # fmt: skip
     try:

@@ -38,6 +38,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     local_ranks: int = 1
     """Of them, on this machine."""
+    accelerator: str = "cpu"
+    """Where it computes, as `isthmus.accelerators` names it."""
     data: Path | None = None
     """The folder from which relative paths of data count; None: where this process runs."""
 
@@ -50,6 +52,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     def options(self) -> list[str]:
         """For the process's command line: paths and addresses, no secret."""
         found = ["--host", self.host, "--port", str(self.port), "--address", self.address]
+        found += ["--accelerator", self.accelerator]
         if self.identity is not None:
             found += ["--identity", str(self.identity)]
         if self.island is not None:
