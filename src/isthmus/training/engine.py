@@ -11,14 +11,16 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import to_device
 from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Op, Ref
 from isthmus.graph.partition import Crossing, StageGraph
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
-from isthmus.training.finite import HALF_TYPES, is_finite
+from isthmus.training.finite import HALF_TYPES
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program
+from isthmus.training.tally import Tally
 
 
 class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -37,7 +39,11 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
 
 
 class Engine(Protocol):
-    """One stage on one device. Keys are `Ref`s of the graph; every tensor is for one micro-batch."""
+    """One stage on one device. Keys are `Ref`s of the graph; every tensor is for one micro-batch and lies where the
+    accelerator computes, for the stream on which the engine is called."""
+
+    @property
+    def accelerator(self) -> Accelerator: ...
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         """Run the stage; returns the values to send, and keeps what the backward needs."""
@@ -53,12 +59,17 @@ class Engine(Protocol):
 
     @property
     def count(self) -> float:
-        """Items that the training loss counted since the last `take_loss`."""
+        """Items that the training loss counted since the last `take_loss`. The host waits for the last forward."""
         ...
 
     @property
     def loss(self) -> float:
-        """Sum of training losses since the last `take_loss`."""
+        """Sum of training losses since the last `take_loss`. The host waits for the last forward."""
+        ...
+
+    @property
+    def last_loss(self) -> Tensor:
+        """That of the last forward, where it was computed."""
         ...
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
@@ -179,20 +190,21 @@ class TorchEngine:
             self._hold(op, weights, trains=op.name in trains)
         self.owned = tuple(self._master)
         self._optimizers = Optimizers(config.optimizers, self._master)
-        self._optimizers.load(weights)
+        self._optimizers.load(weights, accelerator)
         self._gradients: dict[str, Tensor] = {}
         self._flights: dict[int, _Flight | _Again] = {}
-        self._told: dict[str, list[tuple[float, float]]] = {"train": [], "eval": []}
+        self._tallies = {"train": Tally(accelerator), "eval": Tally(accelerator)}
         size = config.micro_batch_size
         self._program = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed)
         self._eval_program = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
-        self._seed_gradient = torch.tensor(1.0 if train.count is not None else 1.0 / config.micro_batches)
+        seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
+        self._seed_gradient = torch.full((), seed, device=self.device)
 
     def _hold(self, op: Op, weights: Mapping[str, Tensor], *, trains: bool) -> None:
         if op.target not in weights:
             raise InternalError(f"stage {self.train.index}: no value was placed for {op.kind} {op.target!r}")
         dtype = cast(torch.dtype, getattr(torch, op.outputs[0].dtype))
-        value = weights[op.target].detach().to(self.device)
+        value = to_device(self.accelerator, weights[op.target].detach())
         if not trains:
             self._variables[op.name] = value.to(dtype).clone()
             return
@@ -234,9 +246,8 @@ class TorchEngine:
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         if flight.loss is not None and flight.loss.requires_grad:
-            lost = self.config.non_finite == "skip" and not is_finite(flight.loss)
             roots.append(flight.loss)
-            seeds.append((self._seed_gradient * math.nan if lost else self._seed_gradient).to(flight.loss))
+            seeds.append(self._loss_gradient(flight.loss.detach()))
         for ref, root in flight.roots.items():
             seed, *others = [g[ref] for g in gradients if ref in g]
             for other in others:
@@ -255,6 +266,12 @@ class TorchEngine:
         self._accumulate(names, found[len(flight.leaves) :])
         leaf_gradients = zip(flight.leaves.items(), found, strict=False)
         return {ref: torch.zeros_like(leaf) if g is None else g for (ref, leaf), g in leaf_gradients}
+
+    def _loss_gradient(self, loss: Tensor) -> Tensor:
+        seed = self._seed_gradient
+        if self.config.non_finite == "skip":
+            seed = torch.where(torch.isfinite(loss), seed, math.nan)
+        return seed.to(loss)
 
     def _accumulate(self, names: Sequence[str], found: Sequence[Tensor | None]) -> None:
         for name, gradient in zip(names, found, strict=True):
@@ -279,27 +296,25 @@ class TorchEngine:
 
     def _tally(self, mode: Literal["train", "eval"], values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
         if stage.loss is not None:
-            count = float(values[stage.count]) if stage.count is not None else 1.0
-            self._told[mode].append((float(values[stage.loss].detach()), count))
+            self._tallies[mode].add(values[stage.loss], values[stage.count] if stage.count is not None else None)
 
     @property
     def count(self) -> float:
-        return sum(count for _, count in self._told["train"])
+        return self._tallies["train"].sums()[1]
 
     @property
     def loss(self) -> float:
-        return sum(loss for loss, _ in self._told["train"])
+        return self._tallies["train"].sums()[0]
+
+    @property
+    def last_loss(self) -> Tensor:
+        return self._tallies["train"].last
 
     def take_loss(self) -> tuple[float, float] | None:
-        return self._take("train") if self.train.loss is not None else None
+        return self._tallies["train"].take() if self.train.loss is not None else None
 
     def take_evaluation_loss(self) -> tuple[float, float] | None:
-        return self._take("eval") if self.evaluation.loss is not None else None
-
-    def _take(self, mode: Literal["train", "eval"]) -> tuple[float, float]:
-        told = self._told[mode]
-        self._told[mode] = []
-        return sum(loss for loss, _ in told), sum(count for _, count in told)
+        return self._tallies["eval"].take() if self.evaluation.loss is not None else None
 
     def shared_values(self, names: Sequence[str]) -> dict[str, Tensor]:
         return {n: self._variables[n].detach() for n in names}
@@ -332,14 +347,15 @@ class TorchEngine:
         self._refresh()
 
     def collect(self, count: float | None) -> Tensor:
+        self._tallies["train"].begin()  # on its way while the update runs
         for name, own in self.trainable.items():
             if name in self.train.borrows or name not in self._gradients:
                 continue
             gradient = self._gradients.pop(name)
             self._master[own].grad = gradient if count is None else gradient.div_(count or 1.0)
         if self.config.clip_norm <= 0 and self.config.non_finite == "ignore":
-            return torch.empty(0)
-        return gradient_norms([p.grad for p in self._master.values()])
+            return torch.empty(0, device=self.device)
+        return gradient_norms([p.grad for p in self._master.values()], self.device)
 
     def update(self, step: int, norms: Tensor | None) -> None:
         if norms is not None and self.config.clip_norm > 0:

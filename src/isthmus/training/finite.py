@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import math
+
 import torch
 from torch import Tensor
 
@@ -19,3 +21,10 @@ def is_finite(tensor: Tensor) -> bool:
     values = tensor.detach()
     total = values.sum(dtype=torch.float32 if tensor.dtype in HALF_TYPES else None)
     return bool(torch.isfinite(total)) or bool(torch.isfinite(values).all())
+
+
+def finite_flag(tensor: Tensor) -> Tensor:
+    """The same as a tensor of one bool where `tensor` lies: the host does not wait for it."""
+    if not (tensor.is_floating_point() or tensor.is_complex()) or not tensor.numel():
+        return torch.ones((), dtype=torch.bool, device=tensor.device)
+    return torch.linalg.vector_norm(tensor.detach(), math.inf).isfinite()

@@ -237,6 +237,7 @@ class IslandEngine:
         self._tell(_Command(kind="stage", stage=made), [weights])
         self._own = _Share(made, weights, ranks)
         self._engine = self._own.engine
+        self.accelerator = self._engine.accelerator
         self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
         self._told: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
         self._summed = True
@@ -327,6 +328,10 @@ class IslandEngine:
     @property
     def loss(self) -> float:
         return sum(loss for loss, _ in self._told["forward"])
+
+    @property
+    def last_loss(self) -> Tensor:
+        return torch.full((), self._told["forward"][-1][0], device=self.accelerator.device)
 
     def take_loss(self) -> tuple[float, float] | None:
         return self._take("forward") if self._engine.train.loss is not None else None

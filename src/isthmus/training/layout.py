@@ -136,7 +136,7 @@ def unpack(flat: Tensor, header: TensorHeader) -> Tensor:
         whole = whole.narrow(dim, 0, size)
     try:
         # A graph can see the gaps: what was freed here before is not for it.
-        result = torch.zeros(_extent(header), dtype=flat.dtype).as_strided(kept, header.stride)
+        result = torch.zeros(_extent(header), dtype=flat.dtype, device=flat.device).as_strided(kept, header.stride)
     except RuntimeError:
         raise _no_memory(header, _extent(header) * flat.element_size()) from None
     return result.copy_(whole).as_strided(header.shape, header.stride)

@@ -12,6 +12,8 @@ import torch
 from msgspec import Meta
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
 from isthmus.training.outer import OUTER_KEYS
 
@@ -82,15 +84,15 @@ class Optimizers:
                         found[f"optimizer.{name}.{key}"] = value
         return found
 
-    def load(self, state: Mapping[str, Tensor]) -> None:
-        """Take back what `state` gave, whatever the cut was then."""
+    def load(self, state: Mapping[str, Tensor], accelerator: Accelerator = HOST) -> None:
+        """Take back what `state` gave, whatever the cut was then. The parameters lie on `accelerator`."""
         owners = {id(p): o for _, o in self._made for group in o.param_groups for p in group["params"]}
         for name, parameter in self._parameters.items():
             prefix = f"optimizer.{name}."
             found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             found = {k: v for k, v in found.items() if k not in OUTER_KEYS}
             # AdamW counts its steps on the CPU, wherever the parameter is
-            kept = {k: v.clone() if k == "step" else v.to(parameter.device, copy=True) for k, v in found.items()}
+            kept = {k: v.clone() if k == "step" else to_device(accelerator, v).clone() for k, v in found.items()}
             if kept:
                 owners[id(parameter)].state[parameter] = kept
 
@@ -117,23 +119,27 @@ def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.opti
 NO_GRADIENT = -1.0
 
 
-def gradient_norms(gradients: Sequence[Tensor | None]) -> Tensor:
-    """The 2-norm of each gradient, -1 where there is none: float32, shape [len(gradients)], on the CPU."""
-    there = [torch.linalg.vector_norm(g).float() for g in gradients if g is not None]
-    norms = torch.full((len(gradients),), NO_GRADIENT)
-    if there:
-        norms[[g is not None for g in gradients]] = torch.stack(there).cpu()
-    return norms
+def gradient_norms(gradients: Sequence[Tensor | None], device: torch.device = HOST.device) -> Tensor:
+    """The 2-norm of each gradient, -1 where there is none: float32, shape [len(gradients)], on the gradients' device,
+    which is `device`. The host waits for none of them."""
+    if not gradients:
+        return torch.empty(0, device=device)
+    missing = torch.full((), NO_GRADIENT, device=device)
+    return torch.stack([missing if g is None else torch.linalg.vector_norm(g).float() for g in gradients])
 
 
-def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> float:
-    """Scale gradients in place so that the global norm is at most `max_norm`; returns the norm before.
+def clip(gradients: Sequence[Tensor], norms: Tensor, max_norm: float) -> Tensor:
+    """Scale gradients in place so that the global norm is at most `max_norm`; returns the norm before, where it is.
 
     `norms` are those of all parameters of the model in the module's own order, so that the result has the same
     bits as torch.nn.utils.clip_grad_norm_ on the whole module, which leaves parameters without gradient out.
     """
-    total = torch.linalg.vector_norm(norms[norms != NO_GRADIENT])
+    there = norms != NO_GRADIENT
+    # The host would wait for an accelerator to say how many there are. On the CPU zeros between would change the sum's
+    # last bits.
+    given = norms[there] if norms.device.type == "cpu" else torch.where(there, norms, 0.0)
+    total = torch.linalg.vector_norm(given)
     coefficient = torch.clamp(max_norm / (total + 1e-6), max=1.0)
     for gradient in gradients:
         gradient.mul_(coefficient.to(gradient.device))
-    return float(total)
+    return total

@@ -44,11 +44,11 @@ class OuterParameters:
         return {VALUE: self.values} | ({} if momentum is None else {MOMENTUM: momentum})
 
     def load(self, state: Mapping[str, Tensor]) -> None:
-        """What `state` gave; without momentum as before the first step."""
+        """What `state` gave, where the values are; without momentum as before the first step."""
         with torch.no_grad():
             self._values.copy_(state[VALUE])
         if MOMENTUM in state:
-            self._sgd.state[self._values] = {"momentum_buffer": state[MOMENTUM].to(self._values.device, copy=True)}
+            self._sgd.state[self._values] = {"momentum_buffer": state[MOMENTUM].clone()}
 
 
 def joined(saved: Mapping[str, Tensor], parameters: Sequence[str]) -> dict[str, Tensor]:

@@ -15,6 +15,7 @@ from typing import Protocol
 import torch
 from torch import Tensor
 
+from isthmus.accelerators.copies import Reading, to_device
 from isthmus.errors import UserError
 from isthmus.plan import Outer
 from isthmus.training.engine import Engine
@@ -47,6 +48,7 @@ class Parameters:
         self.engine = engine
         self.names, self.own = tuple(own), tuple(own.values())
         self.shapes: list[torch.Size] = []
+        self.device = engine.accelerator.device
         for name, value in engine.parameters(self.names).items():
             if value.dtype != torch.float32:
                 raise UserError(f"parameter {name!r}: got {value.dtype}, expected float32: replicas sum in float32")
@@ -70,21 +72,29 @@ class GradientSum:
     def __init__(self, parameters: Parameters) -> None:
         self._parameters = parameters
         self.flat = torch.empty(0)
+        self._present: tuple[tuple[float, ...], Tensor] | None = None
 
     def fill(self, count: float) -> None:
         names, shapes = self._parameters.names, self._parameters.shapes
         found = self._parameters.engine.take_gradients(names)
-        flags = [0.0 if found[name] is None else 1.0 for name in names]
-        device = next(iter(self._parameters.engine.parameters(names[:1]).values())).device
+        flags = tuple(0.0 if found[name] is None else 1.0 for name in names)
+        device = self._parameters.device
         pieces = [torch.zeros(shape.numel(), device=device) if (g := found[name]) is None else g.reshape(-1)
                   for name, shape in zip(names, shapes, strict=True)]  # fmt: skip
-        self.flat = torch.cat([*pieces, torch.tensor([*flags, count], device=device)])
+        counted = torch.full((1,), count, device=device)
+        self.flat = torch.cat([*pieces, self._flags(flags), counted])
+
+    def _flags(self, flags: tuple[float, ...]) -> Tensor:
+        if self._present is None or self._present[0] != flags:
+            self._present = flags, to_device(self._parameters.engine.accelerator, torch.tensor(flags))
+        return self._present[1]
 
     def take(self) -> float:
         row, rest = self.flat.split([self._parameters.elements, len(self._parameters.names) + 1])
-        summed = zip(self._parameters.names, self._parameters.apart(row), rest[:-1].tolist(), strict=True)
+        told = Reading(self._parameters.engine.accelerator, rest).values().tolist()
+        summed = zip(self._parameters.names, self._parameters.apart(row), told[:-1], strict=True)
         self._parameters.engine.add_gradients({name: value for name, value, present in summed if present})
-        return float(rest[-1])
+        return float(told[-1])
 
     def state(self) -> dict[str, Tensor]:
         return {}
@@ -114,11 +124,12 @@ class DeltaSum:
         self._outer = OuterParameters(parameters.row(), outer)
         self.flat = torch.empty(0)
         self._begun = False
-        held = joined(saved, parameters.own)
+        accelerator = parameters.engine.accelerator
+        held = {key: to_device(accelerator, row) for key, row in joined(saved, parameters.own).items()}
         if held:
             self._outer.load(held)
         if DELTA in held:
-            self.flat, self._begun = held[DELTA].to(self._outer.values.device), True
+            self.flat, self._begun = held[DELTA], True
 
     def fill(self, count: float) -> None:
         self.flat = (self._outer.values - self._parameters.row()).mul_(self._share)
