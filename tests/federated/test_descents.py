@@ -38,7 +38,7 @@ def samples() -> dict[str, Tensor]:
 def locals_of(config: LocalConfig) -> tuple[Resident, list[PlainLocal], StackedLocal]:
     torch.manual_seed(0)
     resident = Resident(Wide().double())
-    workspace = Workspace(resident.size, resident.dtype)
+    workspace = Workspace(resident)
     rows = samples()
     each = [{name: column[c * SAMPLES :][:SAMPLES] for name, column in rows.items()} for c in range(CLIENTS)]
     plain = [PlainLocal(resident, workspace, config, d, seed=1, round_=2, client=c) for c, d in enumerate(each)]

@@ -76,6 +76,12 @@ class Host:
             torch.manual_seed(seed)
             yield
 
+    def random_state(self) -> Tensor:
+        return torch.get_rng_state()
+
+    def set_random_state(self, state: Tensor) -> None:
+        torch.set_rng_state(state)
+
     def memory(self) -> MemoryUse:
         page = os.sysconf("SC_PAGE_SIZE")
         total = page * os.sysconf("SC_PHYS_PAGES")

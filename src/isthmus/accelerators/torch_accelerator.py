@@ -84,6 +84,14 @@ class TorchAccelerator:
             finally:
                 self._module.set_rng_state(before, self.device)
 
+    def random_state(self) -> Tensor:
+        return torch.cat([torch.get_rng_state(), cast(Tensor, self._module.get_rng_state(self.device))])
+
+    def set_random_state(self, state: Tensor) -> None:
+        host = len(torch.get_rng_state())
+        torch.set_rng_state(state[:host])
+        self._module.set_rng_state(state[host:], self.device)
+
     def memory(self) -> MemoryUse:
         free, total = torch.accelerator.get_memory_info(self.device)
         return MemoryUse(

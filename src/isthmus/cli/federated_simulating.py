@@ -26,6 +26,7 @@ from isthmus.protocol.federated_events import Line
 from isthmus.protocol.federated_participation import Participation
 from isthmus.report.federated_progress import simulated_table
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
+from isthmus.runtime.federated.sizing import with_executors
 from isthmus.simulator.federated import FederatedCosts, simulate_federated
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
@@ -40,8 +41,10 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
     if job.scheme.per == "population":
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
+    data = client_data(job)
+    job = with_executors(job, data)
     found = measured(job)
-    line, data = found.line, client_data(job)
+    line = found.line
     machine = coordinator_of(job, data.sizes, Cohorts(job, data.sizes), 0, None)
     count = len(machine.executors)
     emulated = [emulation(job, k) for k in range(count)]

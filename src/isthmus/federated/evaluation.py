@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.federated.resident import Resident, loss_of
 
 BATCH = 256
@@ -33,32 +34,47 @@ class Evaluation(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Evaluator:
-    """Keeps a module of its own: the one that trains is elsewhere."""
+    """Keeps a module of its own: the one that trains is elsewhere. It moves to its accelerator when it first evaluates:
+    by then executors have been forked."""
 
     def __init__(
         self, resident: Resident, test: Mapping[str, Tensor] | None,
         load: Callable[[int], Mapping[str, Tensor]] | None = None, clients: Sequence[int] = (),
+        *, accelerator: Callable[[], Accelerator] = lambda: HOST,
     ) -> None:  # fmt: skip
         """`test` are held-out samples, if there are any; `load` gives the data of `clients`, which are evaluated one by
         one."""
         self._resident = resident
-        self._test = None if test is None else self._cast(test)
+        self._accelerator = accelerator
+        self._test = test
+        self._placed = False
         self._load = load
         self._clients = clients
 
     def _cast(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self._resident.dtype
-        return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in columns.items()}
+        cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in columns.items()}
+        return self._resident.transfer.up(cast)
+
+    def _up(self, vector: Tensor) -> Tensor:
+        return self._resident.transfer.up({"": vector})[""]
+
+    def _place(self) -> None:
+        if not self._placed:
+            self._resident = Resident(self._resident.module, self._accelerator())
+            self._test = None if self._test is None else self._cast(self._test)
+            self._placed = True
 
     def evaluate(
         self, model: Tensor, buffers: Tensor | None = None, own: Callable[[int], Tensor] | None = None
     ) -> Evaluation:
         """In eval mode, without gradients. With `own`, every client is evaluated with its own model; the server's is
         nobody's then, and held-out samples say nothing."""
+        self._place()
         module = self._resident.module
-        self._resident.bind(model)
+        self._resident.bind(self._up(model))
         if buffers is not None:
-            self._resident.set_buffers(buffers)
+            self._resident.set_buffers(self._up(buffers))
         module.eval()
         with torch.no_grad():
             idle = self._test is None or own is not None
@@ -78,7 +94,7 @@ class Evaluator:
     def _of_client(self, client: int, own: Callable[[int], Tensor] | None) -> float | None:
         assert self._load is not None, "there are clients"
         if own is not None:
-            self._resident.bind(own(client))
+            self._resident.bind(self._up(own(client)))
         return self._on(self._cast(self._load(client)))[1]
 
     def _on(self, columns: Mapping[str, Tensor]) -> tuple[float, float | None]:

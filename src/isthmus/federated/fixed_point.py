@@ -23,12 +23,11 @@ from isthmus.federated.spreading import spread
 FRACTION_BITS = 36
 """A term is rounded to a multiple of 2^-36, after scaling: 1.5e-11 of the largest mean that is of size 1."""
 BYTES_PER_NUMBER = 8
-_LIMIT = 2.0**51
-_SUM_LIMIT = 2.0**62
-_MAGIC = 1.5 * 2.0**52
+LIMIT = 2.0**51
+SUM_LIMIT = 2.0**62
+MAGIC = torch.tensor(1.5 * 2.0**52, dtype=torch.float64)
 """Added to a double below 2^51 it leaves the rounded integer in the low bits: 5 times faster than a conversion."""
-_MAGIC_TENSOR = torch.tensor(_MAGIC, dtype=torch.float64)
-_MAGIC_BITS = int(_MAGIC_TENSOR.view(torch.int64))
+MAGIC_BITS = int(MAGIC.view(torch.int64))
 _ROWS_BLOCK = 1 << 19
 """Numbers of short rows that are added at once."""
 _BLOCK = 1 << 17
@@ -93,52 +92,52 @@ class FixedSum:
         factor, largest = weight * self._factor, 0.0
         parts = term.detach().reshape(-1).split(_BLOCK)
         for number, (part, total) in enumerate(zip(parts, self._blocks, strict=True)):
-            found = _largest(part) * abs(factor)
-            if not found < _LIMIT:
+            found = largest_of(part) * abs(factor)
+            if not found < LIMIT:
                 self._take_back(parts[:number], factor)
-                within = f"{_LIMIT / factor:.3g}" if factor else "any bound"
-                raise DivergedUpdate(f"got {_worst(term)}, expected numbers within {within}")
+                within = f"{LIMIT / factor:.3g}" if factor else "any bound"
+                raise DivergedUpdate(f"got {worst_of(term)}, expected numbers within {within}")
             largest = max(largest, found)
             rounded = self._round(part, factor)
-            np.subtract(rounded, _MAGIC_BITS, out=total if self._empty else rounded)
+            np.subtract(rounded, MAGIC_BITS, out=total if self._empty else rounded)
             if not self._empty:
                 np.add(total, rounded, out=total)
         self._empty = False
         self._bound += largest
-        if self._bound >= _SUM_LIMIT:
+        if self._bound >= SUM_LIMIT:
             raise PeerError(f"a sum of {self._bound * self._unit:.3g} has no room in 64 bits")
 
     def _round(self, part: Tensor, factor: float) -> NDArray[np.int64]:
         """A block's terms as integers, each with the magic number's bits on top. It lasts until the next block."""
         work = self._work[: len(part)].copy_(part)
-        torch.add(_MAGIC_TENSOR, work, alpha=factor, out=work)
+        torch.add(MAGIC, work, alpha=factor, out=work)
         return self._rounded[: len(part)]
 
     def _take_back(self, parts: Sequence[Tensor], factor: float) -> None:
         """What was added of a term whose later numbers are bad."""
         if not self._empty:
             for part, total in zip(parts, self._blocks, strict=False):
-                np.subtract(total, self._round(part, factor) - _MAGIC_BITS, out=total)
+                np.subtract(total, self._round(part, factor) - MAGIC_BITS, out=total)
 
     def add_rows(self, terms: Tensor, weight: float = 1.0) -> None:
         """Add `weight` times every row of [terms, size]: the same bits as one by one. PeerError as `add`, and nothing
         added, if a number of any row is bad."""
         factor = weight * self._factor
         rows = terms.detach().reshape(len(terms), -1)
-        found = _largest(rows) * abs(factor)
-        if not found < _LIMIT:
-            raise PeerError(f"got {_worst(terms)} among {len(rows)} terms")
+        found = largest_of(rows) * abs(factor)
+        if not found < LIMIT:
+            raise PeerError(f"got {worst_of(terms)} among {len(rows)} terms")
         bound = self._bound + found * len(rows)
-        if bound >= _SUM_LIMIT:
+        if bound >= SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
         self._bound = bound
         width = max(1, _ROWS_BLOCK // len(rows))
         # The sum of the magic numbers' bits wraps around, and back when they are taken off.
-        lift = np.array(len(rows) * _MAGIC_BITS % 2**64, dtype=np.uint64).view(np.int64)
+        lift = np.array(len(rows) * MAGIC_BITS % 2**64, dtype=np.uint64).view(np.int64)
         own = self._total.numpy() if self._empty else self.total.numpy()
         for start, part in zip(range(0, len(own), width), rows.split(width, dim=1), strict=True):
             work, total = part.to(torch.float64, copy=True), own[start : start + width]
-            rounded = torch.add(_MAGIC_TENSOR, work, alpha=factor, out=work).numpy().view(np.int64).sum(axis=0)
+            rounded = torch.add(MAGIC, work, alpha=factor, out=work).numpy().view(np.int64).sum(axis=0)
             np.subtract(rounded, lift, out=total if self._empty else rounded)
             if not self._empty:
                 np.add(total, rounded, out=total)
@@ -146,19 +145,19 @@ class FixedSum:
 
     def check_term(self, term: Tensor, weight: float) -> None:
         """PeerError if `weight` times the term could not be added. Nothing is changed."""
-        largest = _largest(term.detach()) * weight * self._factor
-        if not largest < _LIMIT:
-            raise DivergedUpdate(f"got {_worst(term)}, expected numbers within {_LIMIT / (weight * self._factor):.3g}")
-        if self._bound + largest >= _SUM_LIMIT:
+        largest = largest_of(term.detach()) * weight * self._factor
+        if not largest < LIMIT:
+            raise DivergedUpdate(f"got {worst_of(term)}, expected numbers within {LIMIT / (weight * self._factor):.3g}")
+        if self._bound + largest >= SUM_LIMIT:
             raise PeerError(f"a sum of {(self._bound + largest) * self._unit:.3g} has no room in 64 bits")
 
     def check(self, total: Tensor, largest: float | None = None) -> float:
         """The largest number of another sum's `total`, int64 [size], looked for where it is not given. PeerError when
         the two have no room."""
-        largest = _largest(total) if largest is None else largest
+        largest = largest_of(total) if largest is None else largest
         if not 0 <= largest < math.inf:
             raise PeerError(f"got numbers within {largest:g}, expected a bound")
-        if (bound := self._bound + largest) >= _SUM_LIMIT:
+        if (bound := self._bound + largest) >= SUM_LIMIT:
             raise PeerError(f"a sum of {bound * self._unit:.3g} has no room in 64 bits")
         return largest
 
@@ -197,10 +196,13 @@ class FixedSum:
         return found
 
 
-def _largest(numbers: Tensor) -> float:
+def largest_of(numbers: Tensor) -> float:
     """The largest distance from 0; not a number if there is one that is none."""
     if not numbers.numel():
         return 0.0
+    if numbers.device.type != "cpu":
+        low, high = torch.stack(torch.aminmax(numbers)).tolist()  # one look; a number that is none is both
+        return max(-low, high) if low == low else math.nan
     if numbers.dtype == torch.bfloat16:  # which numpy does not know
         numbers = numbers.float()
     array = numbers.numpy()
@@ -208,6 +210,6 @@ def _largest(numbers: Tensor) -> float:
     return max(-low, high) if low == low else math.nan
 
 
-def _worst(term: Tensor) -> float:
+def worst_of(term: Tensor) -> float:
     bad = term[~torch.isfinite(term)]
     return float(bad[0]) if len(bad) else float(term.abs().max())

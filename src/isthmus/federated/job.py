@@ -15,6 +15,7 @@ from msgspec import Meta
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from isthmus.accelerators import AUTO, Accelerator, open_accelerator
 from isthmus.data import DataSpec, load_dataset
 from isthmus.data.availability import Availability, read_availability
 from isthmus.data.client_files import TextClients
@@ -70,7 +71,11 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Where clients train."""
 
     scheme: str = "ours"
-    executors: Positive = 2
+    executors: NotNegative = 2
+    """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run."""
+    device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
+    """Where executors train: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ... Of several,
+    executor number k has number k modulo their count: `["cuda:0", "cuda:1"]`."""
     planner: str = ""
     """In place of the scheme's."""
     steals: bool | None = None
@@ -122,6 +127,11 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     execution: Execution = Execution()
     deployment: Deployment | None = None
     run_dir: str = "runs"
+
+    @property
+    def devices(self) -> tuple[str, ...]:
+        """Names of the accelerators that executors have in turn."""
+        return (self.execution.device,) if isinstance(self.execution.device, str) else self.execution.device
 
     @property
     def scheme(self) -> Scheme:
@@ -330,7 +340,9 @@ def evaluator(job: FederatedJob, data: ClientData, *, personal: bool = False) ->
     clients = np.unique(np.linspace(0, population - 1, min(population, wanted)).astype(int))
     chosen = clients.tolist() if wanted else []
     test = test_data(job, data)
-    return Evaluator(Resident(build(job)), test, data.load, chosen) if test is not None or chosen else None
+    if test is None and not chosen:
+        return None
+    return Evaluator(Resident(build(job)), test, data.load, chosen, accelerator=lambda: accelerator_of(job, 0))
 
 
 def site_evaluator(job: FederatedJob) -> Evaluator | None:
@@ -340,6 +352,12 @@ def site_evaluator(job: FederatedJob) -> Evaluator | None:
     data = client_data(msgspec.structs.replace(job, partition=None)) if job.data.kind == FEMNIST else None
     test = test_data(job, data)
     return None if test is None else Evaluator(Resident(build(job)), test)
+
+
+def accelerator_of(job: FederatedJob, executor: int) -> Accelerator:
+    """Where it trains. To be called in the executor's own process: a process whose accelerator is at work cannot be
+    copied."""
+    return open_accelerator(job.devices[executor % len(job.devices)], "execution.device")
 
 
 def executors(job: FederatedJob, population: int) -> int:

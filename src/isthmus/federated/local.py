@@ -38,8 +38,8 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
 class Workspace:
     """Vectors to train in, kept from client to client: fresh memory of a large model costs as much as a step."""
 
-    def __init__(self, size: int, dtype: torch.dtype) -> None:
-        self._size, self._dtype = size, dtype
+    def __init__(self, resident: Resident) -> None:
+        self._resident = resident
         self._vectors: list[Tensor] = []
         self._used = 0
 
@@ -49,7 +49,7 @@ class Workspace:
 
     def take(self) -> Tensor:
         if self._used == len(self._vectors):
-            self._vectors.append(torch.empty(self._size, dtype=self._dtype))
+            self._vectors.append(self._resident.empty(self._resident.size))
         self._used += 1
         return self._vectors[self._used - 1]
 
@@ -91,7 +91,8 @@ class PlainLocal:
     def batches(self) -> Iterator[Batch]:
         """The client's own permutation per epoch, in batches of which the last may be smaller."""
         seed, round_, client = self._key
-        for order in torch.from_numpy(orders(seed, round_, [client], self.samples, self._config.epochs)[0]):
+        drawn = torch.from_numpy(orders(seed, round_, [client], self.samples, self._config.epochs)[0])
+        for order in self._resident.transfer.up({"order": drawn})["order"]:
             shuffled = {name: column[order] for name, column in self._data.items()}
             yield from _slices(shuffled, self._used, self._config.batch_size)
 

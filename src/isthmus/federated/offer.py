@@ -12,6 +12,7 @@ from typing import Annotated
 import msgspec
 from msgspec import Meta
 
+from isthmus.accelerators import AUTO
 from isthmus.data import DataSpec
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError
@@ -44,6 +45,8 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     model: ModelSpec
     data: DataSpec
     threads: Annotated[int, Meta(ge=1)] = 1
+    device: str = AUTO
+    """Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ..."""
     slow_down: Annotated[float, Meta(ge=0)] = 0.0
     """Emulation: the site sleeps so many times as long as it trained."""
 

@@ -15,6 +15,7 @@ from torch import Tensor
 
 from isthmus.errors import DivergedUpdate, PeerError, UserError
 from isthmus.federated.algorithms import Cohort, Combine, Update, Values
+from isthmus.federated.device_sum import DeviceSum, Down
 from isthmus.federated.fixed_point import FixedSum, scale_exponent
 from isthmus.training.finite import is_finite
 
@@ -39,9 +40,12 @@ class Partial:
         returns: Mapping[str, Combine],
         sizes: Mapping[str, int] | None = None,
         rooms: Mapping[str, Tensor] | None = None,
+        *,
+        down: Down | None = None,
     ) -> None:
         """`sizes` are the numbers of each summed value; without them, those of the first that comes. `rooms` is memory
-        to add them up in, int64 [numbers]."""
+        to add them up in, int64 [numbers]. With `down`, what is folded lies on an accelerator and adds up there."""
+        self._down = down
         self._returns = returns
         self._rooms = rooms or {}
         self._expected = sizes or {name: len(room) for name, room in self._rooms.items()}
@@ -82,7 +86,7 @@ class Partial:
             value = update.values[name]
             factor = weight if self._returns[name] == "weighted_mean" else 1.0
             try:
-                total = self._sum(name, value.numel())
+                total = self._sum(name, value.numel(), value.device)
                 total.add(value, factor)
             except PeerError as e:
                 for other, term, used in added:
@@ -90,7 +94,9 @@ class Partial:
                 raise type(e)(f"client {client}: value {name!r}: {e}") from None
             added.append((total, value, factor))
         if self.collects:
-            self._collected[client] = {name: update.values[name].detach().clone() for name in self._of("collect")}
+            down = self._down or (lambda value: value)
+            collected = {name: down(update.values[name].detach()).clone() for name in self._of("collect")}
+            self._collected[client] = collected
             self._weights[client] = _units(weight)
         self._weight += _units(weight)
         self.clients += 1
@@ -105,7 +111,7 @@ class Partial:
         for name, combine in self._returns.items():
             value, factor = update.values[name], weight if combine == "weighted_mean" else 1.0
             try:
-                total = self._sum(name, value[0].numel())
+                total = self._sum(name, value[0].numel(), value.device)
                 total.add_rows(value, factor)
             except PeerError:
                 for other, terms, used in added:
@@ -122,7 +128,7 @@ class Partial:
             value = update.values[name]
             try:
                 factor = weight if self._returns[name] == "weighted_mean" else 1.0
-                self._sum(name, value.numel()).check_term(value, factor)
+                self._sum(name, value.numel(), value.device).check_term(value, factor)
             except PeerError as e:
                 raise type(e)(f"value {name!r}: {e}") from None
 
@@ -135,10 +141,15 @@ class Partial:
     def _of(self, *kinds: Combine) -> list[str]:
         return [name for name, combine in self._returns.items() if combine in kinds]
 
-    def _sum(self, name: str, size: int) -> FixedSum:
+    def _sum(self, name: str, size: int, device: torch.device | None = None) -> FixedSum:
         self._check_size(name, size)
         if name not in self._sums:
-            self._sums[name] = FixedSum(size, self._exponents[self._returns[name]], self._rooms.get(name))
+            exponent, room = self._exponents[self._returns[name]], self._rooms.get(name)
+            down, device = self._down, device or torch.device("cpu")
+            if down is None or device.type == "cpu":
+                self._sums[name] = FixedSum(size, exponent, room)
+            else:
+                self._sums[name] = DeviceSum(size, exponent, device, down, room)
         return self._sums[name]
 
     def _check_size(self, name: str, size: int) -> None:

@@ -5,12 +5,14 @@ Nothing is built per client. A vector [P] holds the parameters in the module's o
 
 from __future__ import annotations
 
+import copy
 import inspect
 from collections.abc import Mapping, Sequence
 
 import torch
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator, Transfer
 from isthmus.errors import UserError
 
 Batch = Mapping[str, Tensor]
@@ -23,8 +25,11 @@ class Resident:
     Integer buffers (a count of batches) are left as they are; floating ones (running means) form a second vector.
     """
 
-    def __init__(self, module: nn.Module) -> None:
-        self.module = module
+    def __init__(self, module: nn.Module, accelerator: Accelerator = HOST) -> None:
+        """On the CPU this is the module itself; elsewhere a copy."""
+        self.accelerator = accelerator
+        self.transfer = Transfer(accelerator)
+        self.module = module = self._moved(module) if accelerator.asynchronous else module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
             raise UserError("model: got one without trainable parameters, expected at least one")
@@ -45,9 +50,17 @@ class Resident:
         self._bound = 0
         module.train()
 
+    def _moved(self, module: nn.Module) -> nn.Module:
+        # As `to` does it, but by way of a host buffer that the accelerator reads without waiting.
+        return copy.deepcopy(module)._apply(lambda value: self.transfer.up({"": value})[""])  # pyright: ignore[reportPrivateUsage]
+
     def vector(self, out: Tensor | None = None) -> Tensor:
         """The parameters as they are, [P]; in `out`, where that is given."""
         return torch.cat([p.detach().reshape(-1) for p in self._parameters], out=out)
+
+    def empty(self, size: int) -> Tensor:
+        """A vector of the parameters' type, where they are."""
+        return torch.empty(size, dtype=self.dtype, device=self.accelerator.device)
 
     def views(self, vector: Tensor) -> list[Tensor]:
         """Each parameter's part of a vector [..., P], in its shape."""
@@ -71,7 +84,7 @@ class Resident:
     def buffers(self) -> Tensor:
         """The floating buffers as they are, [B]; empty for most models."""
         if not self._buffers:
-            return torch.empty(0, dtype=self.dtype)
+            return self.empty(0)
         return torch.cat([b.reshape(-1).to(self.dtype) for b in self._buffers])
 
     def set_buffers(self, vector: Tensor) -> None:
@@ -99,14 +112,14 @@ class Resident:
     def let_go(self) -> None:
         """Hold no parameters until `bind`."""
         for p in self._parameters:
-            p.data = torch.empty(0, dtype=self.dtype)
+            p.data = self.empty(0)
         self._known, self._bound = {}, 0
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of the batch's mean loss, [P]. It lasts until the next call."""
         self.bind(weights)
         if self._gradient is None:
-            self._gradient = torch.empty(self.size, dtype=self.dtype)
+            self._gradient = self.empty(self.size)
         for view, part in zip(self.views(self._gradient), self._parts(batch), strict=True):
             if part is None:
                 view.zero_()
@@ -143,13 +156,13 @@ class Resident:
 
     def draws(self, batch: Batch) -> bool:
         """Whether the module draws random numbers while it trains."""
-        before = torch.get_rng_state()
+        before = self.accelerator.random_state()
         buffers = self.buffers()
         with torch.no_grad():
             self.module(**batch)
         self.set_buffers(buffers)
-        drew = not torch.equal(before, torch.get_rng_state())
-        torch.set_rng_state(before)
+        drew = not torch.equal(before, self.accelerator.random_state())
+        self.accelerator.set_random_state(before)
         return drew
 
 

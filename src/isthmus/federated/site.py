@@ -10,6 +10,7 @@ import torch
 from numpy.typing import NDArray
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.data.clients import ClientData
 from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
@@ -124,10 +125,10 @@ class Site(Worksite):
     def __init__(
         self, work: Work, module: nn.Module, data: ClientData, states: SiteStates | None,
         *, lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
-        say: Callable[[str], None] = lambda _: None,
+        say: Callable[[str], None] = lambda _: None, accelerator: Accelerator = HOST,
     ) -> None:  # fmt: skip
         """As a worksite's."""
-        super().__init__(work, module, data, states, lasts=lasts, say=say)
+        super().__init__(work, module, data, states, lasts=lasts, say=say, accelerator=accelerator)
         self._own_states = states
 
     def open(self, opening: Opening, told: Mapping[str, Tensor]) -> None:
@@ -142,5 +143,7 @@ class Site(Worksite):
         return super().train(tasks)
 
     def _take_in(self, task: Task, update: Update) -> int:
-        self.update = update
-        return self._keep_one(task, update.state)
+        state = self._keep_one(task, update.state)
+        values = self.resident.transfer.down(update.values)
+        self.update = Update(values=values, state=update.state, weight=update.weight)
+        return state

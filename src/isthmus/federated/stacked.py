@@ -54,6 +54,10 @@ class Stacked:
         self._calls: Counter[tuple[torch.Size, ...]] = Counter()
         self._traced: dict[tuple[torch.Size, ...], Operation] = {}
 
+    def up(self, tensor: Tensor) -> Tensor:
+        """Where the models are."""
+        return self._resident.transfer.up({"": tensor})[""]
+
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""
         parts = self._gradients(weights, batch)(*self._resident.views(weights), *batch.values())
@@ -143,7 +147,7 @@ class StackedLocal:
         self._used = config.used(self.samples)
         drawn = orders(seed, round_, clients, self.samples, config.epochs)
         drawn += np.arange(0, len(clients) * self.samples, self.samples)[:, None, None]
-        self._orders = torch.from_numpy(np.ascontiguousarray(drawn.swapaxes(0, 1))).flatten(1)
+        self._orders = stacked.up(torch.from_numpy(np.ascontiguousarray(drawn.swapaxes(0, 1))).flatten(1))
         """[epochs, rows], of the rows of all clients."""
 
     @property
@@ -208,7 +212,8 @@ def best_together(resident: Resident, columns: Batch, most: int = TRIED[-1], *, 
     if most == 1 or len(resident.buffers()) or resident.draws(columns):
         return 1
     model, stacked = resident.vector(), Stacked(resident)
-    plain_s = _quickest_s(lambda: resident.gradient(model, columns), repeats)
+    wait = resident.accelerator.synchronize
+    plain_s = _quickest_s(lambda: resident.gradient(model, columns), wait, repeats)
     found, found_s = 1, plain_s / PAYS
     for count in sorted({min(count, rows_for(most)) for count in TRIED}):
         weights = model.expand(count, -1).clone()
@@ -217,18 +222,21 @@ def best_together(resident: Resident, columns: Batch, most: int = TRIED[-1], *, 
             stacked.trace(weights, batch)
         except RuntimeError:  # an operation without a batching rule, or control flow on values
             return 1
-        each_s = _quickest_s(lambda w=weights, b=batch: stacked.gradient(w, b), repeats) / count
+        each_s = _quickest_s(lambda w=weights, b=batch: stacked.gradient(w, b), wait, repeats) / count
         if each_s >= (found_s if found == 1 else found_s * SLOWER):
             break
         found, found_s = count, min(each_s, found_s)
     return found
 
 
-def _quickest_s(act: Callable[[], object], repeats: int) -> float:
+def _quickest_s(act: Callable[[], object], wait: Callable[[], None], repeats: int) -> float:
+    """`wait` is for what was begun to be done."""
     act()
+    wait()
     found: list[float] = []
     for _ in range(repeats):
         start_s = time.perf_counter()
         act()
+        wait()
         found.append(time.perf_counter() - start_s)
     return min(found)

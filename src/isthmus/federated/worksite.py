@@ -9,10 +9,12 @@ import msgspec
 import torch
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
+from isthmus.federated.device_sum import sums_on
 from isthmus.federated.local import LocalConfig, PlainLocal, Workspace
 from isthmus.federated.pacing import Pacer
 from isthmus.federated.partial import Partial
@@ -45,11 +47,13 @@ class Worksite:
         lasts: Callable[[float, int], float] = lambda seconds, _: seconds,
         admit: Callable[[Update], Update] | None = None,
         say: Callable[[str], None] = lambda _: None,
+        accelerator: Accelerator = HOST,
     ) -> None:
         """`states` is None for algorithms that keep nothing. `lasts(seconds, round)` is how long training that took
         `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `say` is
         told of states that are lost."""
-        self.resident = Resident(module)
+        self.resident = Resident(module, accelerator)
+        self._transfer = self.resident.transfer
         self._work = work
         self._data = data
         self._states = states
@@ -57,7 +61,7 @@ class Worksite:
         self._admit = admit
         self._say = say
         self._passes: Sequence[Pass] = work.algorithm.passes
-        self._workspace = Workspace(self.resident.size, self.resident.dtype)
+        self._workspace = Workspace(self.resident)
         self._draws = False
         """Whether a client's training draws from torch's generator."""
         self._tried: set[int] = set()
@@ -68,7 +72,7 @@ class Worksite:
         self._told: Values = {}
         self._past: list[Values] = []
         """What was told a round before, and so on."""
-        self._partials = [Partial(self._returns(number)) for number in range(len(self._passes))]
+        self.add_up_in([{}] * len(self._passes))
         self._scale = (1, 1)
         self._turn: Turn | None = None
         self._renewed: set[int] = set()
@@ -80,7 +84,17 @@ class Worksite:
 
     def add_up_in(self, rooms: Sequence[Mapping[str, Tensor]]) -> None:
         """From the next turn on, in this memory: by pass, int64 [numbers] of every value that is summed."""
-        self._partials = [Partial(self._returns(number), rooms=room) for number, room in enumerate(rooms)]
+        down = self._down_one if sums_on(self.resident.accelerator.device) else None
+        self._partials = [Partial(self._returns(n), rooms=room, down=down) for n, room in enumerate(rooms)]
+
+    def _down_one(self, value: Tensor) -> Tensor:
+        return self._transfer.down({"": value})[""]
+
+    def _summable(self, update: Update) -> Update:
+        """Where its values can be added up."""
+        if sums_on(self.resident.accelerator.device):
+            return update
+        return Update(values=self._transfer.down(update.values), state=update.state, weight=update.weight)
 
     def warm_up(self, client: int = 0, shapes: Sequence[tuple[int, int]] = ()) -> None:
         """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The
@@ -111,7 +125,7 @@ class Worksite:
         """A turn begins; what is left of another one is dropped."""
         self._turn = opening.turn
         self._pacer.open(opening.turn.round)
-        self._told, self._past = without_past(told)
+        self._told, self._past = without_past(self._transfer.up(told))
         self._scale = (opening.samples, opening.clients)
         self.clear()
         self._written = []
@@ -157,13 +171,13 @@ class Worksite:
         first = self._turn.number not in self._tried
         if self._draws or first:
             torch.manual_seed(torch_seed(self._work.seed, round_, task.client))
-        before = torch.get_rng_state() if first else None
+        before = self.resident.accelerator.random_state() if first else None
         told = {name: value for name, value in all_told.items() if name != BUFFERS}
         with users_code(self._who(task)):
             update = self._returned(told, lambda one: one.client(local, told, state))
         if before is not None:  # it may be the algorithm that draws
             self._tried.add(self._turn.number)
-            self._draws = self._draws or not torch.equal(before, torch.get_rng_state())
+            self._draws = self._draws or not torch.equal(before, self.resident.accelerator.random_state())
         if BUFFERS not in all_told:
             return update
         return Update(
@@ -227,7 +241,8 @@ class Worksite:
         clients that are in, with their new states."""
         if self._admit is None and not self.partial.collects:
             with contextlib.suppress(PeerError):
-                self.partial.fold_rows(faded(update, tasks[0].late, rows=True), len(tasks), tasks[0].samples)
+                values = self._summable(faded(update, tasks[0].late, rows=True))
+                self.partial.fold_rows(values, len(tasks), tasks[0].samples)
                 return list(zip(tasks, self._keep(tasks, update.state), strict=True)), ()
         taken: list[tuple[Task, int]] = []
         refused: list[Refusal] = []
@@ -253,7 +268,7 @@ class Worksite:
     def _take_in(self, task: Task, update: Update) -> int:
         """Returns the client's new state."""
         admitted = update if self._admit is None else self._admit(update)
-        self.partial.fold(task.client, faded(admitted, task.late), task.samples)
+        self.partial.fold(task.client, self._summable(faded(admitted, task.late)), task.samples)
         return self._keep_one(task, update.state)
 
     def _load(self, tasks: Sequence[Task]) -> dict[str, Tensor]:
@@ -269,7 +284,8 @@ class Worksite:
 
     def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self.resident.dtype
-        return {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
+        cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
+        return self._transfer.up(cast)
 
     def _state_of(self, task: Task) -> Values | None:
         """What its client keeps; what `init_client` gives if it comes for the first time."""
@@ -292,7 +308,7 @@ class Worksite:
         states = {name: value.expand(len(tasks), *value.shape) for name, value in first.items()}
         if not any(kept):
             return states
-        rows = torch.tensor(kept).nonzero().flatten()
+        rows = self._transfer.up({"": torch.tensor(kept).nonzero().flatten()})[""]
         return {name: value.index_copy(0, rows, found[name]) for name, value in states.items()}
 
     def _kept(self, tasks: Sequence[Task]) -> tuple[list[bool], Values]:
@@ -303,7 +319,8 @@ class Worksite:
             kept = [task.state != NONE and task.client not in self._renewed for task in tasks]
             read = [task for task, has in zip(tasks, kept, strict=True) if has]
             try:
-                return kept, self._states.read([t.client for t in read], [t.state for t in read]) if read else {}
+                found = self._states.read([t.client for t in read], [t.state for t in read]) if read else {}
+                return kept, self._transfer.up(found)
             except StateLost as lost:
                 if not self._work.algorithm.state_can_be_lost:
                     raise lost.refusal() from None
@@ -320,7 +337,7 @@ class Worksite:
             return [NONE] * len(tasks)
         if self._states is None:
             raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
-        numbers = self._states.write([t.client for t in tasks], self._turn.round, states)
+        numbers = self._states.write([t.client for t in tasks], self._turn.round, self._transfer.down(states))
         for task, number in zip(tasks, numbers, strict=True):
             self._written.append((task.client, number))
             if task.state != NONE:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import math
 import queue
 import secrets
 import sys
@@ -17,13 +16,13 @@ import torch
 from numpy.typing import NDArray
 
 from isthmus.data.clients import ClientData
-from isthmus.errors import UserError, users_code
 from isthmus.federated.admission import bounded, first_state
 from isthmus.federated.cohorts import Cohorts
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.in_process import InProcess
 from isthmus.federated.job import (
     FederatedJob,
+    accelerator_of,
     build,
     check_staleness,
     client_data,
@@ -33,23 +32,23 @@ from isthmus.federated.job import (
     identity,
     round_rules,
 )
-from isthmus.federated.operators import get_ready
 from isthmus.federated.personal import OwnModels, is_personal
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import Server
-from isthmus.federated.stacked import best_together, likely_shapes
+from isthmus.federated.stacked import likely_shapes
 from isthmus.federated.state_form import StateForm
 from isthmus.federated.states import StateStore
 from isthmus.federated.worksite import Work, Worksite
 from isthmus.protocol.federated_coordinator import FederatedCoordinator
 from isthmus.protocol.federated_events import Finish, Record
 from isthmus.protocol.federated_pace import Pace
-from isthmus.runtime.federated.books import JOB, Books, Closed
+from isthmus.runtime.federated.books import Books, Closed
 from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure, ended
 from isthmus.runtime.federated.executor import serve
 from isthmus.runtime.federated.intake import SumsIntake
 from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
-from isthmus.runtime.processes.forked import Forked, asked
+from isthmus.runtime.federated.sizing import clients_each, sized
+from isthmus.runtime.processes.forked import Forked
 from isthmus.runtime.processes.interrupting import interruptible
 from isthmus.runtime.processes.kept_pages import ANY_SIZE, give_pages_back, keep_pages
 from isthmus.runtime.transport.listener import Listener
@@ -90,7 +89,7 @@ class FederatedRun:
         torch.set_num_threads(job.execution.threads)
         self.folder = folder
         self.data: ClientData = client_data(job)
-        self.job = job = _with_together(job, self.data, folder if resume else None)
+        self.job = job = sized(job, self.data, folder if resume else None)
         self._watch = watch
         population = len(self.data.sizes)
         self._algorithm = job.algorithm(population)
@@ -136,9 +135,9 @@ class FederatedRun:
             Work(algorithm=self._algorithm, local=job.local, seed=job.federated.seed), self._resident.module, self.data,
             self._states(number), lasts=emulation(job, number).clock(),
             admit=None if job.bounds.max_norm is None else lambda update: bounded(update, job.bounds),
-            say=_say,
+            say=_say, accelerator=accelerator_of(job, number),
         )  # fmt: skip
-        sizes, together, each = self.data.sizes, job.execution.together, _clients_each(job, len(self.data.sizes))
+        sizes, together, each = self.data.sizes, job.execution.together, clients_each(job, len(self.data.sizes))
         site.warm_up(shapes=likely_shapes(sizes, each, together, job.local.batch_size) if together > 1 else ())
         return site
 
@@ -223,43 +222,6 @@ class FederatedRun:
 def _say(what: str) -> None:
     """An executor's process has its own log here."""
     print(what, file=sys.stderr, flush=True)
-
-
-def _clients_each(job: FederatedJob, population: int) -> int:
-    """How many clients an executor has in a round, where all have as many."""
-    return math.ceil(job.participation.needed(population) / executors(job, population))
-
-
-def _with_together(job: FederatedJob, data: ClientData, before: Path | None) -> FederatedJob:
-    """The job with the number of clients that are trained together: measured once, as other bits would follow from
-    another number; a resumed run takes the one that it began with."""
-    together = job.execution.together
-    if together != 1:
-        get_ready()
-    if before is not None and (before / JOB).is_file():
-        together = _begun(before / JOB).execution.together
-    elif not together:
-        # In a copy of this process: with a GPU, backward starts threads, and then executors cannot be forked.
-        together = asked(lambda: _measured_together(job, data))
-    return msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, together=together))
-
-
-def _begun(path: Path) -> FederatedJob:
-    """The job that the run began with. UserError for a file that is none: a run of another kind, say."""
-    try:
-        return msgspec.json.decode(path.read_bytes(), type=FederatedJob)
-    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
-        raise UserError(f"{path}: holds no federated job: {e}") from None
-
-
-def _measured_together(job: FederatedJob, data: ClientData) -> int:
-    resident = Resident(build(job))
-    client = int(np.argsort(data.sizes)[len(data.sizes) // 2])
-    columns = data.load(client)
-    few = {name: column[: job.local.batch_size] for name, column in columns.items()}
-    cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
-    with users_code(resident.given(client, few)):
-        return best_together(resident, cast, _clients_each(job, len(data.sizes)))
 
 
 class _Aftermath:

@@ -13,6 +13,7 @@ from pathlib import Path
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import open_accelerator
 from isthmus.data import load_dataset
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.federated.admission import first_state
@@ -81,12 +82,14 @@ class SiteWorkshop:
         self, config: SiteConfig, name: str, folder: Path, *, say: Callable[[str], None],
         fail: Callable[[IsthmusError], None],
     ) -> None:  # fmt: skip
-        """`folder` has the site's key, and states of clients under it. UserError for data that cannot be read."""
+        """`folder` has the site's key, and states of clients under it. UserError for data that cannot be read, a
+        device that is not here."""
         self._config = config
         self._name = name
         self._folder = folder
         self._say = say
         self._fail = fail
+        self._accelerator = open_accelerator(config.device, "device")
         self._data = OwnData(load_dataset(config.data, "train"))
         self._warm: tuple[Offer, Site] | None = None
         self._training = threading.Lock()
@@ -175,7 +178,7 @@ class SiteWorkshop:
         states = None if first is None else SiteStates(self._folder / "states" / offer.run, StateForm(first))
         site = Site(
             Work(algorithm=algorithm, local=offer.local, seed=offer.seed), module, self._data, states,
-            lasts=Emulation(eta=self._config.slow_down).clock(), say=self._say,
+            lasts=Emulation(eta=self._config.slow_down).clock(), say=self._say, accelerator=self._accelerator,
         )  # fmt: skip
         site.warm_up(offer.client)
         self._warm = (offer, site)

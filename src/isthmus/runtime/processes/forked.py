@@ -14,7 +14,7 @@ import sys
 import threading
 import time
 import traceback
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 from types import TracebackType
@@ -101,21 +101,39 @@ _FAILED, _REFUSED = "failed: ", "refused: "
 def asked(question: Callable[[], int]) -> int:
     """The answer of a copy of this process, which leaves no trace here. InternalError says why it gave none; its
     UserError is raised here."""
-    end, back = os.pipe()
-    pid = os.fork()
-    if not pid:
-        try:
-            os.write(back, str(question()).encode())
-        except UserError as e:
-            os.write(back, f"{_REFUSED}{e}".encode()[:4096])
-        except Exception as e:
-            os.write(back, f"{_FAILED}{type(e).__name__}: {e}".encode()[:4096])
-        finally:
-            os._exit(0)
-    os.close(back)
-    with open(end, "rb") as pipe:
-        answer = pipe.read()
-    os.waitpid(pid, 0)
+    return asked_at_once([question])[0]
+
+
+def asked_at_once(questions: Sequence[Callable[[], int]]) -> list[int]:
+    """As `asked`, of several copies that find their answers at the same time."""
+    copies: list[tuple[int, int]] = []
+    for question in questions:
+        end, back = os.pipe()
+        pid = os.fork()
+        if not pid:
+            _answer(question, back)
+        os.close(back)
+        copies.append((pid, end))
+    answers: list[bytes] = []
+    for pid, end in copies:
+        with open(end, "rb") as pipe:
+            answers.append(pipe.read())
+        os.waitpid(pid, 0)
+    return [_read(answer) for answer in answers]
+
+
+def _answer(question: Callable[[], int], back: int) -> NoReturn:
+    try:
+        os.write(back, str(question()).encode())
+    except UserError as e:
+        os.write(back, f"{_REFUSED}{e}".encode()[:4096])
+    except Exception as e:
+        os.write(back, f"{_FAILED}{type(e).__name__}: {e}".encode()[:4096])
+    finally:
+        os._exit(0)
+
+
+def _read(answer: bytes) -> int:
     if answer.startswith(_REFUSED.encode()):
         raise UserError(answer[len(_REFUSED) :].decode(errors="replace"))
     if not answer or answer.startswith(_FAILED.encode()):

@@ -1,0 +1,142 @@
+"""How many executors a run takes and how many clients each trains together, where the job leaves it to a measurement.
+
+Everything is measured in copies of this process: with an accelerator, training starts threads and a context, and then
+executors cannot be forked.
+"""
+
+from __future__ import annotations
+
+import math
+import os
+import time
+from collections.abc import Callable
+from pathlib import Path
+
+import msgspec
+import numpy as np
+
+from isthmus.accelerators import AUTO, Accelerator
+from isthmus.data.clients import ClientData
+from isthmus.errors import UserError, users_code
+from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
+from isthmus.federated.operators import get_ready
+from isthmus.federated.resident import Batch, Resident
+from isthmus.federated.stacked import best_together
+from isthmus.runtime.federated.books import JOB
+from isthmus.runtime.processes.forked import asked, asked_at_once
+
+GAIN = 1.1
+"""Twice the executors must be so much faster, or they are not used."""
+MEASURED_S = 0.4
+CONTEXT_BYTES = {"cuda": 600 << 20}
+"""What a process's context takes on a device before it allocates anything; other kinds: nothing that is known."""
+KEPT_FREE = 0.1
+
+
+def clients_each(job: FederatedJob, population: int) -> int:
+    """How many clients an executor has in a round, where all have as many."""
+    return math.ceil(job.participation.needed(population) / executors(job, population))
+
+
+def sized(job: FederatedJob, data: ClientData, before: Path | None = None) -> FederatedJob:
+    """The job with numbers in place of 0. How many clients are trained together is measured once, as other bits would
+    follow from another number: a run that is resumed takes the one that it began with, from its folder `before`.
+    UserError for a device that is not here."""
+    if job.devices not in ((AUTO,), ("cpu",)):
+        asked(lambda: sum(accelerator_of(job, number).asynchronous for number in range(len(job.devices))))
+    job = with_executors(job, data)
+    together = job.execution.together
+    if together != 1:
+        get_ready()
+    if before is not None and (before / JOB).is_file():
+        together = _begun(before / JOB).execution.together
+    elif not together:
+        together = asked(lambda: _measured_together(job, data))
+    return _with(job, together=together)
+
+
+def with_executors(job: FederatedJob, data: ClientData) -> FederatedJob:
+    """The job with a number of executors in place of 0: as many as memory and cores hold, and as train faster
+    together."""
+    return job if job.execution.executors else _with(job, executors=_measured_executors(job, data))
+
+
+def _with(job: FederatedJob, **changes: int) -> FederatedJob:
+    return msgspec.structs.replace(job, execution=msgspec.structs.replace(job.execution, **changes))
+
+
+def _begun(path: Path) -> FederatedJob:
+    """The job that the run began with. UserError for a file that is none: a run of another kind, say."""
+    try:
+        return msgspec.json.decode(path.read_bytes(), type=FederatedJob)
+    except (OSError, ValueError) as e:  # msgspec's, or UnicodeDecodeError
+        raise UserError(f"{path}: holds no federated job: {e}") from None
+
+
+def _measured_executors(job: FederatedJob, data: ClientData) -> int:
+    room = asked(lambda: _room(job, data)) * len(job.devices)
+    cores = max(1, (os.cpu_count() or 1) // job.execution.threads)
+
+    def rate(count: int) -> float:
+        return sum(asked_at_once([lambda k=k: _steps_per_1000_s(job, data, k) for k in range(count)]))
+
+    return fastest_count(rate, max(1, min(room, cores, job.participation.needed(len(data.sizes)))))
+
+
+def fastest_count(rate: Callable[[int], float], most: int) -> int:
+    """How many at once have the highest rate: doubled from 1 as long as that gains, up to `most`."""
+    found, found_rate = 1, rate(1) if most > 1 else 0.0
+    while found < most:
+        count = min(2 * found, most)
+        if (got := rate(count)) < found_rate * GAIN:
+            break
+        found, found_rate = count, got
+    return found
+
+
+def _room(job: FederatedJob, data: ClientData) -> int:
+    """How many executors one accelerator's memory holds."""
+    accelerator = accelerator_of(job, 0)
+    if not accelerator.asynchronous:
+        return os.cpu_count() or 1
+    free = accelerator.memory().free
+    _train(job, data, accelerator, 1)
+    context = CONTEXT_BYTES.get(accelerator.device.type, 0)
+    needed = accelerator.memory().peak_reserved + context
+    return max(1, int((1 - KEPT_FREE) * (free + context) / needed))
+
+
+def _steps_per_1000_s(job: FederatedJob, data: ClientData, executor: int) -> int:
+    return _train(job, data, accelerator_of(job, executor), math.inf)
+
+
+def _train(job: FederatedJob, data: ClientData, accelerator: Accelerator, most: float) -> int:
+    """Steps on a batch per 1000 s, for `MEASURED_S` and `most` steps at most; the first step does not count."""
+    resident, columns = _one_batch(job, data, accelerator)
+    weights = resident.vector()
+    resident.descend(weights, columns, 0.0, out=weights)
+    accelerator.synchronize()
+    start_s, steps = time.perf_counter(), 0
+    while steps < most and time.perf_counter() < start_s + MEASURED_S:
+        resident.descend(weights, columns, 0.0, out=weights)
+        accelerator.synchronize()
+        steps += 1
+    return round(1000 * steps / (time.perf_counter() - start_s))
+
+
+def _measured_together(job: FederatedJob, data: ClientData) -> int:
+    resident, columns = _one_batch(job, data, accelerator_of(job, 0))
+    return best_together(resident, columns, clients_each(job, len(data.sizes)))
+
+
+def _one_batch(job: FederatedJob, data: ClientData, accelerator: Accelerator) -> tuple[Resident, Batch]:
+    """A batch of a client of median size. UserError for a model that does not take it."""
+    resident = Resident(build(job), accelerator)
+    client = int(np.argsort(data.sizes)[len(data.sizes) // 2])
+    few = {name: column[: job.local.batch_size] for name, column in data.load(client).items()}
+    cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
+    columns = resident.transfer.up(cast)
+    with users_code(resident.given(client, few)):
+        weights = resident.vector()
+        resident.descend(weights, columns, 0.0, out=weights)
+    return resident, columns
