@@ -13,11 +13,12 @@ import torch
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
+from isthmus.data.allowed import refuse_paths
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.script import Outcome
-from isthmus.runtime.device.data import refuse_paths, stage_data
+from isthmus.runtime.device.data import stage_data
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.bulletin import LinkNews

@@ -13,9 +13,9 @@ import typer
 from isthmus.cli import options
 from isthmus.cli.options import state_folder
 from isthmus.data import dataset_kinds
+from isthmus.data.allowed import check_kind
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.offer import SiteConfig, load_site
-from isthmus.runtime.device.data import check_kind
 from isthmus.runtime.device.island_ranks import attend, island_here
 from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket

@@ -9,11 +9,11 @@ import typer
 from rich.console import Console
 
 from isthmus.cli.jobs import opened
+from isthmus.data.allowed import refuse_paths
 from isthmus.errors import unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
 from isthmus.job import Job, fleet_of
 from isthmus.models import model_names
-from isthmus.runtime.device.data import refuse_paths
 from isthmus.runtime.service.bulletin import posted
 
 

@@ -23,6 +23,8 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 
     kind: str
     options: dict[str, object] = {}
+    description: str = ""
+    """A file that says what the data are like, where they are not (`isthmus describe`)."""
 
 
 def _text(options: Mapping[str, object], split: Split) -> Dataset:

@@ -11,7 +11,12 @@ from typing import Protocol
 
 import msgspec
 
+from isthmus.data import DataSpec
+from isthmus.data.description import DataDescription, check_description
+from isthmus.errors import UserError
+from isthmus.runtime.conducting.holders import Asks
 from isthmus.runtime.messages.run import Way
+from isthmus.runtime.processes.describing import described_at
 from isthmus.runtime.processes.launcher import Launcher, Place
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception
@@ -106,6 +111,10 @@ class Crew(Protocol):
         wait."""
         ...
 
+    def asks(self) -> Asks:
+        """About data."""
+        ...
+
     def at_work(self, call: Call, reception: Reception) -> AbstractContextManager[Work]:
         """While inside, the devices of the call come to the reception, each on a connection of its own."""
         ...
@@ -133,6 +142,9 @@ class LocalCrew(msgspec.Struct, frozen=True, kw_only=True):
     def expects(self, run: str) -> None:
         """None outlives its coordinator."""
 
+    def asks(self) -> Asks:
+        return _LocalAsks(self.places)
+
     @contextlib.contextmanager
     def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
         listener = Listener(self.host, trusted_network=self.trusted_network, patience_s=call.patience_s)
@@ -148,6 +160,34 @@ class LocalCrew(msgspec.Struct, frozen=True, kw_only=True):
                 yield work
         finally:
             listener.close()
+
+
+class _LocalAsks:
+    def __init__(self, places: Mapping[str, Place]) -> None:
+        self._places = places
+
+    def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
+        return list(devices)
+
+    def describe(self, devices: Sequence[str], data: DataSpec, *, heldout: bool) -> dict[str, DataDescription]:
+        """Devices in the same folder have the same data: one of them is asked, and speaks for all."""
+        found: dict[tuple[tuple[str, ...], Path | None], DataDescription] = {}
+        said: dict[str, DataDescription] = {}
+        for device in devices:
+            place = self._places.get(device, Place())
+            where = place.prefix, place.data
+            if where not in found:
+                try:
+                    found[where] = described_at(place, data, heldout=heldout)
+                except UserError as e:
+                    raise UserError(f"device {device!r}: {e}") if self._places else e from None
+                check_description(found[where], heldout=heldout)
+            said[device] = found[where]
+        return said
+
+    def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
+        """They have one key."""
+        return one[1] == other[1]
 
 
 class _LocalWork:

@@ -2,13 +2,10 @@
 
 from __future__ import annotations
 
-import contextlib
-from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
-from pathlib import Path, PurePath
-from typing import cast
+from collections.abc import Collection, Mapping
 
-from isthmus.data import Dataset, DataSpec, Split, load_dataset
-from isthmus.data.within import check_pattern_within, confined_to
+from isthmus.data import Dataset, Split, load_dataset
+from isthmus.data.allowed import allowed
 from isthmus.errors import UserError
 from isthmus.runtime.messages.assignment import Assignment
 
@@ -24,9 +21,9 @@ def stage_data(
     """
     found: dict[str, Dataset] = {}
     evaluates = assignment.evaluates and assignment.evaluation.columns
-    if assignment.train.columns or evaluates:
-        check_kind(assignment.data, kinds)
-    with _own_folder(assignment.data) if foreign else contextlib.nullcontext():
+    if not assignment.train.columns and not evaluates:
+        return found
+    with allowed(assignment.data, kinds, foreign=foreign):
         if assignment.train.columns:
             found["train"] = known.get("train") or _same(assignment, "train")
         if evaluates:
@@ -34,16 +31,6 @@ def stage_data(
         for dataset in found.values():
             len(dataset)  # what is read on first use is read here
     return found
-
-
-@contextlib.contextmanager
-def _own_folder(data: DataSpec) -> Generator[None]:
-    """UserError where the options lead out of the folder where this process runs, by themselves or by a link in it."""
-    refuse_paths(data)
-    with confined_to(Path.cwd()):
-        for _, text in _texts("data", data.options):
-            check_pattern_within(text)
-        yield
 
 
 def _same(assignment: Assignment, split: Split) -> Dataset:
@@ -55,34 +42,3 @@ def _same(assignment: Assignment, split: Split) -> Dataset:
             "or for `stdlib` another version of Python"
         )
     return found
-
-
-def check_kind(data: DataSpec, allowed: Collection[str] | None) -> None:
-    """UserError for a kind that this device's owner does not allow. Nothing of it has been imported."""
-    if allowed is not None and data.kind not in allowed:
-        raise UserError(
-            f"data.kind: got {data.kind!r}, expected one of: {', '.join(sorted(allowed))}: the owner of this device "
-            "allows no others (`isthmus join --data-kinds`)"
-        )
-
-
-def refuse_paths(data: DataSpec) -> None:
-    """UserError for options that name something outside of the folder where this process runs."""
-    for name, text in _texts("data", data.options):
-        if "\0" in text or text.startswith("~") or PurePath(text).is_absolute() or ".." in PurePath(text).parts:
-            raise UserError(
-                f"{name}: got {text!r}, expected a relative path: devices of a fleet read from the folder that their "
-                "owner named (`isthmus join --data`)"
-            )
-
-
-def _texts(name: str, value: object) -> Iterator[tuple[str, str]]:
-    if isinstance(value, str):
-        yield name, value
-    elif isinstance(value, Mapping):
-        for key, inner in cast("Mapping[object, object]", value).items():
-            yield from _texts(name, key)
-            yield from _texts(f"{name}.{key}", inner)
-    elif isinstance(value, Sequence):
-        for inner in cast("Sequence[object]", value):
-            yield from _texts(name, inner)

@@ -22,6 +22,8 @@ ID_DIGITS = 32
 """Hexadecimal: 128 bits, so nobody finds a second key with the id of another's."""
 _URI = "isthmus:"
 REJOIN = "join again with a new ticket (--ticket-file) in another --state folder"
+PRIVATE_BYTES = 32
+"""Of the number that a private key is."""
 KEY, CERTIFICATE, AUTHORITY = "key.pem", "certificate.pem", "authority.pem"
 
 
@@ -94,6 +96,12 @@ class Identity:
     @property
     def id(self) -> str:
         return id_of(self._key().public_key())
+
+    def data_key(self) -> bytes:
+        """Under which this device conceals what its data are: 32 bytes that follow from its key, and tell nothing of
+        it."""
+        secret = self._key().private_numbers().private_value
+        return hashlib.sha256(b"isthmus data key 1\0" + secret.to_bytes(PRIVATE_BYTES, "big")).digest()
 
     def expires_s(self) -> float:
         """When the certificate ends: seconds since 1970."""

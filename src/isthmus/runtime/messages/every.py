@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from isthmus.runtime.messages.data import DataMessage
 from isthmus.runtime.messages.federated import FederatedMessage
 from isthmus.runtime.messages.fleet import FleetMessage
 from isthmus.runtime.messages.following import FollowingMessage
@@ -13,5 +14,5 @@ from isthmus.runtime.messages.site import SiteMessage
 
 AnyMessage = (
     RunMessage | FederatedMessage | FleetMessage | ProbeMessage | RecoveryMessage | FollowingMessage | SiteMessage
-    | RelayMessage
+    | RelayMessage | DataMessage
 )  # fmt: skip

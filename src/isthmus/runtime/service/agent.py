@@ -18,12 +18,14 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
+from isthmus.runtime.messages.data import Compare, Describe, Described
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import Disengage, Dismissed, Ended, Engage, Present, Renew, Renewed, Welcome
 from isthmus.runtime.messages.probe import Compute, Expect, Measure
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.processes.launcher import Launcher, Place
+from isthmus.runtime.service.comparing import DataAnswers
 from isthmus.runtime.service.joining import Dismissal, join
 from isthmus.runtime.service.probing import compute_speed, expect_probe, measure_link
 from isthmus.runtime.transport.channel import SocketChannel, dial
@@ -97,6 +99,7 @@ class Agent:
         self._identity = Identity(folder)
         self._membership = membership
         self._place = place
+        self._data = DataAnswers(say)
         self._patience_s = patience_s
         self._beat_s = patience_s / 4
         self._say = say
@@ -242,6 +245,12 @@ class Agent:
                 self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
             case Compute(run=probe):
                 self._beside(lambda: lane.put(compute_speed(probe, 1, self._place)))
+            case Describe() if self._workshop is None:
+                self._beside(lambda: lane.put(self._data.describe(message, self._placed(coordinator))))
+            case Compare() if self._workshop is None:
+                lane.put(self._data.compare(message, self._identity.data_key()))
+            case Describe() | Compare():
+                lane.put(Described(run=message.run, failure="a site of federated jobs, which describes no data"))
             case _:
                 pass
 
@@ -293,6 +302,8 @@ def local_address(host: str, port: int) -> str:
 
 
 def _only_coordinator(message: AnyMessage) -> None:
-    expected = Heartbeat | Welcome | Dismissed | Renewed | Engage | Disengage | Expect | Measure | Compute
+    expected = (
+        Heartbeat | Welcome | Dismissed | Renewed | Engage | Disengage | Expect | Measure | Compute | Describe | Compare
+    )
     if not isinstance(message, expected) or message.tensors:
         raise PeerError(f"sent {type(message).__name__}, which is nothing for a device without work")

@@ -21,6 +21,7 @@ from isthmus.runtime.identity import Party
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.keys import id_of
+from isthmus.runtime.messages.data import Compared, Described
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import (
     MOST_REQUEST_BYTES,
@@ -41,6 +42,7 @@ from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, post, withdraw
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
+from isthmus.runtime.service.holders import FleetAsks
 from isthmus.runtime.service.joining import admit
 from isthmus.runtime.service.remarks import Remarks
 from isthmus.runtime.transport.allowance import Allowance
@@ -53,6 +55,8 @@ from isthmus.runtime.transport.secure import Connection
 from isthmus.units import format_duration
 
 Answer = TypeVar("Answer", bound=Message)
+ANSWERS = Expecting | Measured | Computes | Described | Compared
+"""Of devices that were asked something."""
 WATCH_S = 1.0
 """How often to look who was revoked."""
 BEAT_S = 0.5
@@ -148,6 +152,16 @@ class Service:
             finally:
                 self._awaited = ()
 
+    def wait_for_any(self, devices: Sequence[str]) -> list[str]:
+        """Those of them that are here, once there is one."""
+        if not (here := [d for d in devices if d in self.present]):
+            self._say(f"waiting for one of {', '.join(map(self._called, devices))} to join")
+        while not here:
+            with self._changed:
+                self._changed.wait(WATCH_S)
+                here = [d for d in devices if d in self._present]
+        return here
+
     def _called(self, device: str) -> str:
         """A device that is missing. Of one that was revoked, waiting alone does not help."""
         with contextlib.suppress(StoreError):
@@ -162,6 +176,10 @@ class Service:
     def expects(self, run: str) -> None:
         """As `Crew`."""
         self._expected, self._expected_until_s = run, time.monotonic() + self._patience_s
+
+    def asks(self) -> FleetAsks:
+        """As `Crew`."""
+        return FleetAsks(self)
 
     @contextlib.contextmanager
     def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
@@ -224,14 +242,21 @@ class Service:
             self._tell(call.devices, Disengage(run=call.run))
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
-        """What a device answers to a message of a probe, which `run` names. PeerError when it does not."""
+        """What a device answers to a question, which `run` names. PeerError when it does not, or leaves."""
         answers: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
         self._asked[message.run] = (device, answers)
+        asked, until_s = self._present.get(device), time.monotonic() + within_s
         try:
             self._tell([device], message)
-            answer = answers.get(timeout=within_s)
-        except queue.Empty:
-            raise PeerError(f"device {device!r}: did not answer for {within_s:g} s") from None
+            answer = None
+            while answer is None:
+                with contextlib.suppress(queue.Empty):
+                    answer = answers.get(timeout=min(WATCH_S, max(0.0, until_s - time.monotonic())))
+                    break
+                if self._present.get(device) is not asked or asked is None:
+                    raise PeerError(f"device {device!r}: has left before it answered")
+                if time.monotonic() >= until_s:
+                    raise PeerError(f"device {device!r}: did not answer for {within_s:g} s")
         finally:
             del self._asked[message.run]
         if not isinstance(answer, kind):
@@ -346,7 +371,7 @@ class Service:
                 with self._changed:
                     self._ended[message.run][name] = how
                     self._working[name] = ""
-            elif isinstance(message, Expecting | Measured | Computes) and message.run in self._asked:
+            elif isinstance(message, ANSWERS) and message.run in self._asked:
                 device, answers = self._asked[message.run]
                 if device == name:
                     answers.put(message)
@@ -456,6 +481,6 @@ class _FleetWork:
 
 
 def _only_fleet(message: AnyMessage) -> None:
-    expected = Heartbeat | Renew | EndedMessage | Expecting | Measured | Computes
+    expected = Heartbeat | Renew | EndedMessage | ANSWERS
     if not isinstance(message, expected) or message.tensors:
         raise PeerError(f"sent {type(message).__name__}, which is no message of a device without work")

@@ -1,0 +1,111 @@
+"""What a coordinator knows of data that stay with their holder: columns, counts and keyed digests."""
+
+from __future__ import annotations
+
+import math
+import re
+from collections.abc import Callable, Mapping
+
+import msgspec
+
+from isthmus.data.dataset import ColumnSpec, Dataset, Split
+from isthmus.data.registry import DataSpec, load_dataset
+from isthmus.errors import UserError, unknown_name
+
+BYTES_OF = {
+    "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4,
+    "float64": 8,
+}  # fmt: skip
+"""Types that a column may have."""
+MOST_COLUMNS, MOST_NAME, MOST_DIMS = 256, 200, 16
+MOST_SAMPLE_BYTES = 1 << 32
+"""Of one column's sample."""
+MOST_SAMPLES = 1 << 32
+"""Whoever shuffles keeps eight bytes for each."""
+_DIGEST = re.compile(r"[0-9a-f]{64}")
+
+
+class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """Of one holder's data: all that a model is captured from, and that a run is planned with."""
+
+    columns: dict[str, ColumnSpec]
+    train: int
+    """Samples."""
+    heldout: int = 0
+    """Samples; 0 where none were asked for."""
+    digests: dict[Split, str] = {}
+    """By split, the fingerprint of its samples under the holder's key (`concealed`), in hexadecimal: equal for equal
+    data of one holder. Empty where nobody compares."""
+
+
+def describe(
+    spec: DataSpec, *, heldout: bool, conceal: Callable[[str], str] | None = None
+) -> DataDescription:  # fmt: skip
+    """Opens the data. `conceal` makes a digest of a fingerprint; without it there are no digests.
+
+    Raises UserError for whatever is wrong with the data.
+    """
+    sets: dict[Split, Dataset] = {"train": load_dataset(spec, "train")}
+    if heldout:
+        sets["heldout"] = load_dataset(spec, "heldout")
+    counts = {split: len(found) for split, found in sets.items()}
+    digests: dict[Split, str] = {}
+    if conceal is not None:
+        digests = {split: conceal(found.fingerprint) for split, found in sets.items()}
+    return DataDescription(
+        columns=dict(sets["train"].columns), train=counts["train"], heldout=counts.get("heldout", 0), digests=digests
+    )
+
+
+def check_description(description: DataDescription, *, heldout: bool) -> None:
+    """UserError for what no data are like: somebody else wrote it. `heldout`: whether held-out samples are needed."""
+    columns = description.columns
+    if not 1 <= len(columns) <= MOST_COLUMNS:
+        raise UserError(f"columns: got {len(columns)}, expected 1 to {MOST_COLUMNS}")
+    for name, column in columns.items():
+        _check_column(name, column)
+    counts = {"train": description.train, "heldout": description.heldout}
+    for split, count in counts.items():
+        least = 1 if split == "train" or heldout else 0
+        if not least <= count <= MOST_SAMPLES:
+            raise UserError(f"{split}: got {count} samples, expected {least} to {MOST_SAMPLES}")
+    for split, digest in description.digests.items():
+        if not _DIGEST.fullmatch(digest):
+            raise UserError(f"digests.{split}: got {len(digest)} characters, expected 64 hexadecimal digits")
+
+
+def _check_column(name: str, column: ColumnSpec) -> None:
+    if not 1 <= len(name) <= MOST_NAME or not name.isprintable():
+        raise UserError(f"columns: got a name of {len(name)} characters, expected 1 to {MOST_NAME} that can be printed")
+    if column.dtype not in BYTES_OF:
+        raise UserError(f"columns.{name}: {unknown_name('dtype', column.dtype[:MOST_NAME], BYTES_OF)}")
+    if len(column.shape) > MOST_DIMS or any(not 0 < size <= MOST_SAMPLE_BYTES for size in column.shape):
+        raise UserError(
+            f"columns.{name}: got shape {str(list(column.shape))[:MOST_NAME]}, expected up to {MOST_DIMS} dims above 0"
+        )
+    size_bytes = math.prod(column.shape) * BYTES_OF[column.dtype]
+    if size_bytes > MOST_SAMPLE_BYTES:
+        raise UserError(f"columns.{name}: got {size_bytes} bytes per sample, expected up to {MOST_SAMPLE_BYTES}")
+    if column.limit is not None and not 1 <= column.limit < 1 << 63:
+        raise UserError(f"columns.{name}: got limit {column.limit}, expected at least 1")
+
+
+def difference(a: DataDescription, b: DataDescription, *, counts: bool) -> str | None:
+    """What cannot be where two holders have the same data: the first column, or count of samples, that differs, with
+    both values; None where there is none. Without `counts` each may have as many samples as it likes."""
+    for name in sorted({*a.columns, *b.columns}):
+        one, other = a.columns.get(name), b.columns.get(name)
+        if one != other:
+            return f"column {name!r}: {_shown(one)} and {_shown(other)}"
+    sizes: Mapping[str, tuple[int, int]] = {"training": (a.train, b.train), "held-out": (a.heldout, b.heldout)}
+    for split, (one, other) in sizes.items():
+        if counts and one != other:
+            return f"{one} and {other} {split} samples"
+    return None
+
+
+def _shown(column: ColumnSpec | None) -> str:
+    if column is None:
+        return "none"
+    limit = f" below {column.limit}" if column.limit is not None else ""
+    return f"{column.dtype} {list(column.shape)}{limit}"

@@ -1,0 +1,70 @@
+"""A device's answers about its data: what they are like, and whether another device's are equal."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable
+
+from isthmus.errors import IsthmusError, PeerError
+from isthmus.runtime.identity.concealed import proof, proves
+from isthmus.runtime.messages.data import Compare, Compared, Describe, Described
+from isthmus.runtime.processes.describing import MOST_REASON, described_at
+from isthmus.runtime.processes.launcher import Place
+
+MOST_UNPROVED = 16
+"""Other parties' digests that a device has shown a proof for, or was shown a wrong one of, and that were not proved to
+be of equal data: each could be a guess by somebody who does not have them. With so many it compares no more."""
+
+
+class DataAnswers:
+    """Of one device, for as long as it is in the fleet. Any thread."""
+
+    def __init__(self, say: Callable[[str], None]) -> None:
+        self._say = say
+        self._lock = threading.Lock()
+        self._given: set[str] = set()
+        """Digests that this device has told."""
+        self._unproved: set[tuple[str, str]] = set()
+        """Own digest, and the other party's."""
+        self._opening = threading.Lock()
+
+    def describe(self, asked: Describe, place: Place) -> Described:
+        """Opens the data in a process of their own, one after another."""
+        with self._opening:
+            try:
+                found = described_at(place, asked.data, heldout=asked.heldout)
+            except (IsthmusError, OSError) as e:
+                self._say(f"cannot describe data of kind {_shown(asked.data.kind)}: {e}")
+                return Described(run=asked.run, failure=str(e)[:MOST_REASON])
+        with self._lock:
+            self._given |= set(found.digests.values())
+        self._say(f"described data of kind {asked.data.kind}: {found.train} samples, no content")
+        return Described(run=asked.run, description=found)
+
+    def compare(self, asked: Compare, key: bytes) -> Compared:
+        """Who shows first has proved nothing to itself until it is shown something too."""
+        pair = (asked.own, asked.others)
+        with self._lock:
+            if asked.own not in self._given:
+                return Compared(run=asked.run, failure="was asked to compare data that it has not described")
+            if len(self._unproved) >= MOST_UNPROVED and pair not in self._unproved:
+                return Compared(run=asked.run, failure=(
+                    f"compares its data no more, as {MOST_UNPROVED} comparisons failed or were left open: its owner "
+                    "may start `isthmus join` again"
+                ))  # fmt: skip
+            self._unproved.add(pair)
+            try:
+                own = proof(key, asked.device, asked.other, *pair)
+                equal = not asked.shown or proves(asked.shown, key, asked.other, asked.device, asked.others, asked.own)
+            except (PeerError, ValueError) as e:
+                return Compared(run=asked.run, failure=f"cannot compare its data: {e}")
+            if not equal:
+                self._say(f"the data of device {_shown(asked.other)} are not equal to this one's")
+                return Compared(run=asked.run, equal=False)
+            if asked.shown:
+                self._unproved.discard(pair)
+            return Compared(run=asked.run, proof=own)
+
+
+def _shown(text: str) -> str:
+    return "".join(c for c in text if c.isprintable())[:MOST_REASON]

@@ -1,0 +1,79 @@
+"""The coordinator's questions to a fleet's devices about their data."""
+
+from __future__ import annotations
+
+import secrets
+from collections.abc import Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Protocol
+
+from isthmus.data import DataSpec
+from isthmus.data.description import DataDescription, check_description
+from isthmus.errors import PeerError, UserError
+from isthmus.plain import plain
+from isthmus.runtime.messages.data import Compare, Compared, Describe, Described
+from isthmus.runtime.service.fleet_probe import Asking
+
+DESCRIBE_S = 3600.0
+"""Whoever has much data reads for long. One that leaves meanwhile is not waited for."""
+COMPARE_S = 60.0
+MOST_AT_ONCE = 16
+
+
+class Gathering(Asking, Protocol):
+    """The fleet (`Service`)."""
+
+    def wait_for_any(self, devices: Sequence[str]) -> list[str]: ...
+    def wait_for(self, devices: Sequence[str]) -> None: ...
+
+
+class FleetAsks:
+    """As `Asks`."""
+
+    def __init__(self, service: Gathering) -> None:
+        self._service = service
+
+    def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
+        if every:
+            self._service.wait_for(devices)
+            return list(devices)
+        return self._service.wait_for_any(devices)
+
+    def describe(self, devices: Sequence[str], data: DataSpec, *, heldout: bool) -> dict[str, DataDescription]:
+        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
+            found = pool.map(lambda device: self._described(device, data, heldout=heldout), devices)
+            return dict(zip(devices, found, strict=True))
+
+    def _described(self, device: str, data: DataSpec, *, heldout: bool) -> DataDescription:
+        asked = Describe(run=secrets.token_hex(8), data=data, heldout=heldout)
+        answer = self._service.ask(device, asked, Described, DESCRIBE_S)
+        if answer.description is None:
+            raise UserError(f"device {device!r}: {plain(answer.failure)}")
+        try:
+            check_description(answer.description, heldout=heldout)
+        except UserError as e:
+            raise UserError(f"device {device!r}: its description of the data: {e}") from None
+        if answer.description.digests.keys() != ({"train", "heldout"} if heldout else {"train"}):
+            raise UserError(f"device {device!r}: its description of the data: digests: expected one for each split")
+        return answer.description
+
+    def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
+        """One shows a proof, the other checks it and shows its own, which the first one checks."""
+        shown = ""
+        for asked, against in ((one, other), (other, one), (one, other)):
+            answer = self._compared(asked, against, shown)
+            if not answer.equal:
+                return False
+            shown = answer.proof
+        return True
+
+    def _compared(self, asked: tuple[str, str], against: tuple[str, str], shown: str) -> Compared:
+        (device, own), (name, others) = asked, against
+        answer = self._service.ask(
+            device,
+            Compare(run=secrets.token_hex(8), device=device, other=name, own=own, others=others, shown=shown),
+            Compared, COMPARE_S,
+        )  # fmt: skip
+        if answer.failure:
+            raise PeerError(f"device {device!r}: {plain(answer.failure)}")
+        return answer

@@ -1,0 +1,145 @@
+"""A coordinator asks the devices that joined what their data are like, and has them compare."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+
+import numpy as np
+import pytest
+
+from isthmus.data import DataSpec
+from isthmus.errors import PeerError, UserError
+from isthmus.runtime.conducting.holders import Holders, agreed
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.identity.concealed import concealed, proof
+from isthmus.runtime.messages.data import Compare
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.agent import Agent, join_fleet
+from isthmus.runtime.service.comparing import MOST_UNPROVED, DataAnswers
+
+from .parties import Fleet, outcomes, soon
+
+SPEC = DataSpec(kind="npz", options={"path": "samples.npz", "holdout": 0.25})
+
+
+def write_samples(folder: Path, seed: int = 0, count: int = 40, width: int = 4) -> Path:
+    folder.mkdir(parents=True, exist_ok=True)
+    drawn = np.random.default_rng(seed)
+    x = drawn.standard_normal((count, width), dtype=np.float32)
+    np.savez(folder / "samples.npz", x=x, labels=drawn.integers(0, 3, count))
+    return folder
+
+
+class Joined:
+    """Devices of a fleet, each with a folder of its own."""
+
+    def __init__(self, fleet: Fleet, root: Path) -> None:
+        self.fleet, self._root = fleet, root
+        self.said: list[str] = []
+        self._agents: list[tuple[Agent, threading.Thread]] = []
+
+    def add(self, name: str, data: Path | None, kinds: tuple[str, ...] | None = None) -> None:
+        membership = join_fleet(self.fleet.ticket(), self._root / name, name, 10.0)
+        place = Place(data=data, data_kinds=kinds)
+        agent = Agent(self._root / name, membership, place, patience_s=10.0, say=self.said.append)
+        thread = threading.Thread(target=outcomes, args=(agent.run,), daemon=True)
+        self._agents.append((agent, thread))
+        thread.start()
+        soon(lambda: name in self.fleet.service.present)
+
+    def end(self) -> None:
+        for agent, _ in self._agents:
+            agent.stop()
+        for _, thread in self._agents:
+            thread.join(15)
+            assert not thread.is_alive()
+
+
+@pytest.fixture
+def joined(fleet: Fleet, tmp_path: Path) -> Iterator[Joined]:
+    found = Joined(fleet, tmp_path)
+    yield found
+    found.end()
+
+
+def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: Path) -> None:
+    for name, seed in (("a", 0), ("b", 0), ("c", 1)):
+        joined.add(name, write_samples(tmp_path / f"{name}-data", seed))
+    holders = Holders(joined.fleet.service.asks(), SPEC, heldout=True)
+    holders.ask(["a", "b"], every=True)
+    found = agreed(holders.described)
+    assert (found.train, found.heldout, found.columns["x"].shape) == (30, 10, (4,))
+    digests = {d: holders.described[d].digests["train"] for d in ("a", "b")}
+    assert digests["a"] != digests["b"], "each under its own key"
+    with pytest.raises(UserError, match="data: devices 'a' and 'c' have different training samples"):
+        holders.ask(["c"])
+    assert any("the data of device a are not equal to this one's" in line for line in joined.said)
+    apart = Holders(joined.fleet.service.asks(), SPEC, heldout=False, alike=False)
+    apart.ask(["a", "c"], every=True)
+    assert apart.described.keys() == {"a", "c"}
+
+
+def test_what_a_device_may_not_or_cannot_say_names_device_and_field(joined: Joined, tmp_path: Path) -> None:
+    joined.add("a", write_samples(tmp_path / "a-data"), kinds=("text",))
+    joined.add("c", write_samples(tmp_path / "c-data"))
+    joined.add("d", None)
+    asks = joined.fleet.service.asks()
+    (tmp_path / "c-data" / "link.npz").symlink_to(write_samples(tmp_path / "out") / "samples.npz")
+    cases: list[tuple[str, dict[str, object], str]] = [
+        ("a", SPEC.options, r"device 'a': data.kind: got 'npz', expected one of: text"),
+        ("c", {"path": "../out/samples.npz"}, r"device 'c': data.path: got .*expected a relative path"),
+        ("c", {"path": "link.npz"}, r"device 'c': data: 'link.npz' leads out of this device's data folder"),
+        ("d", SPEC.options, r"device 'd': npz option 'path': no file samples.npz"),
+    ]
+    for device, options, words in cases:
+        with pytest.raises(UserError, match=words):
+            Holders(asks, DataSpec(kind="npz", options=options), heldout=False).ask([device])
+
+
+def test_whoever_has_left_is_not_waited_for(joined: Joined, tmp_path: Path) -> None:
+    joined.add("a", write_samples(tmp_path / "a-data"))
+    asks = joined.fleet.service.asks()
+    joined.end()
+    soon(lambda: not joined.fleet.service.present)
+    with pytest.raises(PeerError, match="'a': has left"):
+        asks.describe(["a"], SPEC, heldout=False)
+
+
+def answering(identity: Identity) -> tuple[DataAnswers, str, list[str]]:
+    said: list[str] = []
+    answers, own = DataAnswers(said.append), concealed("the data", identity.data_key())
+    answers._given.add(own)  # pyright: ignore[reportPrivateUsage]  # as if it had described them
+    return answers, own, said
+
+
+def test_guesses_are_found_out_and_come_to_an_end(device: Identity) -> None:
+    """Somebody who does not have the data has a device show proofs for its guesses, or shows it some."""
+    answers, own, said = answering(device)
+    guesser, key = b"g" * 32, device.data_key()
+
+    def guess(n: int, *, shown: bool) -> Compare:
+        others = concealed(f"guess {n}", guesser)
+        told = proof(guesser, "x", "a", others, own) if shown else ""
+        return Compare(run="r", device="a", other="x", own=own, others=others, shown=told)
+
+    assert answers.compare(guess(0, shown=True), key).equal is False
+    assert said == ["the data of device x are not equal to this one's"]
+    for n in range(1, MOST_UNPROVED):
+        assert answers.compare(guess(n, shown=False), key).proof
+    assert "compares its data no more" in answers.compare(guess(99, shown=False), key).failure
+    unknown = Compare(run="r", device="a", other="x", own="0" * 64, others=own)
+    assert "not described" in answers.compare(unknown, key).failure
+
+
+def test_comparisons_of_equal_data_never_end(device: Identity) -> None:
+    answers, own, _ = answering(device)
+    for n in range(2 * MOST_UNPROVED):
+        other = n.to_bytes(32, "big")
+        others = concealed("the data", other)
+        first = Compare(run="r", device="a", other="x", own=own, others=others)
+        assert answers.compare(first, device.data_key()).proof
+        shown = proof(other, "x", "a", others, own)
+        back = Compare(run="r", device="a", other="x", own=own, others=others, shown=shown)
+        assert answers.compare(back, device.data_key()).equal
