@@ -41,7 +41,8 @@ def broadcast(value: T | None, kind: type[T], group: dist.ProcessGroup) -> T:
 
 def message_device(group: dist.ProcessGroup) -> torch.device:
     """Where the tensors of the group's own messages must lie."""
-    return torch.device("cpu") if dist.get_backend(group) == "gloo" else torch.device("cuda")
+    kinds = [pair.partition(":")[0] for pair in dist.get_backend_config(group).split(",")]
+    return torch.device("cpu" if "cpu" in kinds else kinds[0])
 
 
 def to_bytes(value: object) -> Tensor:

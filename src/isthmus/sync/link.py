@@ -65,6 +65,6 @@ def _timed(tensor: torch.Tensor, averager: Averager) -> float:
     dist.barrier(averager.group)
     start_s = time.perf_counter()
     averager.sum([tensor]).wait()
-    if tensor.device.type == "cuda":
-        torch.cuda.synchronize(tensor.device)
+    if tensor.device.type != "cpu":
+        torch.accelerator.synchronize(tensor.device)
     return time.perf_counter() - start_s

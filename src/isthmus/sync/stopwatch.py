@@ -1,4 +1,4 @@
-"""Moments on the device's own clock: on CUDA the host is far ahead of what it has asked for."""
+"""Moments on the device's own clock: the host is far ahead of what it has asked of an accelerator."""
 
 from __future__ import annotations
 
@@ -6,21 +6,21 @@ import time
 
 import torch
 
-Moment = float | torch.cuda.Event
+Moment = float | torch.Event
 
 
 def now(device: torch.device) -> Moment:
     """This moment of the work that was given to the device."""
-    if device.type != "cuda":
+    if device.type == "cpu":
         return time.perf_counter()
-    event = torch.cuda.Event(enable_timing=True)
-    event.record()
+    event = torch.Event(device, enable_timing=True)
+    event.record(torch.accelerator.current_stream(device))
     return event
 
 
 def between_s(start: Moment, end: Moment) -> float:
     """Seconds between two moments of one device; waits for the second."""
-    if isinstance(start, torch.cuda.Event) and isinstance(end, torch.cuda.Event):
+    if isinstance(start, torch.Event) and isinstance(end, torch.Event):
         end.synchronize()
         return start.elapsed_time(end) / 1e3
     assert isinstance(start, float) and isinstance(end, float), "moments of different clocks"
