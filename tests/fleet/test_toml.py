@@ -22,7 +22,7 @@ compute = "10 GFLOPS"
 memory = "16 GiB"
 count = 2
 price_per_hour = 1.2
-kind = "a40"
+hardware = "NVIDIA A40"
 
 [[device]]
 name = "big"
@@ -52,7 +52,14 @@ symmetric = false
 def test_every_key() -> None:
     between = Link(0.02, 37.5e6)
     gpus = [
-        Device(name=f"gpu-{i}", region="office", flops_per_s=10e9, memory_bytes=2**34, price_per_hour=1.2, kind="a40")
+        Device(
+            name=f"gpu-{i}",
+            region="office",
+            flops_per_s=10e9,
+            memory_bytes=2**34,
+            price_per_hour=1.2,
+            hardware="NVIDIA A40",
+        )
         for i in (0, 1)
     ]
     assert parse_fleet(FULL, "f.toml") == Fleet(
@@ -185,7 +192,7 @@ def fleets(draw: st.DrawFn) -> Fleet:
             memory_bytes=draw(st.integers(1, 2**63 - 1)),
             price_per_hour=draw(figure),
             scale=draw(st.sampled_from([1.0, 0.45, 1 / 3])),
-            kind=draw(labels()),
+            hardware=draw(st.just("") | labels()),
         )
         for name in names
     )

@@ -65,7 +65,7 @@ def test_a_device_is_not_drained_before_it_works(tmp_path: Path) -> None:
         return done.err
 
     assert "no device has joined" in drained()
-    state.roster.redeem(state.roster.invite(time.time())[0], "b" * 32, "bob", time.time())
+    state.roster.redeem(state.roster.invite(time.time())[0], {"b" * 32: "bob"}, time.time())
     assert "no coordinator serves this fleet now" in drained()
     bob = DeviceNews(name="bob", id="b" * 32, working=False)
     post(tmp_path, Bulletin(at_s=time.time(), port=1, devices=(bob,)))
@@ -154,7 +154,7 @@ def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: py
     assert fleet.service.news().awaited == ()
     assert fleet.said[0] == "waiting for bob to join (0 here)"
     assert re.fullmatch(r"waiting for bob to join \(0 here\), for \d+(\.\d+)? m?s", fleet.said[1])
-    fleet.state.roster.redeem(fleet.state.roster.invite(time.time())[0], "1" * 32, "eve", time.time())
+    fleet.state.roster.redeem(fleet.state.roster.invite(time.time())[0], {"1" * 32: "eve"}, time.time())
     fleet.state.roster.revoke("eve", time.time())
     fleet.said.clear()
     with in_background(lambda: fleet.service.wait_for(["eve"]), lambda: end("eve")):
@@ -167,7 +167,7 @@ def test_a_ticket_on_the_command_line_is_not_repeated(tmp_path: Path) -> None:
     assert done.code == 2 and "isthmus1-..." in done.err and "lJGSqTEy" not in done.err
 
 
-@pytest.mark.parametrize("name", ["..", ".hidden", "-rf", "../../x", "", "a\tb", "x" * 65])
+@pytest.mark.parametrize("name", ["..", ".hidden", "-rf", "../../x", "", "a\tb", "x" * 65, "/0", "m/", "m/..", "m/0/1"])
 def test_names_that_are_refused(name: str) -> None:
     with pytest.raises(PeerError, match="device name"):
         check_name(name)

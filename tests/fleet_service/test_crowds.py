@@ -114,14 +114,14 @@ def _way_to_another(fleet: Fleet, device: Identity, port: int) -> None:
 
 
 def _joining(fleet: Fleet, device: Identity, port: int) -> None:
-    join_fleet(fleet.ticket(), fleet.state.folder / "another", "another", 5.0)
+    join_fleet(fleet.ticket(), {"another": fleet.state.folder / "another"}, 5.0)
 
 
 @pytest.mark.parametrize("act", [_first_dial_of_a_device, _way_to_another, _joining])
 def test_who_is_hung_up_on_tries_again(
     fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch, act: Callable[[Fleet, Identity, int], None]
 ) -> None:
-    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
+    join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
     device = Identity(tmp_path / "desk")
     other = Listener("127.0.0.1", identity=device, patience_s=5.0)
     other.start(lambda channel: channel.close())

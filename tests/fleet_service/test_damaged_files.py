@@ -40,7 +40,7 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> dict[str, Path]:
     made = tmp_path_factory.mktemp("fleets")
     for name in ("ours", "theirs"):
         with serving(made / name / "fleet") as fleet:
-            join_fleet(fleet.ticket(), made / name / "device", "desk", 5.0)
+            join_fleet(fleet.ticket(), {"desk": made / name / "device"}, 5.0)
             queue = JobQueue(fleet.state.folder)
             queue.submit("small", "pipeline", b"{}", made)
             with fleet.state.served(), queue.served():

@@ -29,7 +29,7 @@ from .parties import Fleet, outcomes
 def test_what_is_not_allowed_is_refused_and_the_coordinator_is_told(fleet: Fleet, tmp_path: Path) -> None:
     agents: list[Agent] = []
     for name in ("d0", "d1"):
-        membership = join_fleet(fleet.ticket(), tmp_path / name, name, 10.0)
+        membership = join_fleet(fleet.ticket(), {name: tmp_path / name}, 10.0)[name]
         place = Place(data_kinds=("text", "npz"))
         agents.append(Agent(tmp_path / name, membership, place, patience_s=10.0, say=lambda _: None))
     threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in agents]

@@ -39,7 +39,7 @@ class Devices:
         self.said: list[str] = []
         self.agents: list[Agent] = []
         for name in names:
-            membership = join_fleet(fleet.ticket(), folder / name, name, 10.0)
+            membership = join_fleet(fleet.ticket(), {name: folder / name}, 10.0)[name]
             place = Place(relayed=relayed)
             self.agents.append(Agent(folder / name, membership, place, patience_s=10.0, say=self.said.append))
         self._threads = [threading.Thread(target=outcomes, args=(agent.run,), daemon=True) for agent in self.agents]

@@ -20,11 +20,10 @@ import torch
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.fleet import Present, Renew
+from isthmus.runtime.messages.fleet import JoinRequest, Newcomer, Present, Renew
 from isthmus.runtime.messages.run import Credit, Heartbeat, Hello, Join, ReportMessage
 from isthmus.runtime.messages.versions import versions_here
 from isthmus.runtime.service.agent import join_fleet
-from isthmus.runtime.service.joining import JoinRequest
 from isthmus.runtime.transport.allowance import Allowance
 from isthmus.runtime.transport.channel import MAX_HEADER_BYTES, PREFIX, SocketChannel, dial, frame
 from isthmus.training.layout import TensorHeader, pack
@@ -131,7 +130,7 @@ def _resident_bytes() -> int:
 
 def test_fuzzed_join_frames_are_refused() -> None:
     draw = random.Random(1)
-    good = msgspec.msgpack.encode(JoinRequest(b"s" * 16, "desk", b"r" * 250, versions_here()))
+    good = msgspec.msgpack.encode(JoinRequest(b"s" * 16, (Newcomer("desk", b"r" * 250),), versions_here()))
     decoder = msgspec.msgpack.Decoder(JoinRequest)
     for _ in range(FUZZED_FRAMES // 10):
         data = bytearray(good)
@@ -194,7 +193,7 @@ def _length(channel: SocketChannel) -> None:
 def test_one_who_has_joined_is_shut_out_and_named_once(
     fleet: Fleet, tmp_path: Path, attack: Callable[[SocketChannel], None], words: str
 ) -> None:
-    join_fleet(fleet.ticket(), tmp_path / "mallory", "mallory", 5.0)
+    join_fleet(fleet.ticket(), {"mallory": tmp_path / "mallory"}, 5.0)
     channel = dial(
         "127.0.0.1", fleet.service.port, "coordinator", 5.0, identity=Identity(tmp_path / "mallory"),
         expected=Party("coordinator", ""),

@@ -121,19 +121,19 @@ class TestRoster:
         roster = Roster(tmp_path / "r")
         secret, expires_s = roster.invite(1000.0)
         assert expires_s == 1000.0 + 24 * HOUR_S
-        roster.redeem(secret, "a" * 32, "desk", 1001.0)
-        roster.redeem(secret, "a" * 32, "desk", 1002.0)  # the answer was lost on its way
+        roster.redeem(secret, {"a" * 32: "desk"}, 1001.0)
+        roster.redeem(secret, {"a" * 32: "desk"}, 1002.0)  # the answer was lost on its way
         with pytest.raises(PeerError, match="used already"):
-            roster.redeem(secret, "b" * 32, "laptop", 1003.0)
+            roster.redeem(secret, {"b" * 32: "laptop"}, 1003.0)
         assert roster.name_of("a" * 32) == "desk" and roster.name_of("b" * 32) is None
 
     def test_expired_and_foreign_tickets(self, tmp_path: Path) -> None:
         roster, other = Roster(tmp_path / "r"), Roster(tmp_path / "other")
         secret, expires_s = roster.invite(0.0)
         with pytest.raises(PeerError, match=r"expired 1\.0 hours ago"):
-            roster.redeem(secret, "a" * 32, "desk", expires_s + HOUR_S)
+            roster.redeem(secret, {"a" * 32: "desk"}, expires_s + HOUR_S)
         with pytest.raises(PeerError, match="not of this fleet"):
-            other.redeem(secret, "a" * 32, "desk", 1.0)
+            other.redeem(secret, {"a" * 32: "desk"}, 1.0)
 
     def test_names_are_unique_among_those_who_are_not_revoked(self, tmp_path: Path) -> None:
         roster = Roster(tmp_path / "r")
@@ -141,17 +141,17 @@ class TestRoster:
             secret, _ = roster.invite(0.0)
             if device[0] == "b":
                 with pytest.raises(PeerError, match=f"'desk' is taken by device {'a' * 32}"):
-                    roster.redeem(secret, device, "desk", 1.0)
+                    roster.redeem(secret, {device: "desk"}, 1.0)
                 roster.revoke("desk", 2.0)
-            roster.redeem(secret, device, "desk", 3.0)
+            roster.redeem(secret, {device: "desk"}, 3.0)
         assert roster.name_of("a" * 32) is None and roster.name_of("b" * 32) == "desk"
         with pytest.raises(PeerError, match="was revoked"):
-            roster.redeem(roster.invite(0.0)[0], "a" * 32, "other", 4.0)
+            roster.redeem(roster.invite(0.0)[0], {"a" * 32: "other"}, 4.0)
 
     def test_a_revocation_must_name_one_device(self, tmp_path: Path) -> None:
         roster = Roster(tmp_path / "r")
         for name, device in (("desk", "a" * 32), ("laptop", "a" * 31 + "b")):
-            roster.redeem(roster.invite(0.0)[0], device, name, 1.0)
+            roster.redeem(roster.invite(0.0)[0], {device: name}, 1.0)
         for named, words in (("nobody", "no device"), ("a", "no device"), ("a" * 10, "2 devices")):
             with pytest.raises(UserError, match=words):
                 roster.revoke(named, 2.0)
@@ -161,7 +161,7 @@ class TestRoster:
     def test_another_process_sees_it_and_no_secret_is_in_the_file(self, tmp_path: Path) -> None:
         roster, other = Roster(tmp_path / "r"), Roster(tmp_path / "r")
         secret, _ = other.invite(0.0)
-        roster.redeem(secret, "a" * 32, "desk", 1.0)
+        roster.redeem(secret, {"a" * 32: "desk"}, 1.0)
         other.revoke("desk", 2.0)
         assert roster.name_of("a" * 32) is None
         roster.close()

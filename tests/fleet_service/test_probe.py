@@ -32,7 +32,7 @@ from .parties import Fleet, in_background
 def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
     made: list[Agent] = []
     for name in ("desk", "laptop"):
-        membership = join_fleet(fleet.ticket(), tmp_path / name, name, 5.0)
+        membership = join_fleet(fleet.ticket(), {name: tmp_path / name}, 5.0)[name]
         made.append(Agent(tmp_path / name, membership, Place(), patience_s=5.0, say=lambda _: None))
     desk, laptop = made
     with in_background(desk.run, desk.stop), in_background(laptop.run, laptop.stop):

@@ -39,7 +39,7 @@ class Parked:
     """A device that listens, and is parked at the coordinator."""
 
     def __init__(self, fleet: Fleet, folder: Path, name: str) -> None:
-        join_fleet(fleet.ticket(), folder / name, name, 5.0)
+        join_fleet(fleet.ticket(), {name: folder / name}, 5.0)
         self.identity = Identity(folder / name)
         self.reacher = Reacher(coordinator=("127.0.0.1", fleet.service.port), identity=self.identity, patience_s=5.0)
         self.came: queue.SimpleQueue[SocketChannel] = queue.SimpleQueue()

@@ -17,7 +17,7 @@ from isthmus.errors import PeerError
 from isthmus.runtime.conducting.crew import Call
 from isthmus.runtime.identity import Authority, Identity, Party, Ticket
 from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.fleet import Dismissed, JoinRequest, Present, Renew, Renewed, Welcome
+from isthmus.runtime.messages.fleet import Dismissed, JoinRequest, Newcomer, Present, Renew, Renewed, Welcome
 from isthmus.runtime.messages.run import Heartbeat, Join
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.processes.launcher import Place
@@ -32,12 +32,12 @@ from .parties import Fleet, certified, in_background, serving, soon
 
 
 def _agent(fleet: Fleet, folder: Path, name: str = "desk", said: list[str] | None = None) -> Agent:
-    membership = membership_in(folder) or join_fleet(fleet.ticket(), folder, name, 5.0)
+    membership = membership_in(folder) or join_fleet(fleet.ticket(), {name: folder}, 5.0)[name]
     return Agent(folder, membership, Place(), patience_s=5.0, say=(said if said is not None else []).append)
 
 
 def _joined(fleet: Fleet, folder: Path, name: str = "desk") -> Identity:
-    join_fleet(fleet.ticket(), folder, name, 5.0)
+    join_fleet(fleet.ticket(), {name: folder}, 5.0)
     return Identity(folder)
 
 
@@ -83,7 +83,7 @@ class _Counting(Agent):
 
 
 def test_a_patient_device_beats_as_an_impatient_coordinator_needs_it(fleet: Fleet, tmp_path: Path) -> None:
-    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)
+    join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)
     membership = membership_in(tmp_path / "desk")
     assert membership is not None
     agent = _Counting(tmp_path / "desk", membership, Place(), patience_s=3600.0, say=lambda _: None)
@@ -174,7 +174,7 @@ def test_a_device_whose_certificate_has_ended_says_so(fleet: Fleet, tmp_path: Pa
     with in_background(agent.run, agent.stop):
         soon(lambda: said)
     assert "certificate ended 1.0 hours ago" in said[0] and "--ticket-file" in said[0]
-    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)  # with the key that it has
+    join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)  # with the key that it has
     again = _agent(fleet, tmp_path / "desk")
     with in_background(again.run, again.stop):
         fleet.service.wait_for(["desk"])
@@ -182,14 +182,14 @@ def test_a_device_whose_certificate_has_ended_says_so(fleet: Fleet, tmp_path: Pa
 
 def _refused(fleet: Fleet, ticket: Ticket, folder: Path, name: str = "desk") -> str:
     with pytest.raises(PeerError) as refused:
-        join_fleet(ticket, folder, name, 5.0)
+        join_fleet(ticket, {name: folder}, 5.0)
     assert not Identity(folder).complete and membership_in(folder) is None
     return str(refused.value)
 
 
 def test_tickets_that_are_refused(fleet: Fleet, tmp_path: Path) -> None:
     ticket = fleet.ticket()
-    join_fleet(ticket, tmp_path / "first", "first", 5.0)
+    join_fleet(ticket, {"first": tmp_path / "first"}, 5.0)
     assert "used already" in _refused(fleet, ticket, tmp_path / "second", "second")
     guessed = msgspec.structs.replace(ticket, secret=bytes(16))
     assert "not of this fleet" in _refused(fleet, guessed, tmp_path / "third")
@@ -200,7 +200,7 @@ def test_tickets_that_are_refused(fleet: Fleet, tmp_path: Path) -> None:
     assert "is taken by" in _refused(fleet, fleet.ticket(), tmp_path / "sixth", "first")
     assert "printable" in _refused(fleet, fleet.ticket(), tmp_path / "seventh", "../x")
     with pytest.raises(Dismissal) as refused:
-        join_fleet(ticket, tmp_path / "second", "second", 5.0)
+        join_fleet(ticket, {"second": tmp_path / "second"}, 5.0)
     assert refused.value.exit_code == 2, "examples/deploy: a supervisor does not try again"
 
 
@@ -213,7 +213,7 @@ def test_the_secret_is_not_told_to_another_fleet(fleet: Fleet, tmp_path: Path) -
         with mock.patch.object(Authority, "der", lambda _: right):
             assert "its certificate is refused" in _refused(fleet, moved, tmp_path / "desk")
         assert false.said == []
-    join_fleet(ticket, tmp_path / "desk", "desk", 5.0)  # it was not used
+    join_fleet(ticket, {"desk": tmp_path / "desk"}, 5.0)  # it was not used
 
 
 def test_other_addresses_of_a_ticket_are_tried(fleet: Fleet, tmp_path: Path) -> None:
@@ -221,7 +221,7 @@ def test_other_addresses_of_a_ticket_are_tried(fleet: Fleet, tmp_path: Path) -> 
     with socket.create_server(("127.0.0.1", 0)) as free:
         closed = ("127.0.0.1", free.getsockname()[1])
     several = msgspec.structs.replace(ticket, addresses=(closed, *ticket.addresses))
-    assert join_fleet(several, tmp_path / "desk", "desk", 5.0).coordinators == (*ticket.addresses, closed)
+    assert join_fleet(several, {"desk": tmp_path / "desk"}, 5.0)["desk"].coordinators == (*ticket.addresses, closed)
 
 
 def test_versions_that_cannot_work_together_are_refused_with_both_named(fleet: Fleet, tmp_path: Path) -> None:
@@ -302,12 +302,12 @@ def test_what_a_stranger_sends_is_no_more_than_a_join_frame(
     with pytest.raises(OSError):
         joining.receive_frame(connection)
     assert fleet.said == []
-    join_fleet(fleet.ticket(), tmp_path / "desk", "desk", 5.0)  # others still get in
+    join_fleet(fleet.ticket(), {"desk": tmp_path / "desk"}, 5.0)  # others still get in
 
 
 def test_a_signing_request_is_read_only_of_one_who_knows_a_secret(fleet: Fleet) -> None:
     connection = _stranger(fleet)
-    asked = JoinRequest(secret=bytes(16), name="x", request=b"junk", versions=versions_here())
+    asked = JoinRequest(secret=bytes(16), devices=(Newcomer("x", b"junk"),), versions=versions_here())
     with mock.patch.object(joining, "requested_key") as reader:
         joining.send_frame(connection, msgspec.msgpack.encode(asked))
         answer = joining.receive_frame(connection)

@@ -128,7 +128,7 @@ def test_comparison_without_links(predicted: Trace, plan: Plan) -> None:
 def test_fleet(fleet: Fleet) -> None:
     text = render(fleet_table(fleet))
     assert "two-cities: 4 devices" in text
-    assert row(text, "oslo-2").split() == ["oslo-2", "oslo", "cpu", "20", "GFLOPS", "2", "GiB", "-"]
+    assert row(text, "oslo-2").split() == ["oslo-2", "oslo", "-", "20", "GFLOPS", "2", "GiB", "-"]
     assert "a fleet for tests" in text
     # From row to column, and both ways are different.
     assert row(text, "lisbon  500 us").split() == ["lisbon", "500", "us", "20", "ms"]
@@ -149,7 +149,7 @@ def test_large_fleet_groups_equal_devices_and_keeps_the_matrix() -> None:
     text = render(fleet_table(topology("dtfm-case5")))
     lines = [line.split() for line in text.splitlines() if "TFLOPS" in line]
     assert len(lines) == 8
-    assert lines[0] == ["8", "oregon", "v100", "125", "TFLOPS", "16", "GiB", "-"]
+    assert lines[0] == ["8", "oregon", "NVIDIA", "V100", "125", "TFLOPS", "16", "GiB", "-"]
     assert "from row to column" in text
     assert row(text, "oregon  ").split()[:5] == ["oregon", "5", "ms", "67", "ms"]
 

@@ -26,10 +26,22 @@ def join(
     ticket_file: Annotated[
         Path | None, typer.Option("--ticket-file", help="A 0600 file; else it is asked for, or read from stdin.")
     ] = None,
+    device: Annotated[
+        str, typer.Option("--device", help="Where it computes: cpu, cuda:0, mps, ...; auto is a GPU if there is one.")
+    ] = "auto",
+    devices: Annotated[
+        str,
+        typer.Option(
+            "--devices", metavar="all|0,2",
+            help="A device for each of these accelerators, NAME/0, NAME/2, ..., with one ticket.",
+        ),
+    ] = "",
     host: Annotated[
         str, typer.Option("--host", help="Address to listen on for other devices; default: towards the coordinator.")
     ] = "",
-    port: Annotated[int, typer.Option("--port", min=0, max=65535, help="Port for it; 0: any that is free.")] = 0,
+    port: Annotated[
+        int, typer.Option("--port", min=0, max=65535, help="Port for it, of several devices the first; 0: any.")
+    ] = 0,
     address: Annotated[str, typer.Option("--address", help="How others reach it, where that is not --host.")] = "",
     relayed: Annotated[
         bool, typer.Option("--relayed", help="Listen for nobody: other devices come by way of the coordinator.")
@@ -63,6 +75,7 @@ def join(
         data_kinds=joining.kinds_of(data_kinds), memory_bytes=joining.memory_of(memory),
     )  # fmt: skip
     asked = joining.Joining(
-        state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site
+        state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site,
+        device=device, devices=devices,
     )  # fmt: skip
     raise typer.Exit(joining.join(asked))

@@ -2,14 +2,17 @@
 
 from __future__ import annotations
 
+import os
 import platform
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
+from functools import partial
 from pathlib import Path
 
 import msgspec
 import typer
 
+from isthmus.accelerators import AUTO, accelerator_names, resolve_accelerator
 from isthmus.cli import options
 from isthmus.cli.options import state_folder
 from isthmus.data import dataset_kinds
@@ -23,7 +26,9 @@ from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, Membership, join_fleet, membership_in
 from isthmus.runtime.service.doctor import examine_device, examine_ticket
+from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.machine import Finding
+from isthmus.runtime.service.together import run_together
 from isthmus.units import parse_size
 
 
@@ -35,6 +40,10 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True):
     name: str | None
     patience: str
     place: Place
+    device: str = AUTO
+    """Where it computes."""
+    devices: str = ""
+    """Of which accelerators each is a device of its own; none: the machine is one device."""
     site: Path | None = None
 
 
@@ -58,6 +67,31 @@ def memory_of(text: str) -> int:
     return min(found, machine_bytes)
 
 
+def accelerators_of(text: str) -> dict[str, str]:
+    """Of `--devices`: full names of accelerators, by what each adds to the machine's name. UserError."""
+    here = accelerator_names()
+    if text == "all":
+        if not here:
+            raise UserError("--devices: got 'all', but torch sees no accelerator here: leave it out to join as the CPU")
+        return {_part(name): name for name in here}
+    found: dict[str, str] = {}
+    for item in text.split(","):
+        wanted = item.strip()
+        if wanted.isdecimal() and int(wanted) >= len(here):
+            raise UserError(f"--devices: got {wanted}, expected numbers of: {', '.join(here) or 'none is here'}")
+        name = here[int(wanted)] if wanted.isdecimal() else resolve_accelerator(wanted, "--devices")
+        part = _part(name)
+        if part in found:
+            raise UserError(f"--devices: got {found[part]} and {name}, which would both be called {part}")
+        found[part] = name
+    return found
+
+
+def _part(accelerator: str) -> str:
+    """The number of an accelerator, or cpu."""
+    return accelerator.rpartition(":")[2]
+
+
 def join(joining: Joining) -> int:
     """Until Ctrl-C or dismissal."""
     told = options.notes()
@@ -68,6 +102,8 @@ def join(joining: Joining) -> int:
     folder = joining.state or state_folder("device")
     patience_s = options.patience_s(joining.patience)
     island = island_here(folder)
+    if joining.devices:
+        return _several(joining, folder, patience_s, say)
     if island is not None and joining.site is not None:
         raise UserError("--site: got one under torchrun, expected a site that trains in one process")
     if island is not None and island.rank:
@@ -83,13 +119,50 @@ def join(joining: Joining) -> int:
         config = load_site(joining.site)
         check_kind(config.data, place.data_kinds)
         return _attend(config, joining, folder, patience_s, say)
-    Agent(folder, _membership(joining, folder, patience_s), place, patience_s=patience_s, say=say).run()
+    place = _computing(place, resolve_accelerator(joining.device, "--device"), "--device")
+    membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]
+    say(f"{membership.name} computes on {place.hardware}")
+    Agent(folder, membership, place, patience_s=patience_s, say=say).run()
     return 0
+
+
+def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:
+    """As `join`, with a device for each accelerator."""
+    others = {"--site": joining.site is not None, "--device": joining.device != AUTO}
+    others["torchrun"] = "WORLD_SIZE" in os.environ
+    for option in (name for name, given in others.items() if given):
+        raise UserError(f"--devices: got it beside {option}, expected one of the two")
+    chosen = accelerators_of(joining.devices)
+    hardware = hardware_of(list(chosen.values()), "--devices")
+    folders = {f"{_name(joining)}/{part}": folder / part for part in chosen}
+    memberships = _memberships(joining, folders, patience_s)
+    agents: dict[str, Agent] = {}
+    place = joining.place
+    for number, (at, membership, found) in enumerate(zip(folders.values(), memberships, hardware, strict=True)):
+        own = msgspec.structs.replace(
+            place, accelerator=found.accelerator, hardware=found.label, port=place.port and place.port + number,
+            memory_bytes=place.memory_bytes and place.memory_bytes // len(hardware),
+        )  # fmt: skip
+        name = membership.name
+        say(f"{name} computes on {own.hardware}")
+        agents[name] = Agent(at, membership, own, patience_s=patience_s, say=partial(_say_of, say, name))
+    run_together(agents, say)
+    return 0
+
+
+def _say_of(say: Callable[[str], None], name: str, text: str) -> None:
+    say(f"{name}: {text}")
+
+
+def _computing(place: Place, accelerator: str, field: str) -> Place:
+    """The place with its hardware. UserError for an accelerator that cannot be used."""
+    (found,) = hardware_of([accelerator], field)
+    return msgspec.structs.replace(place, accelerator=accelerator, hardware=found.label)
 
 
 def _attend(config: SiteConfig, joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:
     """As `join`, as a site: this process trains, and ends when it cannot do what the coordinator asks for."""
-    membership = _membership(joining, folder, patience_s)
+    membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]
     failures: list[IsthmusError] = []
 
     def fail(error: IsthmusError) -> None:
@@ -114,17 +187,26 @@ def examined(folder: Path, ticket_file: Path | None) -> list[Finding]:
     return examine_device(folder) if ticket_file is None else examine_ticket(read_ticket(ticket_file))
 
 
-def _membership(joining: Joining, folder: Path, patience_s: float) -> Membership:
-    """The one that the folder holds, unless a ticket for another is given."""
-    found = membership_in(folder)
-    if found is None or joining.ticket_file is not None:
-        name = joining.name or platform.node()
-        return join_fleet(_ticket(joining.ticket_file), folder, name, patience_s)
-    if joining.name not in (None, found.name):
-        raise UserError(
-            f"--name: got {joining.name!r}, but {folder} has joined as {found.name!r}: use another --state folder, "
-            "or a new ticket with --ticket-file"
-        )
+def _name(joining: Joining) -> str:
+    """Of the machine."""
+    return joining.name or platform.node()
+
+
+def _memberships(joining: Joining, folders: Mapping[str, Path], patience_s: float) -> list[Membership]:
+    """Those that the folders of devices hold, by name, unless a ticket for another is given."""
+    held = {name: membership_in(folder) for name, folder in folders.items()}
+    wanted = {name: folders[name] for name in folders if held[name] is None or joining.ticket_file is not None}
+    made = join_fleet(_ticket(joining.ticket_file), wanted, patience_s) if wanted else {}
+    found: list[Membership] = []
+    for name, folder in folders.items():
+        membership = made.get(name) or held[name]
+        assert membership is not None, "what is not held was made"
+        if joining.name is not None and membership.name != name:
+            raise UserError(
+                f"--name: got {joining.name!r}, but {folder} has joined as {membership.name!r}: use another --state "
+                "folder, or a new ticket with --ticket-file"
+            )
+        found.append(membership)
     return found
 
 

@@ -124,9 +124,9 @@ def _drawn(found: Status, queue: JobQueue) -> Group:
     if news is None:
         parts.append(Text("no coordinator serves this fleet now: `isthmus serve`"))
     else:
-        drawn = Table("device", "id", "", title=f"Devices here (coordinator on port {news.port})")
+        drawn = Table("device", "id", "hardware", "", title=f"Devices here (coordinator on port {news.port})")
         for device in news.devices:
-            drawn.add_row(device.name, device.id, "at work" if device.working else "idle")
+            drawn.add_row(device.name, device.id, device.hardware, "at work" if device.working else "idle")
         parts.append(drawn)
         if news.links:
             parts.append(_links(news.links))

@@ -30,14 +30,14 @@ DETOUR = 1.6
 class _Machine(NamedTuple):
     """A host with several GPUs."""
 
-    kind: str
+    hardware: str
     gpus: int
     flops_per_s: float
     memory_bytes: int
 
 
-RTX_4090 = _Machine("rtx4090", 8, 165.16e12, 24 * GB)
-RTX_2080 = _Machine("rtx2080", 4, 40.3e12, 8 * GB)
+RTX_4090 = _Machine("NVIDIA RTX 4090", 8, 165.16e12, 24 * GB)
+RTX_2080 = _Machine("NVIDIA RTX 2080", 4, 40.3e12, 8 * GB)
 P100_FLOPS_PER_S, P100_BYTES = 9.3e12, 16 * GB
 SLOWEST = 7.0
 
@@ -61,7 +61,11 @@ def fusionllm_testbed(number: int) -> Fleet:
         name=f"fusionllm-testbed{number}",
         devices=tuple(
             Device(
-                name=f"{name}-gpu-{i}", region=name, flops_per_s=m.flops_per_s, memory_bytes=m.memory_bytes, kind=m.kind
+                name=f"{name}-gpu-{i}",
+                region=name,
+                flops_per_s=m.flops_per_s,
+                memory_bytes=m.memory_bytes,
+                hardware=m.hardware,
             )
             for name, m in zip(names, machines, strict=True)
             for i in range(m.gpus)
@@ -82,7 +86,7 @@ def sky(nodes: int) -> Fleet:
         name=f"sky-{nodes}",
         devices=tuple(
             Device(
-                name=f"node-{i}", region="cluster", kind="p100", memory_bytes=P100_BYTES,
+                name=f"node-{i}", region="cluster", hardware="NVIDIA P100", memory_bytes=P100_BYTES,
                 flops_per_s=P100_FLOPS_PER_S / (1 + _slow_down(source)),
             )
             for i in range(1, nodes)
@@ -116,7 +120,7 @@ def random_fleet(count: int, seed: int) -> Fleet:
 
 def _random_device(source: random.Random, name: str, region: str) -> Device:
     return Device(
-        name=name, region=region, kind="gpu",
+        name=name, region=region, hardware="GPU",
         flops_per_s=min(FASTEST_FLOPS_PER_S, 4e12 * source.paretovariate(1.2)),
         memory_bytes=source.choice((8, 12, 16, 24, 48, 80)) * GB,
         price_per_hour=round(source.lognormvariate(-1.0, 0.6), 3),

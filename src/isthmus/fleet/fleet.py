@@ -24,7 +24,7 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
 
     `flops_per_s` is the speed as stated: of a data sheet, a paper or a benchmark. Training reaches
     `sustained_flops_per_s`, which is `scale` times as much (FusionLLM's lambda: S = lambda S*); plans go by that.
-    `kind` names the hardware: devices of one kind give the same numbers for the same operations.
+    `hardware` is for people: what it is, and which of a machine's, as "NVIDIA H200 (cuda:0)".
     """
 
     name: str
@@ -32,13 +32,14 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     flops_per_s: float
     memory_bytes: int
     price_per_hour: float = 0.0
-    kind: str = "cpu"
+    hardware: str = ""
     scale: float = 1.0
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
         check_label(f"device {self.name!r}: region", self.region)
-        check_label(f"device {self.name!r}: kind", self.kind)
+        if self.hardware:
+            check_label(f"device {self.name!r}: hardware", self.hardware)
         check_number(f"device {self.name!r}: flops_per_s", self.flops_per_s, above_zero=True)
         check_number(f"device {self.name!r}: scale", self.scale, above_zero=True)
         check_number(f"device {self.name!r}: compute times scale", self.sustained_flops_per_s, above_zero=True)

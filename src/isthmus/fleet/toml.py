@@ -11,7 +11,7 @@
     memory = "16 GiB"
     count = 8
     price_per_hour = 1.2
-    kind = "a40"
+    hardware = "NVIDIA A40"                 # for people
 
     [links]
     default = { latency = "50 ms", bandwidth = "100 Mbit/s" }
@@ -73,7 +73,7 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     memory: object
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] | None = None
     price_per_hour: float = 0.0
-    kind: str = "cpu"
+    hardware: str = ""
     scale: float = 1.0
 
 
@@ -178,7 +178,7 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
                     flops_per_s=flops_per_s,
                     memory_bytes=memory_bytes,
                     price_per_hour=table.price_per_hour,
-                    kind=table.kind,
+                    hardware=table.hardware,
                     scale=table.scale,
                 )
             except UserError as error:
@@ -256,8 +256,9 @@ def _dump_device(device: Device) -> str:
         f"region = {_quoted(device.region)}",
         f"compute = {_quoted(format_compute(device.flops_per_s, exact=True))}",
         f"memory = {_quoted(format_size(device.memory_bytes, exact=True))}",
-        f"kind = {_quoted(device.kind)}",
     ]
+    if device.hardware:
+        lines.append(f"hardware = {_quoted(device.hardware)}")
     if device.scale != 1:
         lines.append(f"scale = {float(device.scale)!r}")
     if device.price_per_hour:

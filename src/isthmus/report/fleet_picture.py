@@ -10,6 +10,7 @@ Devices stand in the order of the plan, so that neighbours in the pipeline are n
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Sequence
 from pathlib import Path
 from typing import NamedTuple
@@ -32,6 +33,7 @@ from isthmus.report.seats import RECOMPUTES, Seat, Use, seats_of, uses_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 
 MOST_MARKED = 5
+MOST_HARDWARE = 3
 MOST_WRITTEN = 10
 """Devices up to which each cell holds its figures."""
 
@@ -55,7 +57,10 @@ def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
     seats, undrawn = seats_of(plan, fleet)
     uses = uses_of(plan, fleet, {seat.device: number for number, seat in enumerate(seats)})
     slowest = sorted(uses, key=lambda use: -use.seconds)[:MOST_MARKED]
+    hardware = _hardware(plan, fleet)
     shape = _shape(seats, len(slowest))
+    if hardware:
+        shape = shape._replace(height=shape.height + 0.2)
     figure = Figure(figsize=(shape.width, shape.height), dpi=_DPI)
     FigureCanvasAgg(figure)
     bottom = 0.6 + 0.2 * len(slowest)
@@ -71,6 +76,8 @@ def draw_plan(plan: Plan, fleet: Fleet, path: Path) -> None:
     if np.isfinite(matrix).any():
         _draw_bar(figure, norm, shape, bottom)
     _draw_words(figure, plan, shape, undrawn, [(use, seats) for use in slowest])
+    if hardware:
+        _draw_faint(figure, 0.12 / shape.width, 1 - 0.54 / shape.height, hardware, "top", 8.5)
     figure.savefig(path, format="png", metadata={"Software": "isthmus"})
 
 
@@ -210,9 +217,7 @@ def _draw_words(
         lines += f"; {RECOMPUTES}: computes its forward twice"
     if undrawn:
         lines += f"; {undrawn} devices not drawn"
-    figure.text(
-        left, 1 - 0.34 / shape.height, lines, ha="left", va="top", fontsize=8.5, color=_FAINT, parse_math=False
-    )
+    _draw_faint(figure, left, 1 - 0.34 / shape.height, lines, "top", 8.5)
     figure.text(
         left, (0.3 + 0.2 * len(slowest)) / shape.height,
         "Links from row to column; framed: used by the plan" + ("; the slowest of these:" if slowest else ""),
@@ -223,10 +228,19 @@ def _draw_words(
             f"{rank + 1}  {seats[use.source].device} to {seats[use.target].device}: {format_size(use.size_bytes)} of "
             f"{use.what} in {format_duration(use.seconds)}"
         )
-        figure.text(
-            left, (0.22 + 0.2 * (len(slowest) - 1 - rank)) / shape.height, text, ha="left", va="center", fontsize=8,
-            color=_FAINT, parse_math=False,
-        )  # fmt: skip
+        _draw_faint(figure, left, (0.22 + 0.2 * (len(slowest) - 1 - rank)) / shape.height, text, "center", 8)
+
+
+def _draw_faint(figure: Figure, x: float, y: float, text: str, along: str, size: float) -> None:
+    figure.text(x, y, text, ha="left", va=along, fontsize=size, color=_FAINT, parse_math=False)
+
+
+def _hardware(plan: Plan, fleet: Fleet) -> str:
+    """What the plan's devices are, the most frequent first; nothing where the fleet does not say."""
+    # In brackets stands which one of a machine's it is.
+    found = Counter(fleet.device(name).hardware.partition(" (")[0] for name in plan.used)
+    known = [f"{count} x {name}" for name, count in found.most_common() if name]
+    return "on " + ", ".join(known[:MOST_HARDWARE]) + (", ..." if len(known) > MOST_HARDWARE else "") if known else ""
 
 
 def _short(device: str) -> str:

@@ -50,7 +50,7 @@ def fleet_table(fleet: Fleet) -> RenderableType:
 def _devices(fleet: Fleet) -> RenderableType:
     count = len(fleet.devices)
     title = f"{fleet.name}: {count} device{'s' * (count > 1)}"
-    columns = ("region", "kind", "compute", "memory", "price per hour")
+    columns = ("region", "hardware", "compute", "memory", "price per hour")
     numbers = columns[2:]
     if count <= MOST_DEVICE_ROWS:
         table = new_table(("device", *columns), numbers)
@@ -69,7 +69,7 @@ def _device_cells(device: Device) -> tuple[str, ...]:
     price = f"{device.price_per_hour:.2f}" if device.price_per_hour else "-"
     return (
         device.region,
-        device.kind,
+        device.hardware or "-",
         format_compute(device.sustained_flops_per_s),
         format_size(device.memory_bytes),
         price,

@@ -29,6 +29,8 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     replica: int
     device: str
     region: str
+    hardware: str
+    """Of the device, for people; empty where the fleet does not say."""
     first: int
     last: int
     first_op: str
@@ -182,6 +184,7 @@ def _stages(number: int, replica: Replica, fleet: Fleet) -> Iterable[StageSummar
             replica=number,
             device=device.name,
             region=device.region,
+            hardware=device.hardware,
             first=stage.first,
             last=stage.last,
             first_op=stage.first_op,

@@ -80,7 +80,7 @@ def _stage_cells(stage: StageSummary, number: str, modules: dict[str, str]) -> t
     used = stage.memory_bytes / stage.memory_available_bytes
     return (
         Text(number),
-        Text.assemble(stage.device, "\n", (stage.region, "dim")),
+        Text("\n").join([Text(stage.device), *(Text(t, "dim") for t in (stage.region, stage.hardware) if t)]),
         Text.assemble(first, f"\n.. {last}" if last != first else "", (f"\n{count} operators", "dim")),
         Text(format_size(stage.parameter_bytes)),
         Text(f"{stage.flops / 1e9:.3g}"),

@@ -372,7 +372,7 @@ def main(arguments: Sequence[str]) -> None:
     signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
     if options.leash:
         threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
-    if options.memory is not None:
+    if options.memory is not None and options.accelerator == "cpu":  # a driver maps more than it uses
         limit_memory(options.memory)
     host, _, port = str(options.coordinator).rpartition(":")
     site = Site(

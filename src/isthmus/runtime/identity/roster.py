@@ -8,6 +8,8 @@ from __future__ import annotations
 
 import hashlib
 import secrets
+import sqlite3
+from collections.abc import Mapping
 from pathlib import Path
 
 import msgspec
@@ -57,7 +59,7 @@ class Roster:
         return secret, expires_s
 
     def check(self, secret: bytes, now_s: float) -> str | None:
-        """Of a ticket that is in date, the id of the device that has used it. PeerError for any other."""
+        """Of a ticket that is in date, the ids of the devices that have used it. PeerError for any other."""
         with self._database.reading() as database:
             found = database.execute("SELECT expires_s, used_by FROM tickets WHERE hash = ?", (_hash(secret),))
             expires_s, used_by = found.fetchone() or (None, None)
@@ -67,26 +69,21 @@ class Roster:
             raise PeerError(f"the ticket expired {(now_s - expires_s) / 3600:.1f} hours ago: ask for another")
         return used_by
 
-    def redeem(self, secret: bytes, device: str, name: str, now_s: float) -> None:
-        """Let the device with this id join under this name. PeerError says why it may not.
+    def redeem(self, secret: bytes, devices: Mapping[str, str], now_s: float) -> None:
+        """Let devices join under these names, by id: one, or all of one machine. PeerError says why they may not; then
+        none of them does.
 
-        The same device may do so again with the same ticket: the answer may have been lost on its way.
+        The same devices may do so again with the same ticket: the answer may have been lost on its way.
         """
         self.check(secret, now_s)
+        holders = " ".join(sorted(devices))
         with self._database.changing() as database:
             (used_by,) = database.execute("SELECT used_by FROM tickets WHERE hash = ?", (_hash(secret),)).fetchone()
-            if used_by not in (None, device):
-                raise PeerError("the ticket was used already: each is good for one device, ask for another")
-            if database.execute("SELECT 1 FROM devices WHERE id = ? AND revoked_s NOT NULL", (device,)).fetchone():
-                raise PeerError("this device was revoked: it needs a new key (another --state folder) and a ticket")
-            holder = database.execute("SELECT id FROM devices WHERE name = ? AND revoked_s IS NULL", (name,)).fetchone()
-            if holder is not None and holder[0] != device:
-                raise PeerError(f"the name {name!r} is taken by device {holder[0]}: choose another with --name")
-            database.execute("UPDATE tickets SET used_by = ? WHERE hash = ?", (device, _hash(secret)))
-            database.execute(
-                "INSERT INTO devices VALUES (?, ?, ?, ?, NULL) ON CONFLICT (id) DO UPDATE SET name = excluded.name",
-                (device, name, now_s, now_s),
-            )
+            if used_by not in (None, holders):
+                raise PeerError("the ticket was used already: each is good for one machine, ask for another")
+            for device, name in devices.items():
+                _admit(database, device, name, now_s)
+            database.execute("UPDATE tickets SET used_by = ? WHERE hash = ?", (holders, _hash(secret)))
 
     def name_of(self, device: str) -> str | None:
         """Under which name a device may take part; None for one that never joined or was revoked."""
@@ -123,8 +120,21 @@ class Roster:
     def members(self) -> list[Member]:
         """Everybody who ever joined, the longest here first."""
         with self._database.reading() as database:
-            rows = database.execute(f"SELECT {_COLUMNS} FROM devices ORDER BY joined_s, id").fetchall()
+            rows = database.execute(f"SELECT {_COLUMNS} FROM devices ORDER BY joined_s, name").fetchall()
         return [Member(*row) for row in rows]
+
+
+def _admit(database: sqlite3.Connection, device: str, name: str, now_s: float) -> None:
+    """PeerError."""
+    if database.execute("SELECT 1 FROM devices WHERE id = ? AND revoked_s NOT NULL", (device,)).fetchone():
+        raise PeerError("this device was revoked: it needs a new key (another --state folder) and a ticket")
+    holder = database.execute("SELECT id FROM devices WHERE name = ? AND revoked_s IS NULL", (name,)).fetchone()
+    if holder is not None and holder[0] != device:
+        raise PeerError(f"the name {name!r} is taken by device {holder[0]}: choose another with --name")
+    database.execute(
+        "INSERT INTO devices VALUES (?, ?, ?, ?, NULL) ON CONFLICT (id) DO UPDATE SET name = excluded.name",
+        (device, name, now_s, now_s),
+    )
 
 
 def _hash(secret: bytes) -> bytes:

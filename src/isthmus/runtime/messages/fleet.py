@@ -2,18 +2,24 @@
 
 from __future__ import annotations
 
-from typing import Literal
+from typing import Annotated, Literal
 
 import msgspec
+from msgspec import Meta
 
 from isthmus.runtime.messages.message import Message
 from isthmus.runtime.messages.versions import Versions
+
+MOST_HARDWARE = 100
+"""Characters of what a device's hardware is called."""
 
 
 class Present(Message, frozen=True, kw_only=True):
     """Device to coordinator, first on the connection: here, and this is what runs here."""
 
     versions: Versions
+    hardware: str = ""
+    """Where it computes, as people call it; told to people only."""
     working: str = ""
     """The run that a process of the device works for already."""
 
@@ -68,17 +74,26 @@ MOST_REQUEST_BYTES = 4096
 """Of a signing request; one by us has about 250."""
 
 
-class JoinRequest(msgspec.Struct, frozen=True):
-    """The join frame: all that a device without a certificate can say."""
+MOST_NEWCOMERS = 16
+"""Devices of a machine that join with one ticket."""
 
-    secret: bytes
+
+class Newcomer(msgspec.Struct, frozen=True):
     name: str
     request: bytes
+    """To sign (DER)."""
+
+
+class JoinRequest(msgspec.Struct, frozen=True):
+    """The join frame: all that a machine without a certificate can say."""
+
+    secret: bytes
+    devices: Annotated[tuple[Newcomer, ...], Meta(min_length=1, max_length=MOST_NEWCOMERS)]
     versions: Versions
 
 
 class JoinAnswer(msgspec.Struct, frozen=True):
-    """A certificate (DER), or why there is none."""
+    """A certificate (DER) for each newcomer in turn, or why there are none."""
 
-    certificate: bytes = b""
+    certificates: tuple[bytes, ...] = ()
     refused: str = ""

@@ -40,6 +40,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     """Of them, on this machine."""
     accelerator: str = "cpu"
     """Where it computes, as `isthmus.accelerators` names it."""
+    hardware: str = ""
+    """The same as people call it."""
     data: Path | None = None
     """The folder from which relative paths of data count; None: where this process runs."""
 

@@ -8,7 +8,7 @@ import hashlib
 import socket
 import threading
 import time
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
 from typing import Protocol
 
@@ -20,7 +20,17 @@ from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
 from isthmus.runtime.messages.data import Compare, Describe, Described
 from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.fleet import Disengage, Dismissed, Ended, Engage, Present, Renew, Renewed, Welcome
+from isthmus.runtime.messages.fleet import (
+    MOST_HARDWARE,
+    Disengage,
+    Dismissed,
+    Ended,
+    Engage,
+    Present,
+    Renew,
+    Renewed,
+    Welcome,
+)
 from isthmus.runtime.messages.probe import Compute, Expect, Measure
 from isthmus.runtime.messages.run import Heartbeat
 from isthmus.runtime.messages.versions import versions_here
@@ -50,13 +60,15 @@ class Membership(msgspec.Struct, frozen=True):
     """The SHA-256 of its authority's certificate, in hexadecimal; empty for one that was kept without."""
 
 
-def join_fleet(ticket: Ticket, folder: Path, name: str, patience_s: float) -> Membership:
-    """Redeem a ticket: afterwards the folder holds key, certificate and membership. PeerError, UserError."""
-    answered = join(ticket, Identity.made(folder), name, patience_s)
+def join_fleet(ticket: Ticket, folders: Mapping[str, Path], patience_s: float) -> dict[str, Membership]:
+    """Redeem a ticket for the devices of a machine, by name: afterwards the folder of each holds key, certificate and
+    membership. PeerError, UserError."""
+    answered = join(ticket, {name: Identity.made(folder) for name, folder in folders.items()}, patience_s)
     others = tuple(a for a in ticket.addresses if a != answered)
-    membership = Membership(name, (answered, *others), ticket.fingerprint.hex())
-    write_private(folder / _MEMBERSHIP, msgspec.json.encode(membership))
-    return membership
+    found = {name: Membership(name, (answered, *others), ticket.fingerprint.hex()) for name in folders}
+    for name, membership in found.items():
+        write_private(folders[name] / _MEMBERSHIP, msgspec.json.encode(membership))
+    return found
 
 
 def membership_in(folder: Path) -> Membership | None:
@@ -162,7 +174,9 @@ class Agent:
         """One connection, until it ends."""
         channel, address = self._connected()
         lane = SendLane(channel, patience_s=self._patience_s, on_error=lambda _: channel.close())
-        lane.put(Present(run="", versions=versions_here(), working=self._working))
+        lane.put(Present(
+            run="", versions=versions_here(), hardware=self._place.hardware[:MOST_HARDWARE], working=self._working
+        ))  # fmt: skip
         gone = threading.Event()
         threading.Thread(target=self._beat, args=(channel, lane, gone), name="heartbeat", daemon=True).start()
         try:

@@ -20,6 +20,8 @@ class DeviceNews(msgspec.Struct, frozen=True, kw_only=True):
 
     name: str
     id: str
+    hardware: str = ""
+    """As it calls it; empty where it does not say."""
     working: bool
     """Whether a process of it works for a run."""
 

@@ -13,10 +13,12 @@ from __future__ import annotations
 
 import contextlib
 import hashlib
+import re
 import socket
 import ssl
 import struct
 import time
+from collections.abc import Mapping
 from typing import TypeVar, cast
 
 import msgspec
@@ -25,14 +27,17 @@ from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.keys import id_of
-from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest
+from isthmus.runtime.messages.fleet import JoinAnswer, JoinRequest, Newcomer
 from isthmus.runtime.messages.versions import mismatch, versions_here
 from isthmus.runtime.transport.attempts import HungUp, Unreached, until_reached
 from isthmus.runtime.transport.channel import connected
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_unknown
 
-MOST_FRAME_BYTES = 8192
+MOST_FRAME_BYTES = 1 << 14
+"""Of the devices of a machine, `MOST_NEWCOMERS` at most, with their requests or certificates."""
 MOST_NAME_CHARACTERS = 64
+_PART = re.compile("/[A-Za-z0-9]+$")
+"""Which of a machine's devices."""
 AGAIN_S = 10.0
 """For so long a newcomer tries again where it is hung up on."""
 _LENGTH = struct.Struct(">I")
@@ -51,7 +56,7 @@ class Dismissal(PeerError):
 
 
 def admit(connection: Connection, authority: Authority, roster: Roster) -> str | None:
-    """The coordinator's part; returns the name of the device that joined, None if nobody did.
+    """The coordinator's part; returns the names of the devices that joined, None if nobody did.
 
     Whatever a stranger sends ends in a refusal at the cost of one small frame. OSError and PeerError when it left or
     sent no join frame.
@@ -59,50 +64,56 @@ def admit(connection: Connection, authority: Authority, roster: Roster) -> str |
     send_frame(connection, authority.der())
     asked = _decoded(receive_frame(connection), JoinRequest)
     try:
-        certificate = _certificate(asked, authority, roster)
+        certificates = _certificates(asked, authority, roster)
     except PeerError as e:
         send_frame(connection, msgspec.msgpack.encode(JoinAnswer(refused=str(e))))
         return None
-    send_frame(connection, msgspec.msgpack.encode(JoinAnswer(certificate=certificate)))
-    return asked.name
+    send_frame(connection, msgspec.msgpack.encode(JoinAnswer(certificates)))
+    return ", ".join(device.name for device in asked.devices)
 
 
-def _certificate(asked: JoinRequest, authority: Authority, roster: Roster) -> bytes:
-    """PeerError says why there is none. The request is read by one who knows a ticket's secret only."""
+def _certificates(asked: JoinRequest, authority: Authority, roster: Roster) -> tuple[bytes, ...]:
+    """PeerError says why there are none. Requests are read by one who knows a ticket's secret only."""
     now_s = time.time()
     roster.check(asked.secret, now_s)
-    check_name(asked.name)
+    for device in asked.devices:
+        check_name(device.name)
     different = mismatch(versions_here(), asked.versions)
     if different is not None:
         raise PeerError(different)
-    roster.redeem(asked.secret, id_of(requested_key(asked.request)), asked.name, now_s)
-    return authority.certify(asked.request, "device")[1]
+    ids = [id_of(requested_key(device.request)) for device in asked.devices]
+    if len(set(ids)) < len(ids) or len({device.name for device in asked.devices}) < len(ids):
+        raise PeerError("a name or a key is there twice, expected different ones")
+    roster.redeem(asked.secret, {id: d.name for id, d in zip(ids, asked.devices, strict=True)}, now_s)
+    return tuple(authority.certify(device.request, "device")[1] for device in asked.devices)
 
 
 def check_name(name: str) -> None:
     """PeerError for a name that could not stand in a terminal, a file's name or a fleet file."""
-    plain = name.isprintable() and name == name.strip() and not set(name) & set("/\\\"'") and name[:1] not in ".-"
-    if not (0 < len(name) <= MOST_NAME_CHARACTERS and plain):
+    machine = _PART.sub("", name)
+    plain = name.isprintable() and name == name.strip() and not set(machine) & set("/\\\"'") and name[:1] not in ".-"
+    if not (machine and len(name) <= MOST_NAME_CHARACTERS and plain):
         raise PeerError(
             f"device name {name[:MOST_NAME_CHARACTERS]!r}: expected 1 to {MOST_NAME_CHARACTERS} printable characters "
-            "without slashes and quotes, and no dot or hyphen first"
+            "without quotes and backslashes, no dot or hyphen first, and no slash but in front of a device's number"
         )
 
 
-def join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> tuple[str, int]:
-    """The device's part: afterwards `identity` is complete. Returns the address that answered.
+def join(ticket: Ticket, identities: Mapping[str, Identity], patience_s: float) -> tuple[str, int]:
+    """The part of a machine with devices of these names: afterwards all identities are complete. Returns the address
+    that answered.
 
     PeerError when no address answers, or who answers is not of the ticket's fleet; Dismissal when it refuses.
     """
-    return until_reached(lambda: _join(ticket, identity, name, patience_s), min(patience_s, AGAIN_S))
+    return until_reached(lambda: _join(ticket, identities, patience_s), min(patience_s, AGAIN_S))
 
 
-def _join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> tuple[str, int]:
+def _join(ticket: Ticket, identities: Mapping[str, Identity], patience_s: float) -> tuple[str, int]:
     """At the first address that answers. HungUp where it may be worth another attempt."""
     failures: list[Unreached] = []
     for host, port in ticket.addresses:
         try:
-            return _join_at(host, port, ticket, identity, name, patience_s)
+            return _join_at(host, port, ticket, identities, patience_s)
         except Unreached as e:
             failures.append(e)
     passing = any(isinstance(e, HungUp) for e in failures)
@@ -110,7 +121,7 @@ def _join(ticket: Ticket, identity: Identity, name: str, patience_s: float) -> t
 
 
 def _join_at(
-    host: str, port: int, ticket: Ticket, identity: Identity, name: str, patience_s: float
+    host: str, port: int, ticket: Ticket, identities: Mapping[str, Identity], patience_s: float
 ) -> tuple[str, int]:  # fmt: skip
     """Unreached where another address may do better."""
     where = f"coordinator at {host}:{port}"
@@ -126,14 +137,16 @@ def _join_at(
         except (OSError, PeerError) as e:
             raise Unreached(f"{where}: {e}") from None
         try:
-            asked = JoinRequest(secret=ticket.secret, name=name, request=identity.request(), versions=versions_here())
+            newcomers = tuple(Newcomer(name, identity.request()) for name, identity in identities.items())
+            asked = JoinRequest(secret=ticket.secret, devices=newcomers, versions=versions_here())
             send_frame(connection, msgspec.msgpack.encode(asked))
             answer = _decoded(receive_frame(connection), JoinAnswer)
         except OSError as e:
             raise Unreached(f"{where}: {e.strerror or e}") from None
-    if answer.refused or not answer.certificate:
+    if answer.refused or len(answer.certificates) != len(identities):
         raise Dismissal(f"{where} refused: {''.join(c for c in answer.refused if c.isprintable())[:500]}")
-    identity.keep(answer.certificate, authority)
+    for identity, certificate in zip(identities.values(), answer.certificates, strict=True):
+        identity.keep(certificate, authority)
     return host, port
 
 

@@ -15,6 +15,7 @@ import msgspec
 
 from isthmus.errors import UserError
 from isthmus.extensions import EXTRAS, import_extra
+from isthmus.units import format_size
 
 LEAST_PYTHON = (3, 11)
 
@@ -73,12 +74,19 @@ def _is_there(module: str) -> bool:
 def _accelerators() -> Iterator[Finding]:
     """What torch sees of them: nothing that stands in anybody's way."""
     try:
-        torch = importlib.import_module("torch")
+        library = importlib.import_module("isthmus.accelerators")  # by name, as it needs torch
     except ImportError:
         return
-    found = [str(torch.cuda.get_device_name(n)) for n in range(torch.cuda.device_count())]
-    found += ["Apple GPU (mps)"] if torch.backends.mps.is_available() else []
-    yield Finding("accelerators", True, f"{', '.join(found) or 'none'}; stages compute on the CPU today")
+    names: tuple[str, ...] = library.accelerator_names()
+    if not names:
+        yield Finding("accelerators", True, "none: stages compute on the CPU")
+        return
+    each: list[str] = []
+    for name in names:
+        found = library.open_accelerator(name)
+        each.append(f"{found.name} ({name}), {format_size(found.memory().free)} free")
+    more = "; `isthmus join` takes the first, `--devices all` each" if len(each) > 1 else ""
+    yield Finding("accelerators", True, ", ".join(each) + more)
 
 
 def _ports(port: int) -> Iterator[Finding]:

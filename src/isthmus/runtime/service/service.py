@@ -24,6 +24,7 @@ from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.data import Compared, Described
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import (
+    MOST_HARDWARE,
     MOST_REQUEST_BYTES,
     Disengage,
     Dismissed,
@@ -90,6 +91,8 @@ class Service:
         """By run and name: how the device's process ended."""
         self._awaited: tuple[str, ...] = ()
         """Devices without which a run does not begin, as people are told of them."""
+        self._hardware: dict[str, str] = {}
+        """By name, of those present, as they call it."""
         self._working: dict[str, str] = {}
         """By name, of those present: the run that a process of the device works for."""
         self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
@@ -336,6 +339,7 @@ class Service:
         with self._changed:
             former, self._present[name] = self._present.get(name), lane
             self._working[name] = present.working
+            self._hardware[name] = "".join(c for c in present.hardware if c.isprintable())[:MOST_HARDWARE]
             self._changed.notify_all()
         if former is not None:  # it has come back before we noticed that it was gone
             former.close(0.0)
@@ -411,9 +415,12 @@ class Service:
         with self._changed:
             ids = {name: id for id, name in self._names.items()}
             devices = tuple(
-                DeviceNews(name=name, id=ids.get(name, ""), working=self._working.get(name) in self._runs)
+                DeviceNews(
+                    name=name, id=ids.get(name, ""), hardware=self._hardware.get(name, ""),
+                    working=self._working.get(name) in self._runs,
+                )
                 for name in sorted(self._present)
-            )
+            )  # fmt: skip
             awaited = self._awaited
             ways = {
                 device: found for device, (run, found) in self._ways.items()
