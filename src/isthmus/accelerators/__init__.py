@@ -1,15 +1,14 @@
 """Where tensors are computed: the CPU, or an accelerator whose streams work beside the host.
 
 accelerator.py says what the engine and the links need of either; host.py is the CPU, torch_accelerator.py whatever
-`torch.accelerator` knows, and available.py finds one by name; transfer.py copies values there and back.
+`torch.accelerator` knows, and available.py finds one by name; copies.py copies values there and back.
 """
 
 from isthmus.accelerators.accelerator import Accelerator, Event, MemoryUse, Stream
 from isthmus.accelerators.available import AUTO, accelerator_names, open_accelerator, resolve_accelerator
 from isthmus.accelerators.host import HOST
-from isthmus.accelerators.transfer import Transfer
 
 __all__ = [
-    "AUTO", "HOST", "Accelerator", "Event", "MemoryUse", "Stream", "Transfer", "accelerator_names", "open_accelerator",
+    "AUTO", "HOST", "Accelerator", "Event", "MemoryUse", "Stream", "accelerator_names", "open_accelerator",
     "resolve_accelerator",
 ]  # fmt: skip

@@ -45,6 +45,11 @@ def to_device(accelerator: Accelerator, tensor: Tensor) -> Tensor:
     return made
 
 
+def all_to_device(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
+    """Each as by `to_device`."""
+    return {name: to_device(accelerator, tensor) for name, tensor in tensors.items()}
+
+
 def to_host(accelerator: Accelerator, tensors: Mapping[str, Tensor]) -> dict[str, Tensor]:
     """Copies in host memory of what lies on the accelerator, all awaited once; others as they are."""
     readings = {name: Reading(accelerator, t) if t.device == accelerator.device else t for name, t in tensors.items()}

@@ -11,7 +11,7 @@ from isthmus.errors import DivergedUpdate, PeerError
 from isthmus.federated.fixed_point import LIMIT, MAGIC, MAGIC_BITS, SUM_LIMIT, FixedSum, largest_of, worst_of
 
 Down = Callable[[Tensor], Tensor]
-"""A tensor of the accelerator -> its copy on the host, which lasts until the next call."""
+"""A tensor of the accelerator -> its copy on the host."""
 _BLOCK = 1 << 24
 """Numbers that are rounded at once: what that takes besides the sum is 16 bytes each."""
 

@@ -10,6 +10,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import all_to_device
 from isthmus.federated.resident import Resident, loss_of
 
 BATCH = 256
@@ -54,10 +55,7 @@ class Evaluator:
     def _cast(self, columns: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self._resident.dtype
         cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in columns.items()}
-        return self._resident.transfer.up(cast)
-
-    def _up(self, vector: Tensor) -> Tensor:
-        return self._resident.transfer.up({"": vector})[""]
+        return all_to_device(self._resident.accelerator, cast)
 
     def _place(self) -> None:
         if not self._placed:
@@ -72,9 +70,9 @@ class Evaluator:
         nobody's then, and held-out samples say nothing."""
         self._place()
         module = self._resident.module
-        self._resident.bind(self._up(model))
+        self._resident.bind(self._resident.up(model))
         if buffers is not None:
-            self._resident.set_buffers(self._up(buffers))
+            self._resident.set_buffers(self._resident.up(buffers))
         module.eval()
         with torch.no_grad():
             idle = self._test is None or own is not None
@@ -94,7 +92,7 @@ class Evaluator:
     def _of_client(self, client: int, own: Callable[[int], Tensor] | None) -> float | None:
         assert self._load is not None, "there are clients"
         if own is not None:
-            self._resident.bind(self._up(own(client)))
+            self._resident.bind(self._resident.up(own(client)))
         return self._on(self._cast(self._load(client)))[1]
 
     def _on(self, columns: Mapping[str, Tensor]) -> tuple[float, float | None]:

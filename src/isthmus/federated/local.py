@@ -92,7 +92,7 @@ class PlainLocal:
         """The client's own permutation per epoch, in batches of which the last may be smaller."""
         seed, round_, client = self._key
         drawn = torch.from_numpy(orders(seed, round_, [client], self.samples, self._config.epochs)[0])
-        for order in self._resident.transfer.up({"order": drawn})["order"]:
+        for order in self._resident.up(drawn):
             shuffled = {name: column[order] for name, column in self._data.items()}
             yield from _slices(shuffled, self._used, self._config.batch_size)
 

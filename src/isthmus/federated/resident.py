@@ -12,7 +12,8 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from isthmus.accelerators import HOST, Accelerator, Transfer
+from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
 
 Batch = Mapping[str, Tensor]
@@ -28,7 +29,6 @@ class Resident:
     def __init__(self, module: nn.Module, accelerator: Accelerator = HOST) -> None:
         """On the CPU this is the module itself; elsewhere a copy."""
         self.accelerator = accelerator
-        self.transfer = Transfer(accelerator)
         self.module = module = self._moved(module) if accelerator.asynchronous else module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
@@ -52,11 +52,15 @@ class Resident:
 
     def _moved(self, module: nn.Module) -> nn.Module:
         # As `to` does it, but by way of a host buffer that the accelerator reads without waiting.
-        return copy.deepcopy(module)._apply(lambda value: self.transfer.up({"": value})[""])  # pyright: ignore[reportPrivateUsage]
+        return copy.deepcopy(module)._apply(self.up)  # pyright: ignore[reportPrivateUsage]
 
     def vector(self, out: Tensor | None = None) -> Tensor:
         """The parameters as they are, [P]; in `out`, where that is given."""
         return torch.cat([p.detach().reshape(-1) for p in self._parameters], out=out)
+
+    def up(self, tensor: Tensor) -> Tensor:
+        """Where the module is."""
+        return to_device(self.accelerator, tensor)
 
     def empty(self, size: int) -> Tensor:
         """A vector of the parameters' type, where they are."""

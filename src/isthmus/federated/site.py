@@ -11,6 +11,7 @@ from numpy.typing import NDArray
 from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import to_host
 from isthmus.data.clients import ClientData
 from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
@@ -144,6 +145,6 @@ class Site(Worksite):
 
     def _take_in(self, task: Task, update: Update) -> int:
         state = self._keep_one(task, update.state)
-        values = self.resident.transfer.down(update.values)
+        values = to_host(self.resident.accelerator, update.values)
         self.update = Update(values=values, state=update.state, weight=update.weight)
         return state

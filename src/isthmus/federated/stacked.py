@@ -56,7 +56,7 @@ class Stacked:
 
     def up(self, tensor: Tensor) -> Tensor:
         """Where the models are."""
-        return self._resident.transfer.up({"": tensor})[""]
+        return self._resident.up(tensor)
 
     def gradient(self, weights: Tensor, batch: Batch) -> Tensor:
         """Of each model's mean loss, [models, P], for weights [models, P] and columns [models, batch, ...]."""

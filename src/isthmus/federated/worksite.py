@@ -10,6 +10,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
+from isthmus.accelerators.copies import all_to_device, to_host
 from isthmus.data.clients import ClientData
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
@@ -53,7 +54,7 @@ class Worksite:
         `seconds` of a core lasts on an emulated executor; `admit` refuses an update (PeerError) or clips it; `say` is
         told of states that are lost."""
         self.resident = Resident(module, accelerator)
-        self._transfer = self.resident.transfer
+        self._accelerator = accelerator
         self._work = work
         self._data = data
         self._states = states
@@ -84,17 +85,17 @@ class Worksite:
 
     def add_up_in(self, rooms: Sequence[Mapping[str, Tensor]]) -> None:
         """From the next turn on, in this memory: by pass, int64 [numbers] of every value that is summed."""
-        down = self._down_one if sums_on(self.resident.accelerator.device) else None
+        down = self._down_one if sums_on(self._accelerator.device) else None
         self._partials = [Partial(self._returns(n), rooms=room, down=down) for n, room in enumerate(rooms)]
 
     def _down_one(self, value: Tensor) -> Tensor:
-        return self._transfer.down({"": value})[""]
+        return to_host(self._accelerator, {"": value})[""]
 
     def _summable(self, update: Update) -> Update:
         """Where its values can be added up."""
-        if sums_on(self.resident.accelerator.device):
+        if sums_on(self._accelerator.device):
             return update
-        return Update(values=self._transfer.down(update.values), state=update.state, weight=update.weight)
+        return Update(values=to_host(self._accelerator, update.values), state=update.state, weight=update.weight)
 
     def warm_up(self, client: int = 0, shapes: Sequence[tuple[int, int]] = ()) -> None:
         """Compute one gradient: the first takes a hundred times as long, and would be fitted as a client's time. The
@@ -125,7 +126,7 @@ class Worksite:
         """A turn begins; what is left of another one is dropped."""
         self._turn = opening.turn
         self._pacer.open(opening.turn.round)
-        self._told, self._past = without_past(self._transfer.up(told))
+        self._told, self._past = without_past(all_to_device(self._accelerator, told))
         self._scale = (opening.samples, opening.clients)
         self.clear()
         self._written = []
@@ -171,13 +172,13 @@ class Worksite:
         first = self._turn.number not in self._tried
         if self._draws or first:
             torch.manual_seed(torch_seed(self._work.seed, round_, task.client))
-        before = self.resident.accelerator.random_state() if first else None
+        before = self._accelerator.random_state() if first else None
         told = {name: value for name, value in all_told.items() if name != BUFFERS}
         with users_code(self._who(task)):
             update = self._returned(told, lambda one: one.client(local, told, state))
         if before is not None:  # it may be the algorithm that draws
             self._tried.add(self._turn.number)
-            self._draws = self._draws or not torch.equal(before, self.resident.accelerator.random_state())
+            self._draws = self._draws or not torch.equal(before, self._accelerator.random_state())
         if BUFFERS not in all_told:
             return update
         return Update(
@@ -285,7 +286,7 @@ class Worksite:
     def _cast(self, data: Mapping[str, Tensor]) -> dict[str, Tensor]:
         dtype = self.resident.dtype
         cast = {name: c.to(dtype) if c.dtype.is_floating_point else c for name, c in data.items()}
-        return self._transfer.up(cast)
+        return all_to_device(self._accelerator, cast)
 
     def _state_of(self, task: Task) -> Values | None:
         """What its client keeps; what `init_client` gives if it comes for the first time."""
@@ -308,7 +309,7 @@ class Worksite:
         states = {name: value.expand(len(tasks), *value.shape) for name, value in first.items()}
         if not any(kept):
             return states
-        rows = self._transfer.up({"": torch.tensor(kept).nonzero().flatten()})[""]
+        rows = self.resident.up(torch.tensor(kept).nonzero().flatten())
         return {name: value.index_copy(0, rows, found[name]) for name, value in states.items()}
 
     def _kept(self, tasks: Sequence[Task]) -> tuple[list[bool], Values]:
@@ -320,7 +321,7 @@ class Worksite:
             read = [task for task, has in zip(tasks, kept, strict=True) if has]
             try:
                 found = self._states.read([t.client for t in read], [t.state for t in read]) if read else {}
-                return kept, self._transfer.up(found)
+                return kept, all_to_device(self._accelerator, found)
             except StateLost as lost:
                 if not self._work.algorithm.state_can_be_lost:
                     raise lost.refusal() from None
@@ -337,7 +338,7 @@ class Worksite:
             return [NONE] * len(tasks)
         if self._states is None:
             raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
-        numbers = self._states.write([t.client for t in tasks], self._turn.round, self._transfer.down(states))
+        numbers = self._states.write([t.client for t in tasks], self._turn.round, to_host(self._accelerator, states))
         for task, number in zip(tasks, numbers, strict=True):
             self._written.append((task.client, number))
             if task.state != NONE:

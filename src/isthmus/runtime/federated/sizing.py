@@ -16,6 +16,7 @@ import msgspec
 import numpy as np
 
 from isthmus.accelerators import AUTO, Accelerator
+from isthmus.accelerators.copies import all_to_device
 from isthmus.data.clients import ClientData
 from isthmus.errors import UserError, users_code
 from isthmus.federated.job import FederatedJob, accelerator_of, build, executors
@@ -135,7 +136,7 @@ def _one_batch(job: FederatedJob, data: ClientData, accelerator: Accelerator) ->
     client = int(np.argsort(data.sizes)[len(data.sizes) // 2])
     few = {name: column[: job.local.batch_size] for name, column in data.load(client).items()}
     cast = {name: c.to(resident.dtype) if c.dtype.is_floating_point else c for name, c in few.items()}
-    columns = resident.transfer.up(cast)
+    columns = all_to_device(accelerator, cast)
     with users_code(resident.given(client, few)):
         weights = resident.vector()
         resident.descend(weights, columns, 0.0, out=weights)
