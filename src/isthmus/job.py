@@ -26,7 +26,7 @@ from isthmus.fleet import Change, Fleet, changed, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.models import ModelSpec, as_eager, build_model
-from isthmus.plan import SCHEDULES, CompressionConfig, Objective, Terms
+from isthmus.plan import SCHEDULES, ActivationNoise, CompressionConfig, Objective, Terms
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
@@ -124,6 +124,12 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Of the emulated fleet, along the run: to see what becomes of it."""
 
 
+class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of values before they leave a data holder."""
+
+    activations: ActivationNoise
+
+
 class Hooks(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Callables as `package.module:name`, or names registered under the entry-point group `isthmus.hooks`."""
 
@@ -156,6 +162,8 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     learning_rate: LearningRate = LearningRate()
     sync: SyncPolicy = SyncPolicy()
     """Of several replicas."""
+    privacy: PrivacyConfig | None = None
+    """Without this table values leave data holders as they were computed."""
     runtime: RuntimeConfig = RuntimeConfig()
     hooks: Hooks = Hooks()
 
@@ -204,6 +212,8 @@ def load_job(path: Path) -> Job:
         )
     if job.plan.labels_stay and not job.plan.holders:
         raise UserError(f"{path}: plan.labels_stay: got true, expected a plan.data_holder where the labels stay")
+    if job.privacy is not None and not job.plan.holders:
+        raise UserError(f"{path}: privacy.activations: got one, expected a plan.data_holder that it is to protect")
     if "" in job.plan.holders:
         raise UserError(f"{path}: plan.data_holder: got an empty name, expected a device or a region")
     if job.schedule not in SCHEDULES:

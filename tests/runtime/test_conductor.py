@@ -73,6 +73,9 @@ class NotedScript:
     def acknowledged(self, step: int) -> None:
         pass
 
+    def opened(self, item: Item) -> None:
+        pass
+
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         pass
 

@@ -16,6 +16,7 @@ from isthmus.job import Job, prepare
 from isthmus.report import draw_plan, explain, explanation_text, plan_table
 from isthmus.report.graph_table import graph_table, graph_weights
 from isthmus.runtime.conducting.feedback import check_feedback
+from isthmus.runtime.conducting.leaving import leaving_text
 
 
 def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json: bool) -> None:
@@ -26,6 +27,7 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
     problem = prepared.problem(fleet)
     plan = planned(notes(), lambda: make(job, problem), best_so_far=True)
     check_feedback(prepared, plan, fleet)
+    leaving = leaving_text(prepared, plan, fleet)
     if picture is not None:
         try:
             draw_plan(plan, fleet, picture)
@@ -33,12 +35,14 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
             raise UserError(f"--picture {picture}: cannot be written: {e.strerror or e}") from None
     explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
     if json:
-        told = plan if explanation is None else {"plan": plan, "explanation": explanation}
+        told = plan if explanation is None else {"plan": plan, "explanation": explanation, "leaving": leaving}
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
         return
     out.print(plan_table(plan, fleet, prepared.captured.train))
     if explanation is not None:
         out.print(explanation_text(explanation))
+    for line in leaving:
+        out.print(line, highlight=False, markup=False, soft_wrap=True)
 
 
 def show_graph(job: Job, out: Console, *, operators: bool, json: bool) -> None:

@@ -6,6 +6,7 @@ runs/NAME/
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
   fitted.json                                     the fleet as its first steps showed it
   plans.json                                      each plan that was in force, and since when
+  privacy.json                                    of a run whose values leave under noise: how much they told of samples
   losses.jsonl                                    one line per step and per evaluation
   plan.png  timeline.png  loss.png  summary.json
   logs/DEVICE.log                                 what each device's process wrote to standard error

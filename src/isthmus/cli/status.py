@@ -15,6 +15,7 @@ from rich.text import Text
 from isthmus.cli.jobs import jobs_table, opened
 from isthmus.cli.losses import losses_in
 from isthmus.documents import read_lines
+from isthmus.plan import read_spent
 from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.runtime.transport.relayed import RelayedLink
@@ -32,6 +33,8 @@ class Progressed(msgspec.Struct, frozen=True, kw_only=True):
     done: int
     of: int
     loss: float | None
+    privacy: str = ""
+    """What its messages have told of samples, where noise covers them."""
 
 
 class _Evaluated(msgspec.Struct, frozen=True):
@@ -93,7 +96,9 @@ def _progressed(job: Submitted) -> Progressed:
             loss=evaluated[-1] if evaluated else None,
         )  # fmt: skip
     points = [p for p in losses_in(folder) if p.split == "train"] if job.folder else []
+    spent = read_spent(folder) if job.folder else None
     return Progressed(
+        privacy=str(spent) if spent is not None else "",
         job=job.number, name=job.name, unit="steps", done=points[-1].step if points else 0,
         of=document["training"]["steps"], loss=points[-1].loss if points else None,
     )  # fmt: skip
@@ -138,6 +143,8 @@ def _drawn(found: Status, queue: JobQueue) -> Group:
         since = f", for {format_duration(time.time() - began_s)}" if began_s is not None else ""
         loss = f", loss {at.loss:.4f}" if at.loss is not None else ""
         parts.append(Text(f"job {at.job} ({at.name}): {at.done} of {at.of} {at.unit}{loss}{since}"))
+        if at.privacy:
+            parts.append(Text(f"local privacy of its samples: {at.privacy}"))
     if news is not None and news.awaited:
         parts.append(Text(f"waiting for {', '.join(news.awaited)} to join"))
     parts.append(jobs_table([job for job in jobs if job.state in ("queued", "running")]))

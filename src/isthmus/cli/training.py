@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Sequence
 from functools import partial
 from pathlib import Path
 
@@ -19,7 +18,7 @@ from isthmus.cli.watch import LoadedHooks, Watch
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, keep_prepared, kept_prepared, prepare
-from isthmus.plan import PlanPeriod
+from isthmus.plan import Spent
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import (
     ComparisonSummary,
@@ -34,6 +33,7 @@ from isthmus.report import (
     run_summary,
 )
 from isthmus.runtime.conducting.crew import Crew, LocalCrew
+from isthmus.runtime.conducting.leaving import leaving_text
 from isthmus.runtime.conducting.places import local_places
 from isthmus.runtime.conducting.record import Record, read_record
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
@@ -97,6 +97,8 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     plan = record.plan if record is not None else planned(notes, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
     (notes if choices.json else out).print(plan_table(plan, planned_on, prepared.captured.train))
+    for line in leaving_text(prepared, plan, planned_on):
+        _say(notes, line)
     _say(notes, f"run folder: {folder.path}")
 
     def begin() -> None:
@@ -123,7 +125,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     predicted = predict_periods(prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured, outcome.periods)
-    _report(folder, prepared, (predicted, measured), outcome.periods, choices, out)
+    _report(folder, prepared, (predicted, measured), outcome, choices, out)
     fitted = fit_fleet(fleet, outcome.periods, measured.spans)
     if fitted is not None:
         folder.keep_fitted(fitted)
@@ -180,10 +182,9 @@ def _folder(job: Job, choices: Choices) -> RunFolder:
 
 
 def _report(
-    folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], periods: Sequence[PlanPeriod],
-    choices: Choices, out: Console,
+    folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome, choices: Choices, out: Console
 ) -> None:
-    predicted, measured = traces
+    (predicted, measured), periods = traces, outcome.periods
     train_points, heldout = _points(folder, "train"), _points(folder, "heldout")
     if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
         draw_loss(train_points, heldout, folder.loss_picture, unit=_unit(prepared))
@@ -192,10 +193,12 @@ def _report(
         draw_timeline(during(predicted, periods, last), during(measured, periods, last), folder.timeline)
         folder.summary.write_bytes(summary.as_json())
     if choices.json:
-        _tell(folder, summary)
+        _tell(folder, summary, outcome.spent)
         return
     if summary is not None:
         out.print(comparison_table(summary))
+    if outcome.spent is not None:
+        out.print(f"local privacy of each sample: {outcome.spent}", highlight=False)
     if heldout:
         out.print(f"held-out loss {heldout[-1][1]:.4f} {_unit(prepared)} after {heldout[-1][0]} steps", highlight=False)
     out.print(f"run folder: {folder.path}", highlight=False)
@@ -205,13 +208,16 @@ def _points(folder: RunFolder, split: str) -> list[tuple[int, float]]:
     return [(p.step, math.nan if p.loss is None else p.loss) for p in folder.losses() if p.split == split]
 
 
-def _tell(folder: RunFolder, summary: ComparisonSummary | None) -> None:
+def _tell(folder: RunFolder, summary: ComparisonSummary | None, spent: Spent | None = None) -> None:
     """The run as JSON."""
     last = {point.split: point.loss for point in folder.losses()}
     told = {
         "run": str(folder.path), "loss": last.get("train"), "heldout_loss": last.get("heldout"),
         "comparison": msgspec.to_builtins(summary),
     }  # fmt: skip
+    if spent is not None:
+        told["privacy"] = {"delta": spent.delta, "epsilon": spent.epsilon, "heldout_epsilon": spent.heldout_epsilon,
+                           "by_epoch": spent.by_epoch}  # fmt: skip
     typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
 
 

@@ -48,7 +48,7 @@ NotNegative = Annotated[int, Meta(ge=0)]
 FEMNIST = "femnist"
 PERSONAL_CLIENTS = 100
 """Evaluated where models are personal, and the job does not say how many."""
-OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "privacy", "deployment"}
+OF_THIS_KIND = {"federated", "partition", "participation", "admission", "aggregation", "deployment"}
 """Tables that a pipeline's job has not: a file with one of them and no [federated] is to be told of that."""
 
 

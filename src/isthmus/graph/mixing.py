@@ -13,8 +13,8 @@ def mixes(stage: StageGraph) -> Op | None:
     """The first operator by which a sample's values depend on other samples; None where there is none.
 
     What is computed over all samples, as a loss is, may only go into more of that kind: not back into values that each
-    sample has its own of, and not to another stage. By shapes alone: a value that has each sample's own in another
-    order passes for one that does not mix them.
+    sample has its own of, and not to another stage. By shapes, and by name where batches are normalised: a value that
+    has each sample's own in another order passes for one that does not mix them.
     """
     here = {op.name for op in stage.ops}
     received = {crossing.value: crossing.spec for crossing in stage.receives}
@@ -26,6 +26,8 @@ def mixes(stage: StageGraph) -> Op | None:
         source = next((over_all[ref] for ref in refs if ref in over_all), None)
         if source is None and own.isdisjoint(refs):
             continue
+        if _normalises_batches(op):
+            return op
         for index, spec in enumerate(op.outputs):
             if not _is_shared_out(spec):
                 over_all[Ref(op.name, index)] = source or op
@@ -34,6 +36,11 @@ def mixes(stage: StageGraph) -> Op | None:
             else:
                 own.add(Ref(op.name, index))
     return next((over_all[c.value] for c in stage.sends if c.value in over_all), None)
+
+
+def _normalises_batches(op: Op) -> bool:
+    """By the batch's own mean and variance, as in training, and not by kept ones."""
+    return op.target.startswith("aten.batch_norm.") and op.args[5] is True
 
 
 def _is_shared_out(spec: TensorSpec) -> bool:

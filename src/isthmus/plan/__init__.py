@@ -2,6 +2,7 @@
 
 from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
+from isthmus.plan.noise import ActivationNoise
 from isthmus.plan.outer import Outer
 from isthmus.plan.packing import Packing
 from isthmus.plan.period import PlanPeriod
@@ -22,12 +23,14 @@ from isthmus.plan.plan import (
 )
 from isthmus.plan.question import question_in_words
 from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
+from isthmus.plan.spent import SPENT, Spent, Stretch, read_spent
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 from isthmus.plan.terms import CompressionConfig, Objective, Terms
 
 __all__ = [
-    "SCHEDULES", "Averages", "Certificate", "Collective", "Compression", "CompressionConfig", "Edge", "Objective",
-    "Outer", "Packing", "Plan", "PlanPeriod", "Prediction", "Replica", "Schedule", "SharedParameter", "Stage",
-    "StageMemory", "Sync", "SyncGroup", "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms",
-    "classic_in_flight", "load_plan", "question_in_words", "save_plan",
+    "SCHEDULES", "SPENT", "ActivationNoise", "Averages", "Certificate", "Collective", "Compression",
+    "CompressionConfig", "Edge", "Objective", "Outer", "Packing", "Plan", "PlanPeriod", "Prediction", "Replica",
+    "Schedule", "SharedParameter", "Spent", "Stage", "StageMemory", "Stretch", "Sync", "SyncGroup", "SyncIteration",
+    "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan", "question_in_words", "read_spent",
+    "save_plan",
 ]  # fmt: skip

@@ -171,12 +171,17 @@ class TorchEngine:
         *,
         accelerator: Accelerator = HOST,
         recompute: bool = False,
+        frozen: bool = False,
     ) -> None:
-        """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them."""
+        """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them.
+
+        A `frozen` stage has no backward: its parameters get no gradient from here, and zeros go back.
+        """
         self.train = train
         self.evaluation = evaluation
         self.config = config
         self.recompute = recompute
+        self.frozen = frozen
         self.accelerator = accelerator
         self.device = accelerator.device
         self._variables: dict[str, Tensor] = {}
@@ -222,7 +227,7 @@ class TorchEngine:
         self._variables |= {name: values[Ref(name)].detach() for name in self._written}
         self._tally("train", values, self.train)
         if flight.roots or flight.loss is not None:
-            self._flights[micro_batch] = before if self.recompute else flight
+            self._flights[micro_batch] = before if self.recompute or self.frozen else flight
         return {c.value: values[c.value].detach() for c in self.train.sends}
 
     def _run(self, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
@@ -242,6 +247,8 @@ class TorchEngine:
         if flight is None:  # nothing on this stage needs a gradient
             return {}
         if isinstance(flight, _Again):
+            if self.frozen:
+                return {c.value: torch.zeros_like(flight.inputs[c.value]) for c in self.train.receives if c.gradient}
             flight, _ = self._run(micro_batch, flight)
         roots: list[Tensor] = []
         seeds: list[Tensor] = []

@@ -39,6 +39,7 @@ class StageSetUp(msgspec.Struct, frozen=True, kw_only=True):
     config: EngineConfig
     """Of the device as a whole."""
     recompute: bool = False
+    frozen: bool = False
     threads: int = 1
     """Torch threads of each rank."""
 
@@ -173,7 +174,9 @@ class _Share:
             made.config, micro_batch_size=made.config.micro_batch_size // ranks.count,
             micro_batches=made.config.micro_batches * ranks.count,  # a mean over its samples counts as so much less
         )  # fmt: skip
-        self.engine = TorchEngine(made.train, made.evaluation, config, weights, recompute=made.recompute)
+        self.engine = TorchEngine(
+            made.train, made.evaluation, config, weights, recompute=made.recompute, frozen=made.frozen
+        )
         self._ranks = ranks
 
     def run(self, command: _Command, given: Tensors) -> Result:

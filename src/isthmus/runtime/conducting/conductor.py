@@ -480,6 +480,7 @@ class Conductor:
             self._at_work_again(*self._disturbed)
         self._items[item.index] = item
         self._items.pop(item.index - LATE_ITEMS - self.machine.spec.lease_ahead, None)
+        self._script.opened(item)
         for device in self.machine.devices:
             self._say(device, OpenMessage(run=self._run, epoch=epoch, item=item))
 

@@ -11,12 +11,13 @@ from isthmus.cost import build_again, layouts_of, with_sync
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet, Link, changed
-from isthmus.job import Prepared
+from isthmus.job import Prepared, terms_of
 from isthmus.plan import Packing, Plan, Stage
 from isthmus.planners import whole_replicas
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.conducting.feedback import check_feedback
+from isthmus.runtime.conducting.leaving import protection
 from isthmus.runtime.conducting.script import Address
 from isthmus.runtime.conducting.stages import StagePair, refuse_shared_devices, stage_pairs
 from isthmus.runtime.messages.assignment import Assignment, Emulation, GroupShare, Mirror, Neighbour
@@ -57,6 +58,7 @@ class Deployment:
             plan, prepared.captured, clips=training.clip_norm > 0, skips=training.non_finite == "skip"
         )
         self.by_device = dict(zip(plan.devices, self.stages, strict=True))
+        self.protection = protection(prepared, plan, self.stages, terms_of(self.job, fleet).data_holders)
         counts = [replica.micro_batches for replica in plan.replicas]
         each = zip(shares(counts, self.job.micro_batch_size), plan.replicas, strict=True)
         self._shares = [share for share, replica in each for _ in replica.stages]
@@ -181,6 +183,8 @@ class Deployment:
                 placeholders={column: op.name for column, op in placeholders.items()},
                 column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
                 engine=self._engine(self._shares[view.stage]), recompute=stage.recompute,
+                released=self.protection.released.get(view.stage), frozen=self.protection.freezes(view.stage),
+                discloses=not self.protection.trains_raw(view.stage),
                 data=self.job.data, shuffle=self.job.training.shuffle, train_samples=self._prepared.samples.train,
                 fingerprints=self._prepared.samples.fingerprints, neighbours=self._neighbours(pair, addresses),
                 emulation=self._emulation(stage),

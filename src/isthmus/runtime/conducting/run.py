@@ -13,7 +13,7 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
-from isthmus.plan import Plan, PlanPeriod
+from isthmus.plan import Plan, PlanPeriod, Spent
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure, News
@@ -24,6 +24,7 @@ from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.runtime.conducting.plans import Plans
 from isthmus.runtime.conducting.record import Record, remove_record, write_record
 from isthmus.runtime.conducting.script import Address, Outcome
+from isthmus.runtime.conducting.spending import opened_ledger
 from isthmus.runtime.conducting.values import Values
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
@@ -105,11 +106,17 @@ class TrainingScript:
         self._periods: list[PlanPeriod] = []
         """Since when by the monotonic clock."""
         self._values = Values(prepared, self.now.written)
+        self._ledger = opened_ledger(folder, self.now.protection.noise, prepared.samples.train)
         self._loaded_step: int | None = None
         """Of the state that `_values` are; None when they are of several."""
         self.start_step = self._manifest(options.resume_from).step if options.resume_from is not None else 0
         if self._record is None:
             self._load(options.resume_from)
+
+    @property
+    def spent(self) -> Spent | None:
+        """What messages told of samples, where noise covers them. Nothing is sent any more."""
+        return self._ledger.close() if self._ledger is not None else None
 
     @property
     def now(self) -> Deployment:
@@ -201,8 +208,14 @@ class TrainingScript:
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         return self.now.owned, self.job.engine()
 
+    def opened(self, item: Item) -> None:
+        if self._ledger is not None:
+            self._ledger.opened(item, self.job.micro_batch_size, self.now.protection)
+
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:
         self._watcher.advanced(item, loss, spans)
+        if self._ledger is not None and (told := self._ledger.after(item, self.job.training.batch_size)):
+            self.note(told)
         if item.kind != "train":
             return False
         return self._believed(self._plans.measured(item.step, spans))
@@ -265,7 +278,7 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
     with options.crew.at_work(call, conductor.reception) as work:
         outcome = conductor.conduct(work)
     remove_record(folder)
-    outcome = msgspec.structs.replace(outcome, periods=script.periods(outcome.origin_s))
+    outcome = msgspec.structs.replace(outcome, periods=script.periods(outcome.origin_s), spent=script.spent)
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome

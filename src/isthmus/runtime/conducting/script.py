@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError
-from isthmus.plan import PlanPeriod
+from isthmus.plan import PlanPeriod, Spent
 from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
 from isthmus.protocol.work import Item
@@ -37,6 +37,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The monotonic clock at the first item's opening; 0 when there was none."""
     periods: tuple[PlanPeriod, ...] = ()
     """The run's plans."""
+    spent: Spent | None = None
+    """What messages told of samples, in this session and those before it; None where nothing covers them."""
 
 
 class Recovery(msgspec.Struct, frozen=True, kw_only=True):
@@ -96,6 +98,10 @@ class Script(Protocol):
 
     def updates(self) -> tuple[frozenset[str], EngineConfig]:
         """What optimizers update, and how."""
+        ...
+
+    def opened(self, item: Item) -> None:
+        """Devices are about to hear of the item: what it makes leave them is to be on record when this returns."""
         ...
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> bool:

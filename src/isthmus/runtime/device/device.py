@@ -71,6 +71,7 @@ from isthmus.runtime.transport.reaching import Reacher
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.island import IslandEngine, Ranks, StageSetUp
 from isthmus.training.layout import header_of
+from isthmus.training.privatized import Privatizer
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 
 
@@ -243,7 +244,12 @@ class Device:
     def _start(self, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None
         (assignment, channels), self._pending = self._pending, None
-        executor = Executor(assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values)
+        released, private = assignment.released, None
+        if released is not None:
+            private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
+        executor = Executor(
+            assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values, private
+        )
         executor.keeps(self._keep)
         executor.links = Links(
             assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
@@ -256,12 +262,13 @@ class Device:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
         if self._site.island is None:
             return TorchEngine(
-                train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute
+                train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute,
+                frozen=assignment.frozen,
             )
         self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks)
         made = StageSetUp(
             train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
-            threads=assignment.threads,
+            frozen=assignment.frozen, threads=assignment.threads,
         )  # fmt: skip
         return IslandEngine(made, values, self._ranks)
 

@@ -59,6 +59,7 @@ from isthmus.runtime.processes.kept_pages import keep_pages
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
 from isthmus.training.finite import is_finite
+from isthmus.training.privatized import Privatizer
 from isthmus.training.snapshot import Snapshot, snapshot
 from isthmus.training.sums import Parameters, Summed, summed
 
@@ -107,9 +108,10 @@ class Executor:
         inbox: queue.SimpleQueue[object],
         report: Callable[[Done], None],
         saved: Mapping[str, Tensor],
+        private: Privatizer | None = None,
     ) -> None:
         """`data` holds the `train` and `heldout` sets when this stage reads columns; `saved` what a checkpoint has of
-        outer steps, if there is one, among other things."""
+        outer steps, if there is one, among other things. `private` covers what leaves a data holder."""
         self.assignment = assignment
         self.engine = engine
         self.links: Links
@@ -139,6 +141,7 @@ class Executor:
         self._spans: deque[Span] = deque()
         self._late_s = 0.0
         self._packings = sent_packings(assignment)
+        self._private = private
 
     def record(self, span: Span) -> None:
         if self.assignment.trace:
@@ -156,6 +159,9 @@ class Executor:
 
     def lends(self, lender: Lender | None, ended: Chore = lambda: None) -> None:
         """From its step on, which is not over yet or the last one done; `ended` is called when it cannot go on."""
+        if lender is not None and not self.assignment.discloses:
+            ended()
+            return
         self._lender, self._lends_no_more = lender, ended
         if lender is not None and lender.step == self._steps:
             lender.begin(self._whole_state())
@@ -292,23 +298,26 @@ class Executor:
             self.links.reshape(item.step)
         start_s = time.monotonic()
         out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
+        covered = self._private.forward(number, out, training=training) if self._private is not None else {}
         if training:
-            self._finite.forward(number, inputs, out)
+            self._finite.forward(number, inputs, out | covered)
         self._stretch(work, start_s)
         for target in view.forward_to if training else view.eval_to:
+            leaves = out if self._private is None or not self._private.covers(target) else out | covered
             crossing = sent_spec(stage, target)
-            self._outgoing["forward", target, work.micro_batch] = {label(c.value): out[c.value] for c in crossing}
+            self._outgoing["forward", target, work.micro_batch] = {label(c.value): leaves[c.value] for c in crossing}
 
     def _backward(self, work: Compute) -> None:
         stage = self.assignment.train
         view = self.assignment.view
-        arrived: list[dict[Ref, Tensor]] = []
+        came: dict[int, dict[Ref, Tensor]] = {}
         for target in sorted(view.backward_from, reverse=True):
             due = [c.value for c in sent_spec(stage, target) if c.gradient]
             tensors = self.links.take("backward", target, work.item, work.micro_batch)
-            arrived.append(dict(zip(due, tensors, strict=True)))
+            came[target] = dict(zip(due, tensors, strict=True))
         start_s = time.monotonic()
         number = self._items[work.item].first_micro_batch + work.micro_batch
+        arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
         gradients = self.engine.backward(number, arrived)
         self._finite.backward(number, gradients)
         self._stretch(work, start_s)

@@ -11,6 +11,7 @@ from isthmus.plan import Outer, Packing
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig
+from isthmus.training.privatized import Released
 
 
 class Neighbour(msgspec.Struct, frozen=True, kw_only=True):
@@ -85,6 +86,12 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     engine: EngineConfig
     recompute: bool = False
     """Run the forward again in the backward instead of keeping what it saves."""
+    released: Released | None = None
+    """What is clipped and covered with noise before it leaves."""
+    frozen: bool = False
+    """The stage computes on raw samples, and its weights are not to learn from them."""
+    discloses: bool = True
+    """Whether gradients of its parameters may be lent to who comes later."""
     data: DataSpec
     fingerprints: dict[str, str] = {}
     """Of the coordinator's copy of the data, by split."""

@@ -1,0 +1,52 @@
+"""The record of what a run's messages told of its samples: `privacy.json` in its folder."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from isthmus.errors import UserError
+
+SPENT = "privacy.json"
+
+
+class Stretch(msgspec.Struct, frozen=True, kw_only=True):
+    """Positions of the data order whose samples left a holder, each once."""
+
+    first: int
+    end: int
+    """One past the last."""
+    mu_squared: float
+    """Of one pass."""
+
+
+class Spent(msgspec.Struct, frozen=True, kw_only=True):
+    """Local (epsilon, delta)-differential privacy of each sample: one put in another's place."""
+
+    delta: float
+    epsilon: float = 0.0
+    """Of the training sample that was sent most often."""
+    heldout_epsilon: float = 0.0
+    by_epoch: tuple[float, ...] = ()
+    """Epsilon after each pass over the training samples, the one under way included."""
+    size: int
+    """Training samples."""
+    stretches: tuple[Stretch, ...] = ()
+    """Of the data order, that were sent."""
+    heldout_mu_squared: float = 0.0
+
+    def __str__(self) -> str:
+        heldout = f"; held-out samples {self.heldout_epsilon:.3g}" if self.heldout_epsilon else ""
+        epochs = f"{len(self.by_epoch)} epoch{'' if len(self.by_epoch) == 1 else 's'}"
+        return f"epsilon {self.epsilon:.3g} at delta {self.delta:g} after {epochs}{heldout}"
+
+
+def read_spent(folder: Path) -> Spent | None:
+    """None where nothing was counted. UserError for what cannot be read."""
+    try:
+        return msgspec.json.decode((folder / SPENT).read_bytes(), type=Spent)
+    except FileNotFoundError:
+        return None
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
+        raise UserError(f"{folder / SPENT}: cannot be read: {e}") from None

@@ -1,0 +1,229 @@
+"""Runs whose values leave their data holder under noise: what the others get, what learns, what is counted, and which
+jobs and plans are refused because the count would not be the truth."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Sequence
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+
+from isthmus.cost import build_plan
+from isthmus.errors import UserError
+from isthmus.graph import Flow
+from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
+from isthmus.plan import ActivationNoise, Plan, read_spent
+from isthmus.protocol.work import Item
+from isthmus.runtime.conducting.leaving import Protection, leaving_text, protection
+from isthmus.runtime.conducting.run import Watcher
+from isthmus.runtime.conducting.spending import Ledger, opened_ledger
+from isthmus.runtime.conducting.stages import stage_pairs
+from isthmus.training.accounting import epsilon_of, squared_mu
+
+from .commands import edited, write_job
+from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run, run
+
+NET = "tests.runtime.noisy_models:net"
+PUBLIC = ActivationNoise(clip=1.5, noise_multiplier=4.0, labels="public")
+
+
+def with_noise(job: Job, noise: ActivationNoise, **plan: object) -> Job:
+    terms = msgspec.convert({"data_holder": ["d0"], **plan}, PlanConfig)
+    return msgspec.structs.replace(job, plan=terms, privacy=PrivacyConfig(activations=noise))
+
+
+def net_job(noise: ActivationNoise = PUBLIC, options: dict[str, object] | None = None, **training: object) -> Job:
+    return with_noise(job_of(NET, options or {}, DIGITS, **training), noise)
+
+
+def after(prepared: Prepared, name: str) -> int:
+    """The cut behind an operator."""
+    names = [op.name for op in Flow(prepared.captured.train, columns_first=True).operators]
+    return names.index(name) + 1
+
+
+def placed(prepared: Prepared, boundaries: Sequence[int], devices: int | None = None) -> Plan:
+    fleet = fleet_of(devices or len(boundaries) + 1)
+    return build_plan(prepared.problem(fleet), fleet.names[: len(boundaries) + 1], boundaries, planner="test")
+
+
+def protected(prepared: Prepared, plan: Plan, holders: Sequence[str] = ("d0",)) -> Protection:
+    return protection(prepared, plan, stage_pairs(plan, prepared.captured, clips=False), holders)
+
+
+# Runs
+
+
+def test_training_goes_through_the_clip(tmp_path: Path) -> None:
+    """With next to no noise, the run is that of a module that clips its hidden values itself."""
+    noise = msgspec.structs.replace(PUBLIC, noise_multiplier=1e-12, weights="trained")
+    prepared = prepare(net_job(noise, steps=3))
+    _, outcome = run(prepared, [after(prepared, "relu")], tmp_path)
+    assert outcome.outcome == "done"
+    clipping = job_of(NET, {"clip": 1.5}, DIGITS, steps=3)
+    module, _ = plain_run(clipping, prepare(clipping))
+    free, _ = plain_run(job := job_of(NET, {}, DIGITS, steps=3), prepare(job))
+    found = final_weights(tmp_path)
+    for name, value in module.state_dict().items():
+        torch.testing.assert_close(found[name], value, rtol=1e-5, atol=1e-6)
+    assert not torch.allclose(found["enter.weight"], free.state_dict()["enter.weight"], atol=1e-4)
+
+
+def test_weights_before_the_noise_stay_and_what_was_sent_is_counted(tmp_path: Path) -> None:
+    job = net_job(steps=4, batch_size=512, micro_batches=2, eval_every=2, eval_samples=128)
+    prepared, notes = prepare(msgspec.structs.replace(job, training=job.training)), list[str]()
+    assert prepared.samples.train == 1617
+    prepared = msgspec.structs.replace(prepared, job=job.cut_into(8))
+    losses: list[float | None] = []
+    watcher = Watcher(noted=notes.append, advanced=lambda item, loss, spans: losses.append(loss))
+    plan, outcome = run(prepared, [after(prepared, "relu")], tmp_path, watcher=watcher)
+    assert outcome.outcome == "done"
+    assert all(loss is None or math.isfinite(loss) for loss in losses)
+    module, found = prepared.build(), final_weights(tmp_path)
+    begun = module.state_dict()
+    assert torch.equal(found["enter.weight"], begun["enter.weight"])
+    assert torch.equal(found["enter.bias"], begun["enter.bias"])
+    assert not torch.equal(found["leave.weight"], begun["leave.weight"])
+    # 2,048 samples of 1,617 were sent: a pass, and a part of the next; two evaluations.
+    spent = read_spent(tmp_path)
+    assert spent is not None
+    assert spent == outcome.spent
+    assert spent.epsilon == pytest.approx(epsilon_of(squared_mu(4.0, 2), 1e-5))
+    assert spent.by_epoch[0] == pytest.approx(epsilon_of(squared_mu(4.0), 1e-5))
+    assert spent.heldout_epsilon == pytest.approx(epsilon_of(squared_mu(4.0, 2), 1e-5))
+    assert [n for n in notes if n.startswith("epoch 1: each sample's local epsilon is")]
+    text = "\n".join(leaving_text(prepared, plan, fleet_of(2)))
+    assert "Values that leave d0 for d1 are clipped to 1.5 per sample (32 numbers) and noised with sigma 6." in text
+
+
+# Which values, how much noise
+
+
+def test_what_is_covered_and_by_how_much() -> None:
+    prepared = prepare(net_job())
+    found = protected(prepared, plan := placed(prepared, [after(prepared, "relu")]))
+    boundary = found.released[0].train
+    assert (boundary.per_sample, boundary.targets, boundary.clip, boundary.deviation) == (32, (1,), 1.5, 6.0)
+    assert found.freezes(0)
+    assert not found.freezes(1)
+    rms = msgspec.structs.replace(PUBLIC, clip=None, clip_rms=0.5)
+    prepared = msgspec.structs.replace(prepared, job=net_job(rms))
+    assert protected(prepared, plan).released[0].train.clip == pytest.approx(0.5 * math.sqrt(32))
+
+
+def test_a_target_counts_all_planned_passes() -> None:
+    noise = msgspec.structs.replace(PUBLIC, noise_multiplier=None, epsilon=8.0)
+    prepared = prepare(net_job(noise, steps=700, eval_every=100, eval_samples=8))  # 5,600 samples: four passes
+    found = protected(prepared, placed(prepared, [after(prepared, "relu")]))
+    assert epsilon_of(squared_mu(found.noise_multiplier, 7), 1e-5) == pytest.approx(8.0)  # seven evaluations
+
+
+def test_between_holders_values_stay_as_they_are_and_every_boundary_counts() -> None:
+    job = with_noise(job_of("mlp", {"layers": 3, "width": 16}, DIGITS), PUBLIC, data_holder=["d0", "d1"])
+    prepared = prepare(job)
+    names = ("relu", "relu_1")
+    found = protected(prepared, placed(prepared, [after(prepared, name) for name in names]), ("d0", "d1"))
+    assert sorted(found.raw) == [0, 1]
+    assert [*found.released] == [1]
+    found = protected(prepared, placed(prepared, [after(prepared, name) for name in names]), ("d0",))
+    assert (sorted(found.raw), [*found.released], found.train) == ([0], [0], 1)
+
+
+def test_a_value_that_skips_a_holder_is_covered_where_it_leaves_and_counts_too() -> None:
+    job = with_noise(job_of(NET, {"skips": True}, DIGITS), PUBLIC, data_holder=["d0", "d1"])
+    prepared = prepare(job)
+    plan = placed(prepared, [after(prepared, name) for name in ("relu", "relu_1")])
+    found = protected(prepared, plan, ("d0", "d1"))
+    assert ([*found.released], found.train, found.heldout) == ([0, 1], 2, 2)
+    assert found.released[0].train.targets == (2,)
+    with pytest.raises(UserError, match=r"d2 takes value 'relu' as it is and sends gradients to d1"):
+        protected(prepared, plan, ("d0", "d2"))
+
+
+# Refusals
+
+TRAINED = msgspec.structs.replace(PUBLIC, weights="trained")
+STAY = msgspec.structs.replace(PUBLIC, labels="stay")
+
+
+@pytest.mark.parametrize(
+    ("job", "cut", "words"),
+    [
+        (net_job(STAY), "relu", r"labels: got 'stay', and value 'batch_labels' goes from d0 to d1"),
+        (net_job(options={"normalises": True}), "relu", r"batch_norm.default .* on d0 computes over all samples"),
+        (net_job(), "cross_entropy_loss", r"computes the loss of raw samples on d0"),
+        (net_job(TRAINED, clip_norm=1.0), "relu", r"training.clip_norm: got 1 beside .*norms of gradients"),
+        (net_job(TRAINED, non_finite="skip"), "relu", r"training.non_finite: got 'skip' beside"),
+        (with_noise(job_of("gpt", {"sequence_length": 16, "width": 16, "layers": 1, "heads": 2}, TEXT), PUBLIC),
+         "add", r"labels 'labels' are of the kind of 'input_ids', as next tokens are"),
+        (with_noise(job_of("cnn", {"batch_norm": True}, DIGITS), PUBLIC), "relu", r"batch_norm.default"),
+    ],
+)  # fmt: skip
+def test_refused_where_the_count_would_not_be_the_truth(job: Job, cut: str, words: str) -> None:
+    prepared = prepare(job)
+    position = after(prepared, cut)
+    count = len(Flow(prepared.captured.train, columns_first=True).operators)
+    plan = placed(prepared, [position] if position < count else [], devices=2)
+    with pytest.raises(UserError, match=words):
+        protected(prepared, plan)
+
+
+def test_there_is_a_holder_to_protect(tmp_path: Path) -> None:
+    path = write_job(tmp_path)
+    activations = '[privacy]\nactivations = { clip = 1.0, noise_multiplier = 1.0 }\n[learning_rate]'
+    edited(path, ("[learning_rate]", activations))
+    with pytest.raises(UserError, match=r"privacy.activations: got one, expected a plan.data_holder"):
+        load_job(path)
+
+
+# The count
+
+
+def item(index: int, *, step: int, kind: str = "train", samples: int = 8) -> Item:
+    return msgspec.convert(
+        {"index": index, "kind": kind, "step": step, "first_sample": step * samples if kind == "train" else 0,
+         "micro_batches": samples // 2}, Item
+    )  # fmt: skip
+
+
+COUNTED = Protection(frozenset({0}), {}, PUBLIC, 2.0, 1, 1)
+"""mu of one release is 1."""
+
+
+def test_what_is_done_again_counts_again(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 1e-5, 16)
+    for number, step in enumerate((0, 1, 2, 1, 2)):  # back after a loss
+        ledger.opened(item(number, step=step), 2, COUNTED)
+    spent = ledger.close()
+    assert spent.by_epoch == pytest.approx([epsilon_of(n, 1e-5) for n in (2.0, 4.0)])
+    assert spent.epsilon == spent.by_epoch[-1]
+
+
+def test_sessions_add_up_and_who_is_killed_leaves_no_less_on_record(tmp_path: Path) -> None:
+    ledger = Ledger(tmp_path, 1e-5, 16)
+    ledger.opened(item(0, step=0), 2, COUNTED)
+    left = read_spent(tmp_path)  # as if it were killed here
+    assert left is not None
+    assert [(s.first, s.end) for s in left.stretches] == [(0, 16)]
+    ledger.close()
+    ledger = Ledger(tmp_path, 1e-5, 16)
+    ledger.opened(item(0, step=1), 2, COUNTED)
+    ledger.opened(item(1, step=2, kind="eval"), 2, COUNTED)
+    spent = ledger.close()
+    assert [(s.first, s.end) for s in spent.stretches] == [(0, 8), (8, 16)]
+    assert spent.by_epoch == pytest.approx([epsilon_of(1.0, 1e-5)])  # no sample twice
+    assert spent.heldout_epsilon == pytest.approx(epsilon_of(1.0, 1e-5))
+
+
+def test_a_run_that_was_counted_does_not_go_on_without_noise(tmp_path: Path) -> None:
+    assert opened_ledger(tmp_path, None, 16) is None
+    ledger = Ledger(tmp_path, 1e-5, 16)
+    ledger.opened(item(0, step=0), 2, COUNTED)
+    ledger.close()
+    with pytest.raises(UserError, match=r"privacy.activations: got none, expected the run's"):
+        opened_ledger(tmp_path, None, 16)
+    with pytest.raises(UserError, match=r"counts 16 training samples, expected 17"):
+        Ledger(tmp_path, 1e-5, 17)
