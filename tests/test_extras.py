@@ -44,7 +44,7 @@ try:
 except ModuleNotFoundError as e:
     print(e)
 """
-PACKAGES = {"sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
+PACKAGES = {"PIL": "pillow", "sklearn": "scikit-learn", "dp_accounting": "dp-accounting"}
 JOB = """
 name = "small"
 [model]

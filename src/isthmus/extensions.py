@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import importlib
 import importlib.metadata
-from collections.abc import Mapping
+import inspect
+from collections.abc import Callable, Mapping
 from importlib.metadata import EntryPoint
 from types import ModuleType
 from typing import TypeVar
@@ -19,6 +20,7 @@ Options = TypeVar("Options", bound=msgspec.Struct)
 EXTRAS = {
     "torch": "train", "sympy": "train", "safetensors": "train", "sklearn": "train", "cryptography": "train",
     "setproctitle": "train", "dp_accounting": "privacy", "transformers": "hf", "tokenizers": "hf", "datasets": "hf",
+    "PIL": "vision", "pyarrow": "vision", "torchvision": "vision",
 }  # fmt: skip
 """By importable module, the extra of ours that installs it. torch brings sympy along."""
 POSIX = frozenset({"fcntl", "grp", "posix", "pty", "pwd", "resource", "syslog", "termios", "tty"})
@@ -95,3 +97,27 @@ def read_options(owner: str, options: Mapping[str, object], struct: type[Options
         reason, _, path = str(error).partition(" - at `$.")
         where = f" option {path.rstrip('`')!r}" if path else ""
         raise UserError(f"{owner}{where}: {reason}") from error
+
+
+def takes(call: Callable[..., object], name: str) -> bool:
+    """Whether a callable can be given an argument of this name; true where that cannot be known."""
+    try:
+        parameters = inspect.signature(call).parameters
+    except ValueError:
+        return True
+    return name in parameters or any(p.kind is inspect.Parameter.VAR_KEYWORD for p in parameters.values())
+
+
+def check_arguments(owner: str, name: str, call: Callable[..., object], options: Mapping[str, object]) -> None:
+    """UserError, which begins with the owner and the name, for options that a user's callable does not take."""
+    try:
+        signature = inspect.signature(call)
+    except ValueError:  # some built-in callables show no signature: calling them is the only check
+        return
+    for key in options:
+        if not takes(call, key):
+            raise unknown_name(f"{name} option", key, signature.parameters)
+    try:
+        signature.bind(**options)
+    except TypeError as error:
+        raise UserError(f"{owner} {name!r}: {error}") from error

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import importlib.metadata
+import sys
 import threading
 from importlib.metadata import EntryPoint
 from pathlib import Path
@@ -10,6 +11,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
+from isthmus.cli.joining import kinds_of
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.errors import UserError
@@ -69,6 +71,28 @@ def test_nothing_of_it_is_imported(evaluates: bool, monkeypatch: pytest.MonkeyPa
     with pytest.raises(UserError, match="it was loaded"):
         stage_data(told, foreign=True, kinds=("hostile",))
     assert stage_data(assignment("d0"), foreign=True, kinds=()) == {}, "a stage without data names none"
+
+
+def test_a_callable_is_imported_for_a_stranger_only_if_the_owner_names_it(
+    tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    (tmp_path / "told_to.py").write_text("raise SystemExit('it was imported')")
+    monkeypatch.syspath_prepend(tmp_path)
+    kind = "told_to:load"
+    told = assignment("d0")
+    columns = msgspec.structs.replace(told.train, columns=("labels",))
+    told = msgspec.structs.replace(told, data=DataSpec(kind=kind), train=columns, evaluates=False)
+    for kinds, message in (
+        (None, "got 'told_to:load', expected an installed kind: a callable is imported for nobody else unless"),
+        (("digits", "told_to:other"), "got 'told_to:load', expected one of: digits, told_to:other"),
+    ):
+        with pytest.raises(UserError, match=message):
+            stage_data(told, foreign=True, kinds=kinds)
+    assert "told_to" not in sys.modules
+    for foreign, kinds in ((True, (kind,)), (False, None)):
+        with pytest.raises(UserError, match="it was imported"):
+            stage_data(told, foreign=foreign, kinds=kinds)
+    assert kinds_of(f"digits, {kind}") == ("digits", kind)
 
 
 def test_a_kind_that_nobody_has_is_a_slip(tmp_path: Path) -> None:

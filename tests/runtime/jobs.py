@@ -13,6 +13,7 @@ from torch import Tensor, nn
 
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
+from isthmus.data.augmented import batch_at
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared
@@ -86,8 +87,8 @@ def plain_run(job: Job, prepared: Prepared) -> tuple[nn.Module, list[float]]:
     losses: list[float] = []
     for step in range(job.training.steps):
         batches = [
-            data.batch(order.indices(step * job.training.batch_size + m * job.micro_batch_size, job.micro_batch_size),
-                       list(data.columns))
+            batch_at(data, order, step * job.training.batch_size + m * job.micro_batch_size, job.micro_batch_size,
+                     list(data.columns))
             for m in range(job.training.micro_batches)
         ]  # fmt: skip
         loss, _ = plain_step(module, batches, config)

@@ -17,6 +17,7 @@ from isthmus.cli import options
 from isthmus.cli.options import state_folder
 from isthmus.data import dataset_kinds
 from isthmus.data.allowed import check_kind
+from isthmus.data.callables import is_callable_name
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.offer import SiteConfig, load_site
 from isthmus.runtime.device.island_ranks import attend, island_here
@@ -48,12 +49,13 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def kinds_of(text: str) -> tuple[str, ...] | None:
-    """Kinds of data in a list with commas; None, for all, where nothing is given. UserError for one that is unknown."""
+    """Kinds of data in a list with commas; None, for all, where nothing is given. UserError for one that is unknown; a
+    callable is not imported before a job names it."""
     if not text:
         return None
     kinds = tuple(kind.strip() for kind in text.split(","))
     for kind in kinds:
-        if kind not in dataset_kinds():
+        if not is_callable_name(kind) and kind not in dataset_kinds():
             raise unknown_name("--data-kinds", kind, dataset_kinds())
     return kinds
 
@@ -117,7 +119,7 @@ def join(joining: Joining) -> int:
         )
     if joining.site is not None:
         config = load_site(joining.site)
-        check_kind(config.data, place.data_kinds)
+        check_kind(config.data, place.data_kinds, foreign=False)
         return _attend(config, joining, folder, patience_s, say)
     place = _computing(place, resolve_accelerator(joining.device, "--device"), "--device")
     membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]

@@ -7,6 +7,7 @@ from collections.abc import Collection, Generator, Iterator, Mapping, Sequence
 from pathlib import Path, PurePath
 from typing import cast
 
+from isthmus.data.callables import is_callable_name
 from isthmus.data.registry import DataSpec
 from isthmus.data.within import check_pattern_within, confined_to
 from isthmus.errors import UserError
@@ -16,8 +17,9 @@ from isthmus.errors import UserError
 def allowed(data: DataSpec, kinds: Collection[str] | None, *, foreign: bool) -> Generator[None]:
     """While inside, data may be opened. With `foreign` somebody else's coordinator asks, and only what lies in the
     folder where this process runs is for it. UserError for a kind that is not among those that the device's owner
-    allows, None for all; and for options that lead out of that folder, by themselves or by a link in it."""
-    check_kind(data, kinds)
+    allows, None for all that are installed; and for options that lead out of that folder, by themselves or by a link in
+    it."""
+    check_kind(data, kinds, foreign=foreign)
     with _own_folder(data) if foreign else contextlib.nullcontext():
         yield
 
@@ -31,12 +33,20 @@ def _own_folder(data: DataSpec) -> Generator[None]:
         yield
 
 
-def check_kind(data: DataSpec, allowed: Collection[str] | None) -> None:
-    """UserError for a kind that this device's owner does not allow. Nothing of it has been imported."""
+def check_kind(data: DataSpec, allowed: Collection[str] | None, *, foreign: bool) -> None:
+    """UserError for a kind that this device's owner does not allow. Nothing of it has been imported.
+
+    `allowed` None allows all that are installed; with `foreign` a callable has to be among those that are listed.
+    """
     if allowed is not None and data.kind not in allowed:
         raise UserError(
             f"data.kind: got {data.kind!r}, expected one of: {', '.join(sorted(allowed))}: the owner of this device "
             "allows no others (`isthmus join --data-kinds`)"
+        )
+    if allowed is None and foreign and is_callable_name(data.kind):
+        raise UserError(
+            f"data.kind: got {data.kind!r}, expected an installed kind: a callable is imported for nobody else unless "
+            "the owner of this device names it (`isthmus join --data-kinds`)"
         )
 
 

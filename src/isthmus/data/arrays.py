@@ -21,10 +21,8 @@ from isthmus.data.dataset import (
     check_columns,
     checked,
     fingerprint_of,
-    held_out_count,
-    refuse_empty_holdout,
+    rows_of_split,
 )
-from isthmus.data.order import SampleOrder
 from isthmus.data.within import open_file
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
@@ -101,12 +99,7 @@ class ArrayDataset:
 
 
 def _share(arrays: Mapping[str, Array], holdout: float, split: Split, source: str) -> dict[str, Array]:
-    """The rows of `split`, drawn at random because files are often sorted by class; in the file's order."""
-    refuse_empty_holdout(split, holdout, source)
-    size = len(next(iter(arrays.values())))
-    kept = size - held_out_count(size, holdout, f"samples of {source}")
-    shuffled = SampleOrder(size, seed=0).indices(0, size)
-    rows = np.sort(shuffled[:kept] if split == "train" else shuffled[kept:])
+    rows = rows_of_split(len(next(iter(arrays.values()))), holdout, split, source)
     return {name: array[rows] for name, array in arrays.items()}
 
 

@@ -2,14 +2,15 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Mapping, Sequence
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, runtime_checkable
 
 import numpy as np
 from numpy.typing import NDArray
 
+from isthmus.data.augmented import batch_of_round
 from isthmus.data.dataset import ColumnSpec, Dataset, fingerprint_of
-from isthmus.data.disk import DiskDataset
 from isthmus.data.partition import Partition, PartitionSpec, partition
 from isthmus.errors import UserError
 
@@ -40,6 +41,24 @@ class ClientData(Protocol):
         ...
 
 
+@runtime_checkable
+class Redrawn(Protocol):
+    """Client data whose samples may be drawn anew in every round."""
+
+    def of_round(self, seed: int, round_: int) -> ClientData:
+        """The same clients with the samples of this round."""
+        ...
+
+
+@runtime_checkable
+class Owned(Protocol):
+    """A data set that says whose its samples are."""
+
+    def owners(self, column: str) -> NDArray[np.int64]:
+        """(samples,) the clients, from 0, by a column's values. UserError for a column that does not say."""
+        ...
+
+
 class PartitionedData:
     """A data set shared out among clients."""
 
@@ -48,6 +67,13 @@ class PartitionedData:
         self._dataset = dataset
         self._parts = parts
         self._columns = tuple(name for name in dataset.columns if name != without)
+        self._drawn = (0, 0)
+
+    def of_round(self, seed: int, round_: int) -> PartitionedData:
+        """As `Redrawn`."""
+        drawn = copy.copy(self)
+        drawn._drawn = (seed, round_)
+        return drawn
 
     @property
     def columns(self) -> Mapping[str, ColumnSpec]:
@@ -63,16 +89,16 @@ class PartitionedData:
         return fingerprint_of({"kind": "partitioned", "data": self._dataset.fingerprint}, arrays)
 
     def load(self, client: int) -> dict[str, torch.Tensor]:
-        return self._dataset.batch(self._parts.samples(client), self._columns)
+        return batch_of_round(self._dataset, self._parts.samples(client), self._columns, *self._drawn)
 
     def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
-        return self._dataset.batch(self._parts.samples_of(clients), self._columns)
+        return batch_of_round(self._dataset, self._parts.samples_of(clients), self._columns, *self._drawn)
 
 
 def share_out(dataset: Dataset, spec: PartitionSpec, seed: int) -> PartitionedData:
     """UserError as `partition`. A natural column is read, and is no column of the clients' samples any more."""
     natural = spec.scheme == "natural"
-    if natural and isinstance(dataset, DiskDataset):
+    if natural and isinstance(dataset, Owned):
         looked_at: dict[str, NDArray[np.generic]] = {spec.column: dataset.owners(spec.column)}
     else:
         needed = {"natural": spec.column, "dirichlet": spec.label, "shards": spec.label}.get(spec.scheme)

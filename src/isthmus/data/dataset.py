@@ -10,6 +10,7 @@ import msgspec
 import numpy as np
 import numpy.typing as npt
 
+from isthmus.data.order import SampleOrder
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
 
@@ -51,6 +52,12 @@ class Dataset(Protocol):
         ...
 
 
+def missing_members(found: object) -> list[str]:
+    """What an object lacks to be a `Dataset`. No property is computed: a fingerprint may take minutes."""
+    has = set(dir(found))
+    return [name for name in ("columns", "fingerprint", "batch", "__len__") if name not in has]
+
+
 def checked(indices: Indices, size: int) -> npt.NDArray[np.int64]:
     """`indices` as an array. Raises `IndexError` where numpy would wrap a negative one silently."""
     positions = np.asarray(indices, dtype=np.int64)
@@ -59,7 +66,7 @@ def checked(indices: Indices, size: int) -> npt.NDArray[np.int64]:
     return positions
 
 
-def check_columns(asked: Iterable[str], valid: Mapping[str, object]) -> None:
+def check_columns(asked: Iterable[str], valid: Iterable[str]) -> None:
     """Raises `UserError` for a name in `asked` that is not in `valid`."""
     for name in asked:
         if name not in valid:
@@ -106,3 +113,11 @@ def refuse_empty_holdout(split: Split, holdout: float, what: str) -> None:
     """Raises `NothingHeldOut` where held-out samples are asked of data that holds none out."""
     if split == "heldout" and holdout == 0:
         raise NothingHeldOut(f"{what}: there are no held-out samples because holdout is 0")
+
+
+def rows_of_split(size: int, holdout: float, split: Split, source: str) -> npt.NDArray[np.int64]:
+    """The rows of `split` in their own order, drawn at random because files are often sorted by class."""
+    refuse_empty_holdout(split, holdout, source)
+    kept = size - held_out_count(size, holdout, f"samples of {source}")
+    shuffled = SampleOrder(size, seed=0).indices(0, size)
+    return np.sort(shuffled[:kept] if split == "train" else shuffled[kept:])

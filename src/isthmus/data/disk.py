@@ -20,10 +20,8 @@ from isthmus.data.dataset import (
     check_columns,
     checked,
     fingerprint_of,
-    held_out_count,
-    refuse_empty_holdout,
+    rows_of_split,
 )
-from isthmus.data.order import SampleOrder
 from isthmus.data.within import check_within
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_extra
@@ -126,13 +124,5 @@ def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
         table = table[wanted]
     if not len(table):
         raise UserError(f"{source}: holds no samples")
-    rows = np.arange(len(table), dtype=np.int64) if whole else _share(len(table), options.holdout, split, source)
+    rows = np.arange(len(table), dtype=np.int64) if whole else rows_of_split(len(table), options.holdout, split, source)
     return DiskDataset(table, rows, options.columns, source)
-
-
-def _share(size: int, holdout: float, split: Split, source: str) -> NDArray[np.int64]:
-    """The rows of `split`, drawn at random because files are often sorted."""
-    refuse_empty_holdout(split, holdout, source)
-    kept = size - held_out_count(size, holdout, f"samples of {source}")
-    shuffled = SampleOrder(size, seed=0).indices(0, size)
-    return np.sort(shuffled[:kept] if split == "train" else shuffled[kept:])

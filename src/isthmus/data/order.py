@@ -55,3 +55,7 @@ class SampleOrder:
             result[filled : filled + len(part)] = part
             filled += len(part)
         return result
+
+    def epochs(self, start: int, count: int) -> npt.NDArray[np.int64]:
+        """The epochs of the positions start .. start + count - 1, int64 [count]."""
+        return np.arange(start, start + count, dtype=np.int64) // self.size

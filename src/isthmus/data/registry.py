@@ -8,8 +8,12 @@ from typing import cast
 import msgspec
 
 from isthmus.data.arrays import DigitsOptions, NpzOptions, load_digits, load_npz
-from isthmus.data.dataset import SPLITS, Dataset, Split
+from isthmus.data.callables import is_callable_name, load_callable
+from isthmus.data.dataset import SPLITS, Dataset, Split, missing_members
 from isthmus.data.disk import DiskOptions, load_disk
+from isthmus.data.images import folder, parquet
+from isthmus.data.leaf import KIND as LEAF
+from isthmus.data.leaf import LeafOptions, load_leaf
 from isthmus.data.pairs import PairsOptions, load_pairs
 from isthmus.data.text import TextOptions, load_text
 from isthmus.errors import IsthmusError, UserError, unknown_name
@@ -19,7 +23,9 @@ ENTRY_POINTS = "isthmus.datasets"
 
 
 class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Which data to use: a `kind` of `dataset_kinds()`, and JSON `options` that the kind's options struct takes."""
+    """Which data to use: a `kind` of `dataset_kinds()`, or `package.module:callable`, and JSON `options` that the
+    kind's options struct or the callable takes. Naming a callable runs it: a device checks somebody else's spec against
+    what its owner allows before it loads anything."""
 
     kind: str
     options: dict[str, object] = {}
@@ -47,12 +53,27 @@ def _disk(options: Mapping[str, object], split: Split) -> Dataset:
     return load_disk(read_options("disk", options, DiskOptions), split)
 
 
+def _image_folder(options: Mapping[str, object], split: Split) -> Dataset:
+    return folder.load_image_folder(read_options(folder.KIND, options, folder.ImageFolderOptions), split)
+
+
+def _image_parquet(options: Mapping[str, object], split: Split) -> Dataset:
+    return parquet.load_image_parquet(read_options(parquet.KIND, options, parquet.ImageParquetOptions), split)
+
+
+def _leaf(options: Mapping[str, object], split: Split) -> Dataset:
+    return load_leaf(read_options(LEAF, options, LeafOptions), split)
+
+
 _BUILT_IN: Mapping[str, Callable[[Mapping[str, object], Split], Dataset]] = {
     "text": _text,
     "pairs": _pairs,
     "npz": _npz,
     "digits": _digits,
     "disk": _disk,
+    folder.KIND: _image_folder,
+    parquet.KIND: _image_parquet,
+    LEAF: _leaf,
 }
 
 
@@ -70,6 +91,8 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
         raise unknown_name("split", split, SPLITS)
     if spec.kind in _BUILT_IN:
         return _BUILT_IN[spec.kind](spec.options, split)
+    if is_callable_name(spec.kind):
+        return load_callable(spec.kind, spec.options, split)
     others = third_party(ENTRY_POINTS)
     if spec.kind not in others:
         raise unknown_name("data kind", spec.kind, dataset_kinds())
@@ -82,7 +105,6 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
         raise
     except Exception as e:
         raise UserError(f"data kind {spec.kind!r} failed: {type(e).__name__}: {e}") from e
-    missing = [name for name in ("columns", "fingerprint", "batch", "__len__") if not hasattr(loaded, name)]
-    if missing:
+    if missing := missing_members(loaded):
         raise UserError(f"data kind {spec.kind!r}: {type(loaded).__name__} has no {', '.join(missing)}")
     return cast(Dataset, loaded)

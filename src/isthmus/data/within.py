@@ -4,9 +4,10 @@ from __future__ import annotations
 
 import glob
 import os
-from collections.abc import Generator, Iterator
+from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
+from functools import partial
 from pathlib import Path
 from typing import BinaryIO
 
@@ -30,9 +31,18 @@ def confined_to(folder: Path) -> Generator[None]:
 def open_file(path: str | Path) -> BinaryIO:
     """To read it. UserError for one out of the folder: it is the open file's place that counts, whatever was put under
     its name since. OSError where it cannot be opened."""
+    return _open(path, _FOLDER.get())
+
+
+def opener() -> Callable[[str | Path], BinaryIO]:
+    """`open_file` for files that are read later: the folder is the one that this thread is confined to now."""
+    return partial(_open, folder=_FOLDER.get())
+
+
+def _open(path: str | Path, folder: str | None) -> BinaryIO:
     file = Path(path).open("rb")  # noqa: SIM115  the caller's to close
     try:
-        if (folder := _FOLDER.get()) is not None:
+        if folder is not None:
             descriptor = f"{_OF_DESCRIPTOR}/{file.fileno()}"
             _refuse_outside(os.path.realpath(descriptor if os.path.isdir(_OF_DESCRIPTOR) else path), folder, path)
     except BaseException:

@@ -22,6 +22,8 @@ from isthmus.data.client_files import TextClients
 from isthmus.data.clients import ClientData, share_out
 from isthmus.data.dataset import NothingHeldOut
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
+from isthmus.data.leaf import KIND as LEAF
+from isthmus.data.leaf import LeafClients, LeafOptions
 from isthmus.data.partition import PartitionSpec
 from isthmus.data.text import TextOptions
 from isthmus.documents import check_is_local, convert, read_toml
@@ -265,6 +267,8 @@ def client_data(job: FederatedJob) -> ClientData:
         if job.partition is not None:
             raise UserError("partition: got one for data that comes by writers, expected none")
         return FemnistShaped(read_options(FEMNIST, job.data.options, FemnistOptions))
+    if job.data.kind == LEAF and job.partition is None:
+        return LeafClients(read_options(LEAF, job.data.options, LeafOptions))
     if job.partition is None:
         raise UserError("partition: missing, expected how the data is shared out among clients")
     if job.data.kind == "text" and job.partition.scheme == "files":

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from pathlib import Path
 
@@ -12,6 +13,7 @@ from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_host
+from isthmus.data.augmented import batch_of_round
 from isthmus.data.clients import ClientData
 from isthmus.data.dataset import ColumnSpec, Dataset, joined
 from isthmus.errors import UserError
@@ -31,6 +33,13 @@ class OwnData:
         if not self.samples:
             raise UserError("data: holds no samples: a client without data cannot train")
         self._dataset = dataset
+        self._drawn = (0, 0)
+
+    def of_round(self, seed: int, round_: int) -> OwnData:
+        """As `Redrawn`."""
+        drawn = copy.copy(self)
+        drawn._drawn = (seed, round_)
+        return drawn
 
     @property
     def columns(self) -> Mapping[str, ColumnSpec]:
@@ -45,7 +54,7 @@ class OwnData:
         return self._dataset.fingerprint
 
     def load(self, client: int) -> dict[str, Tensor]:
-        return self._dataset.batch(np.arange(self.samples), list(self.columns))
+        return batch_of_round(self._dataset, np.arange(self.samples), list(self.columns), *self._drawn)
 
     def load_many(self, clients: Sequence[int]) -> dict[str, Tensor]:
         return joined([self.load(client) for client in clients])

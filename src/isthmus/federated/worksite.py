@@ -11,7 +11,7 @@ from torch import Tensor, nn
 
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import all_to_device, to_host
-from isthmus.data.clients import ClientData
+from isthmus.data.clients import ClientData, Redrawn
 from isthmus.errors import PeerError, UserError, users_code
 from isthmus.federated.admission import checked, first_state, refusal_of, unwritten
 from isthmus.federated.algorithms import BUFFERS, Algorithm, Combine, Pass, Update, Values
@@ -274,8 +274,12 @@ class Worksite:
 
     def _load(self, tasks: Sequence[Task]) -> dict[str, Tensor]:
         """The samples of all of them, one client after another."""
+        assert self._turn is not None, "a turn is open"
         several = len(tasks) > 1
-        data = self._data.load_many([t.client for t in tasks]) if several else self._data.load(tasks[0].client)
+        source = self._data
+        if isinstance(source, Redrawn):
+            source = source.of_round(self._work.seed, self._turn.round - tasks[0].late)
+        data = source.load_many([t.client for t in tasks]) if several else source.load(tasks[0].client)
         samples, expected = len(next(iter(data.values()))), sum(t.samples for t in tasks)
         if samples != expected:
             who = "clients" if several else "client"

@@ -2,14 +2,13 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Callable, Mapping
 
 import msgspec
 from torch import nn
 
 from isthmus.errors import IsthmusError, UserError, unknown_name
-from isthmus.extensions import import_object, load_third_party, read_options, third_party
+from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
 from isthmus.models import hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
@@ -87,7 +86,7 @@ def build_model(spec: ModelSpec) -> nn.Module:
 def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
     if not callable(build):
         raise UserError(f"model {name!r}: expected a callable that returns an nn.Module, got {build!r}")
-    _check_arguments(name, build, options)
+    check_arguments("model", name, build, options)
     try:
         module: object = build(**options)
     except IsthmusError:
@@ -98,19 +97,3 @@ def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:
     if not isinstance(module, nn.Module):
         raise UserError(f"model {name!r}: expected it to return an nn.Module, got {type(module).__name__}")
     return module
-
-
-def _check_arguments(name: str, build: Callable[..., object], options: Mapping[str, object]) -> None:
-    try:
-        signature = inspect.signature(build)
-    except ValueError:  # some built-in callables show no signature: calling them is the only check
-        return
-    parameters = signature.parameters.values()
-    if not any(parameter.kind is inspect.Parameter.VAR_KEYWORD for parameter in parameters):
-        for key in options:
-            if key not in signature.parameters:
-                raise unknown_name(f"{name} option", key, signature.parameters)
-    try:
-        signature.bind(**options)
-    except TypeError as error:
-        raise UserError(f"model {name!r}: {error}") from error

@@ -8,6 +8,7 @@ import torch
 from torch import Tensor
 
 from isthmus.data import Dataset, SampleOrder
+from isthmus.data.augmented import batch_at
 from isthmus.data.dataset import Indices
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
@@ -42,8 +43,13 @@ class Batches:
         split = "train" if item.kind == "train" else "heldout"
         if split not in self._data:
             raise InternalError(f"stage {stage.index} reads columns {stage.columns} and has no data")
+        data = self._data[split]
         try:
-            found = self._data[split].batch(self._indices(item, micro_batch), stage.columns)
+            if split == "train":
+                start = item.first_sample + micro_batch * self._size
+                found = batch_at(data, self._order, start, self._size, stage.columns)
+            else:
+                found = data.batch(self._indices(item, micro_batch), stage.columns)
         except Exception as e:
             raise_if_jobs(f"data {self._assignment.data.kind!r}", e)
             raise

@@ -1,0 +1,1 @@
+"""Encoded images as samples: decoded by Pillow when a batch asks for them, transformed, with a class each."""

@@ -1,0 +1,140 @@
+"""A folder of images with a sub-folder per class, as torchvision's `ImageFolder` and Hugging Face's `imagefolder`."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Iterable, Sequence
+from pathlib import Path
+from typing import BinaryIO
+
+import numpy as np
+
+from isthmus.data.dataset import Array, Split, rows_of_split
+from isthmus.data.digests import digests_of
+from isthmus.data.images.dataset import ImageDataset, ImageOptions
+from isthmus.data.images.decoding import ENDINGS
+from isthmus.data.within import check_within, opener
+from isthmus.errors import UserError, unknown_name
+
+KIND = "image-folder"
+TRAIN = "train"
+HELD_OUT_NAMES = ("validation", "valid", "val", "test")
+
+
+class ImageFolderOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path/CLASS/.../image.png`, of which a random share is held out; or `path/train/CLASS/...` beside one of
+    `validation`, `valid`, `val`, `test`, which is held out in its place (without any: a share of `train`).
+
+    Classes are numbered by their folders' names, sorted, or in the order of `classes`: parties that have images of
+    some classes only name all of them.
+    """
+
+    path: str
+    classes: tuple[str, ...] = ()
+
+
+class FolderImages:
+    """The files of a split: (root, relative names, labels)."""
+
+    def __init__(self, root: Path, names: Sequence[str], labels: Array, classes: int) -> None:
+        self._root = root
+        self._names = names
+        self._labels = labels
+        self._classes = classes
+        self._open = opener()
+
+    @property
+    def labels(self) -> Array:
+        return self._labels
+
+    @property
+    def classes(self) -> int:
+        return self._classes
+
+    def name(self, sample: int) -> str:
+        return str(self._root / self._names[sample])
+
+    def open(self, sample: int) -> BinaryIO:
+        try:
+            return self._open(self.name(sample))
+        except OSError as e:
+            raise UserError(f"{KIND}: cannot read {self.name(sample)}: {e.strerror}") from e
+
+    def contents(self) -> Iterable[Array]:
+        return [digests_of([self._root / name for name in self._names], self._open)]
+
+
+def load_image_folder(options: ImageFolderOptions, split: Split) -> ImageDataset:
+    """UserError for a folder that is missing, holds no class or an empty one, or a class that `classes` lacks."""
+    root = Path(options.path).expanduser()
+    if not root.is_dir():
+        raise UserError(f"{KIND} option 'path': no folder {options.path}")
+    check_within(root)
+    divided = root / TRAIN
+    held_out = [name for name in HELD_OUT_NAMES if (root / name).is_dir()]
+    if not (divided.is_dir() and _folders(divided)):
+        return _shared(root, options, split)
+    classes = _classes(divided, options)
+    if not held_out:
+        return _shared(divided, options, split)
+    chosen = root / held_out[0] if split == "heldout" else divided
+    names, labels = _files(chosen, classes, every=split == "train" and not options.classes)
+    return _dataset(FolderImages(chosen, names, labels, len(classes)), options, split, chosen)
+
+
+def _shared(root: Path, options: ImageFolderOptions, split: Split) -> ImageDataset:
+    classes = _classes(root, options)
+    names, labels = _files(root, classes, every=not options.classes)
+    rows = rows_of_split(len(names), options.holdout, split, f"{KIND} {root}") if names else np.arange(0)
+    images = FolderImages(root, [names[row] for row in rows], labels[rows], len(classes))
+    return _dataset(images, options, split, root)
+
+
+def _dataset(images: FolderImages, options: ImageFolderOptions, split: Split, root: Path) -> ImageDataset:
+    if not len(images.labels):
+        raise UserError(f"{KIND} {root}: holds no samples")
+    return ImageDataset(images, options, split, KIND)
+
+
+def _classes(root: Path, options: ImageFolderOptions) -> Sequence[str]:
+    found = _folders(root)
+    if not found:
+        raise UserError(f"{KIND} option 'path': {root} has no folder, expected one per class")
+    if len(set(options.classes)) < len(options.classes):
+        raise UserError(f"{KIND} option 'classes': got a name twice, expected each once")
+    return options.classes or found
+
+
+def _folders(root: Path) -> list[str]:
+    return sorted(entry.name for entry in os.scandir(root) if entry.is_dir() and not entry.name.startswith("."))
+
+
+def _files(root: Path, classes: Sequence[str], *, every: bool) -> tuple[list[str], Array]:
+    """Names relative to the root, class by class, and labels. UserError for a folder that is no class, and with
+    `every` for a class without images."""
+    number_of = {name: number for number, name in enumerate(classes)}
+    names: list[str] = []
+    labels: list[int] = []
+    for folder in sorted(_folders(root), key=lambda name: number_of.get(name, -1)):
+        if folder not in number_of:
+            raise unknown_name(f"class of {root}", folder, classes)
+        found = sorted(_images_below(root / folder, root))
+        if not found and every:
+            raise UserError(f"{KIND} {root / folder}: holds no image, expected files such as NAME.png or NAME.jpg")
+        names += found
+        labels += [number_of[folder]] * len(found)
+    return names, np.array(labels, dtype=np.int64)
+
+
+def _images_below(folder: Path, root: Path) -> Iterable[str]:
+    """Links to folders are followed once each: a loop of them ends."""
+    seen: set[str] = set()
+    for at, folders, files in os.walk(folder, followlinks=True):
+        real = os.path.realpath(at)
+        if real in seen:
+            folders.clear()
+            continue
+        seen.add(real)
+        for name in files:
+            if os.path.splitext(name)[1].lower() in ENDINGS and not name.startswith("."):
+                yield (Path(at) / name).relative_to(root).as_posix()

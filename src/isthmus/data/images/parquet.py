@@ -1,0 +1,263 @@
+"""Encoded images in Parquet files, as Hugging Face's hub has them: bytes, or {bytes, path}, beside a label."""
+
+from __future__ import annotations
+
+import glob
+import io
+from collections import OrderedDict
+from collections.abc import Generator, Iterable, Sequence
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any, BinaryIO, cast
+
+import msgspec
+import numpy as np
+from numpy.typing import NDArray
+
+from isthmus.data.dataset import Array, Split, rows_of_split
+from isthmus.data.digests import digests_of
+from isthmus.data.images.dataset import ImageDataset, ImageOptions
+from isthmus.data.images.folder import HELD_OUT_NAMES, TRAIN
+from isthmus.data.within import opener
+from isthmus.errors import StepError, UserError, unknown_name
+from isthmus.extensions import import_extra
+
+KIND = "image-parquet"
+MOST_KEPT_BYTES = 256 << 20
+MOST_OPEN_FILES = 16
+
+
+class ImageParquetOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path` is a file, a glob, or a folder of `*.parquet`. In a folder whose files are called `train-...` and
+    `validation-...` (or valid, val, test), the latter are held out; `heldout_path` names such files; else a random
+    share of the rows is held out.
+
+    `image` is a column of bytes, or of {bytes, path}. `label` is one of whole numbers, of fractions, or of texts, which
+    are numbered sorted, or in the order of `classes`.
+    """
+
+    path: str
+    heldout_path: str | None = None
+    image: str = "image"
+    label: str = "label"
+    classes: tuple[str, ...] = ()
+
+
+class _Group(msgspec.Struct, frozen=True):
+    """Rows that Parquet reads together."""
+
+    file: int
+    number: int
+    first: int
+    """Row, counted over all files."""
+
+
+class Table:
+    """The rows of several files as one. Of images the row groups that were used last are kept, MOST_KEPT_BYTES."""
+
+    def __init__(self, files: Sequence[Path]) -> None:
+        """UserError for files that cannot be read."""
+        self.files = files
+        self._open = opener()
+        self._parquet = import_extra("pyarrow.parquet", f"data of kind {KIND}")
+        self._opened: OrderedDict[int, Any] = OrderedDict()
+        self._kept: OrderedDict[int, Any] = OrderedDict()
+        self._groups: list[_Group] = []
+        self.rows = 0
+        for file in range(len(files)):
+            metadata = self._file(file).metadata
+            for number in range(metadata.num_row_groups):
+                self._groups.append(_Group(file, number, self.rows))
+                self.rows += metadata.row_group(number).num_rows
+        self._firsts = np.array([group.first for group in self._groups], dtype=np.int64)
+
+    @property
+    def schema(self) -> Any:
+        """pyarrow's, of the first file."""
+        return self._file(0).schema_arrow
+
+    def column(self, name: str) -> Any:
+        """All rows of one, as pyarrow's array."""
+        arrow = import_extra("pyarrow")
+        parts: list[Any] = []
+        for file, path in enumerate(self.files):
+            reader = self._file(file)
+            if name not in reader.schema_arrow.names:
+                raise unknown_name(f"column of {path}", name, reader.schema_arrow.names)
+            with _readable(path):
+                parts += reader.read(columns=[name]).column(name).chunks
+        return arrow.chunked_array(parts, type=self.schema.field(name).type)
+
+    def cell(self, name: str, row: int) -> object:
+        """The value of one row. UserError where its file cannot be read."""
+        at = int(np.searchsorted(self._firsts, row, side="right")) - 1
+        if at not in self._kept:
+            self._read(name, at)
+        self._kept.move_to_end(at)
+        return self._kept[at][row - self._groups[at].first].as_py()
+
+    def place(self, row: int) -> str:
+        """The row's file, for messages."""
+        return str(self.files[self._groups[int(np.searchsorted(self._firsts, row, side="right")) - 1].file])
+
+    def _read(self, name: str, at: int) -> None:
+        group = self._groups[at]
+        with _readable(self.files[group.file]):
+            found = self._file(group.file).read_row_group(group.number, columns=[name]).column(name)
+        self._kept[at] = found
+        while len(self._kept) > 1 and sum(column.nbytes for column in self._kept.values()) > MOST_KEPT_BYTES:
+            self._kept.popitem(last=False)
+
+    def _file(self, file: int) -> Any:
+        """pyarrow's reader, over a file that was opened within the folder."""
+        if file not in self._opened:
+            with _readable(self.files[file]):
+                self._opened[file] = self._parquet.ParquetFile(self._open(self.files[file]))
+            if len(self._opened) > MOST_OPEN_FILES:
+                self._opened.popitem(last=False)[1].close(force=True)
+        self._opened.move_to_end(file)
+        return self._opened[file]
+
+    def digests(self) -> Array:
+        return digests_of(self.files, self._open)
+
+
+class ParquetImages:
+    """Some rows of a table."""
+
+    def __init__(self, table: Table, rows: NDArray[np.int64], options: ImageParquetOptions) -> None:
+        """UserError for columns that are not there, or hold neither images nor labels."""
+        self._table = table
+        self._rows = rows
+        self._column = options.image
+        _check_images(table, options.image)
+        values, self._classes = _labels(table, options)
+        self._labels = values[rows]
+
+    @property
+    def labels(self) -> Array:
+        return self._labels
+
+    @property
+    def classes(self) -> int | None:
+        return self._classes
+
+    def name(self, sample: int) -> str:
+        row = int(self._rows[sample])
+        return f"{self._table.place(row)} row {row + 1}"
+
+    def open(self, sample: int) -> BinaryIO:
+        found = self._table.cell(self._column, int(self._rows[sample]))
+        if isinstance(found, dict):
+            found = cast("dict[str, object]", found).get("bytes")
+        if not isinstance(found, bytes):
+            raise StepError(f"{KIND} {self.name(sample)} (sample {sample})", "holds no image, expected its bytes")
+        return io.BytesIO(found)
+
+    def contents(self) -> Iterable[Array]:
+        return [self._table.digests(), self._rows]
+
+    def owners(self, column: str) -> NDArray[np.int64]:
+        """(samples,) the clients, numbered in the order of a column's values. UserError for one that is not there."""
+        values = self._table.column(column)
+        kinds = import_extra("pyarrow.types")
+        if not (kinds.is_integer(values.type) or _is_text(values.type)) or values.null_count:
+            raise UserError(f"partition: column {column!r}: got {values.type}, expected texts or whole numbers")
+        of_rows = np.asarray(values.to_pylist())[self._rows]
+        return np.unique(of_rows, return_inverse=True)[1].astype(np.int64)
+
+
+def load_image_parquet(options: ImageParquetOptions, split: Split) -> ImageDataset:
+    """UserError for files that are missing or cannot be read, and for columns that are not as the options say."""
+    separate = options.heldout_path is not None
+    source = options.heldout_path if split == "heldout" and options.heldout_path is not None else options.path
+    files, divided = _files(source, split)
+    table = Table(files)
+    if not table.rows:
+        raise UserError(f"{KIND} {source}: holds no samples")
+    whole = separate or divided
+    rows = np.arange(table.rows) if whole else rows_of_split(table.rows, options.holdout, split, f"{KIND} {source}")
+    return ImageDataset(ParquetImages(table, rows, options), options, split, KIND)
+
+
+def _files(source: str, split: Split) -> tuple[list[Path], bool]:
+    """In the order of their names, and whether those of the split only."""
+    path = Path(source).expanduser()
+    if path.is_dir():
+        found = sorted(path.rglob("*.parquet"))
+        train = [file for file in found if file.name.startswith(TRAIN)]
+        held_out = [[file for file in found if file.name.startswith(name)] for name in HELD_OUT_NAMES]
+        first = next((files for files in held_out if files), [])
+        if train and first:
+            return (first if split == "heldout" else train), True
+        found = train or found
+    else:
+        found = [path] if path.is_file() else sorted(Path(match) for match in glob.glob(str(path), recursive=True))
+    if not found:
+        raise UserError(f"{KIND} option 'path': no file matches {source!r}, expected a file, a glob or a folder")
+    return found, False
+
+
+def _check_images(table: Table, name: str) -> None:
+    if name not in table.schema.names:
+        raise unknown_name(f"column of {table.files[0]}", name, table.schema.names)
+    kinds = import_extra("pyarrow.types")
+    held = table.schema.field(name).type
+    encoded = held
+    if kinds.is_struct(held) and held.get_field_index("bytes") >= 0:
+        encoded = held.field("bytes").type
+    if not (kinds.is_binary(encoded) or kinds.is_large_binary(encoded)):
+        raise UserError(f"{KIND} column {name!r}: got {held}, expected bytes or a struct with 'bytes'")
+
+
+def _labels(table: Table, options: ImageParquetOptions) -> tuple[Array, int | None]:
+    """Of all rows, and how many classes there are."""
+    column = table.column(options.label)
+    if column.null_count:
+        row = next(number for number, value in enumerate(column, start=1) if not value.is_valid)
+        raise UserError(f"{KIND} column {options.label!r}: row {row} has no label")
+    kinds = import_extra("pyarrow.types")
+    if _is_text(column.type):
+        texts = np.asarray(column.to_pylist(), dtype=object)
+        names = list(options.classes) or sorted(set(texts))
+        number_of = {name: number for number, name in enumerate(names)}
+        for text in sorted(set(texts)):
+            if text not in number_of:
+                raise unknown_name(f"class of {table.files[0]}", text, names)
+        return np.array([number_of[text] for text in texts], dtype=np.int64), len(names)
+    if kinds.is_floating(column.type):
+        return column.to_numpy().astype(np.float32), None
+    if not (kinds.is_integer(column.type) or kinds.is_boolean(column.type)):
+        raise UserError(f"{KIND} column {options.label!r}: got {column.type}, expected numbers or texts")
+    labels = column.to_numpy().astype(np.int64)
+    least, most = int(labels.min()), int(labels.max())
+    if least < 0:
+        raise UserError(f"{KIND} column {options.label!r}: got {least}, expected labels from 0 on")
+    return labels, max(most + 1, len(options.classes), _declared_classes(table.schema, options.label))
+
+
+def _is_text(held: Any) -> bool:
+    kinds = import_extra("pyarrow.types")
+    return kinds.is_string(held) or kinds.is_large_string(held)
+
+
+def _declared_classes(schema: Any, label: str) -> int:
+    """As Hugging Face's `datasets` writes them beside the columns; 0 where it did not."""
+    written: bytes = (schema.metadata or {}).get(b"huggingface", b"{}")
+    try:
+        found: Any = msgspec.json.decode(written)
+        return len(found["info"]["features"][label]["names"])
+    except (msgspec.DecodeError, KeyError, TypeError):
+        return 0
+
+
+@contextmanager
+def _readable(path: Path) -> Generator[None]:
+    try:
+        yield
+    except UserError:
+        raise
+    except OSError as e:
+        raise UserError(f"{KIND}: cannot read {path}: {e.strerror or e}") from e
+    except Exception as e:  # pyarrow raises many families for a damaged file
+        raise UserError(f"{KIND}: cannot read {path}: {' '.join(str(e).split())}") from e

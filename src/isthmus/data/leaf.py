@@ -1,0 +1,246 @@
+"""LEAF's FEMNIST (Caldas et al. 2018) as its scripts write it: JSON files of writers, a client each.
+
+A writer's samples are read out of the middle of its file when they are asked for; the files are parsed once, for the
+places of the writers in them.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from functools import lru_cache
+from pathlib import Path
+from typing import TYPE_CHECKING, Annotated
+
+import msgspec
+import numpy as np
+from msgspec import Meta
+from numpy.typing import NDArray
+
+from isthmus.data.dataset import (
+    Array,
+    ColumnSpec,
+    Indices,
+    Split,
+    as_tensors,
+    check_columns,
+    checked,
+    fingerprint_of,
+    rows_of_split,
+)
+from isthmus.data.digests import digests_of
+from isthmus.data.within import check_within, opener
+from isthmus.errors import UserError
+
+if TYPE_CHECKING:
+    import torch
+
+KIND = "leaf-femnist"
+TRAIN, HELD_OUT = "train", "test"
+_LEVELS = 255
+
+
+class LeafOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """`path` holds `train/*.json` and `test/*.json`, as LEAF's `preprocess.sh` divides them, or `*.json` (or
+    `all_data/*.json`), of which a share of the writers is held out. LEAF's ink is 0 and its paper 1."""
+
+    path: str
+    side: Annotated[int, Meta(ge=1)] = 28
+    classes: Annotated[int, Meta(ge=1)] = 62
+    holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+
+
+class _File(msgspec.Struct):
+    users: list[str]
+    num_samples: list[int]
+    user_data: dict[str, msgspec.Raw]
+
+
+class _Writer(msgspec.Struct, frozen=True):
+    """Where a writer's samples lie."""
+
+    name: str
+    file: int
+    start: int
+    length_bytes: int
+    samples: int
+
+
+class _Samples(msgspec.Struct):
+    x: list[list[float]]
+    y: list[int]
+
+
+class LeafWriters:
+    """The writers of some files, in the files' order."""
+
+    def __init__(self, files: Sequence[Path], options: LeafOptions) -> None:
+        """UserError for files that are not LEAF's."""
+        self._files = files
+        self._options = options
+        self._open = opener()
+        self.writers = [writer for number in range(len(files)) for writer in self._writers(number)]
+        self.samples_of = lru_cache(maxsize=None)(self.read)
+        """As `read`, kept in memory: a byte a pixel."""
+
+    def _writers(self, number: int) -> list[_Writer]:
+        path = self._files[number]
+        try:
+            with self._open(path) as file:
+                text = file.read()
+            found = msgspec.json.decode(text, type=_File)
+        except OSError as e:
+            raise UserError(f"{KIND}: cannot read {path}: {e.strerror}") from e
+        except msgspec.DecodeError as e:
+            raise UserError(f"{KIND}: {path} is no file of LEAF's: {e}") from e
+        if len(found.users) != len(found.num_samples):
+            raise UserError(f"{KIND}: {path}: got {len(found.users)} users and {len(found.num_samples)} num_samples")
+        writers: list[_Writer] = []
+        samples_of = dict(zip(found.users, found.num_samples, strict=True))
+        begin = 0
+        for name, raw in found.user_data.items():
+            part = bytes(raw)
+            begin = text.index(part, begin)
+            if name not in samples_of:
+                raise UserError(f"{KIND}: {path}: user_data has {name!r}, users has not")
+            if samples_of[name]:
+                writers.append(_Writer(name, number, begin, len(part), samples_of[name]))
+            begin += len(part)
+        return writers
+
+    def read(self, number: int) -> tuple[Array, NDArray[np.int64]]:
+        """Pixels [samples, side * side], uint8 where the file's fractions are of 255, else float32; labels.
+
+        UserError for samples that are not as the options say."""
+        writer = self.writers[number]
+        path = self._files[writer.file]
+        try:
+            with self._open(path) as file:
+                file.seek(writer.start)
+                found = msgspec.json.decode(file.read(writer.length_bytes), type=_Samples)
+        except (OSError, msgspec.DecodeError) as e:
+            raise UserError(f"{KIND}: {path}: user {writer.name!r} cannot be read: {e}") from e
+        if not len(found.x) == len(found.y) == writer.samples:
+            raise UserError(
+                f"{KIND}: {path}: user {writer.name!r} has {len(found.x)} x and {len(found.y)} y, "
+                f"expected {writer.samples} as num_samples says"
+            )
+        size = self._options.side**2
+        wrong = next((len(x) for x in found.x if len(x) != size), None)
+        if wrong is not None:
+            raise UserError(
+                f"{KIND}: {path}: user {writer.name!r}: got {wrong} pixels, expected {size} (option 'side')"
+            )
+        labels = np.array(found.y, dtype=np.int64)
+        if labels.min() < 0 or labels.max() >= self._options.classes:
+            raise UserError(
+                f"{KIND}: {path}: user {writer.name!r}: got labels of {labels.min()} to {labels.max()}, expected "
+                f"0 to {self._options.classes - 1} (option 'classes')"
+            )
+        exact = np.array(found.x)
+        levels = np.rint(exact * _LEVELS)
+        whole = (np.abs(exact * _LEVELS - levels) < 1e-6).all() and levels.min() >= 0 and levels.max() <= _LEVELS
+        return levels.astype(np.uint8) if whole else exact.astype(np.float32), labels
+
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        shape = (1, self._options.side, self._options.side)
+        return {
+            "pixel_values": ColumnSpec(dtype="float32", shape=shape),
+            "labels": ColumnSpec(dtype="int64", limit=self._options.classes),
+        }
+
+    def images(self, values: Array) -> NDArray[np.float32]:
+        """float32 [samples, 1, side, side]"""
+        shaped = values.reshape(-1, 1, self._options.side, self._options.side)
+        fractions = shaped.astype(np.float32)
+        return fractions / np.float32(_LEVELS) if shaped.dtype == np.uint8 else fractions
+
+    def fingerprint(self, numbers: Sequence[int]) -> str:
+        names = [self.writers[number].name for number in numbers]
+        settings = {"kind": KIND, "side": self._options.side, "classes": self._options.classes, "writers": names}
+        return fingerprint_of(settings, [digests_of(self._files, self._open)])
+
+
+class LeafClients:
+    """The writers of the training split as clients."""
+
+    def __init__(self, options: LeafOptions) -> None:
+        self._all, self._numbers = _split(options, "train")
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._all.columns()
+
+    @property
+    def sizes(self) -> NDArray[np.int64]:
+        return np.array([self._all.writers[number].samples for number in self._numbers], dtype=np.int64)
+
+    @property
+    def fingerprint(self) -> str:
+        return self._all.fingerprint(self._numbers)
+
+    def load(self, client: int) -> dict[str, torch.Tensor]:
+        return self.load_many([client])
+
+    def load_many(self, clients: Sequence[int]) -> dict[str, torch.Tensor]:
+        parts = [self._all.read(self._numbers[client]) for client in clients]
+        images = np.concatenate([self._all.images(values) for values, _ in parts])
+        return as_tensors({"pixel_values": images, "labels": np.concatenate([labels for _, labels in parts])})
+
+
+class LeafDataset:
+    """All samples of the writers of a split, writer by writer. Writers that were read are kept, a byte a pixel."""
+
+    def __init__(self, options: LeafOptions, split: Split) -> None:
+        self._all, self._numbers = _split(options, split)
+        self._ends = np.cumsum([self._all.writers[number].samples for number in self._numbers])
+
+    @property
+    def columns(self) -> Mapping[str, ColumnSpec]:
+        return self._all.columns()
+
+    @property
+    def fingerprint(self) -> str:
+        return self._all.fingerprint(self._numbers)
+
+    def __len__(self) -> int:
+        return int(self._ends[-1])
+
+    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
+        check_columns(columns, self.columns)
+        samples = checked(indices, len(self))
+        owners = np.searchsorted(self._ends, samples, side="right")
+        images = np.empty((len(samples), *self.columns["pixel_values"].shape), dtype=np.float32)
+        labels = np.empty(len(samples), dtype=np.int64)
+        for owner in np.unique(owners):
+            rows = np.flatnonzero(owners == owner)
+            values, known = self._all.samples_of(self._numbers[owner])
+            at = samples[rows] - self._ends[owner]  # from the writer's end: numpy counts back from there
+            images[rows], labels[rows] = self._all.images(values[at]), known[at]
+        arrays: dict[str, Array] = {"pixel_values": images, "labels": labels}
+        return as_tensors({name: arrays[name] for name in columns})
+
+
+def _split(options: LeafOptions, split: Split) -> tuple[LeafWriters, list[int]]:
+    """The writers of the files of a split, and the numbers of those that belong to it. UserError where none do."""
+    root = Path(options.path).expanduser()
+    if not root.is_dir():
+        raise UserError(f"{KIND} option 'path': no folder {options.path}")
+    check_within(root)
+    divided = {name: sorted((root / name).glob("*.json")) for name in (TRAIN, HELD_OUT)}
+    if all(divided.values()):
+        writers = LeafWriters(divided[TRAIN if split == "train" else HELD_OUT], options)
+        numbers = list(range(len(writers.writers)))
+    else:
+        files = divided[TRAIN] or sorted(root.glob("*.json")) or sorted((root / "all_data").glob("*.json"))
+        if not files:
+            raise UserError(f"{KIND} option 'path': {root} has no .json files, neither by themselves nor in train/")
+        writers = LeafWriters(files, options)
+        numbers = [int(n) for n in rows_of_split(len(writers.writers), options.holdout, split, f"{KIND} {root}")]
+    if not numbers:
+        raise UserError(f"{KIND} {root}: holds no samples")
+    return writers, numbers
+
+
+def load_leaf(options: LeafOptions, split: Split) -> LeafDataset:
+    """The samples of `split`. UserError for files that are missing or not LEAF's."""
+    return LeafDataset(options, split)
