@@ -1,0 +1,33 @@
+"""What the emulated accelerator raises where streams or host memory are used against the rules."""
+
+from __future__ import annotations
+
+from isthmus.errors import InternalError
+
+
+class Misuse(InternalError):
+    """A mistake that hardware would show as wrong numbers, now and then. Kept in `FOUND`, whoever catches it."""
+
+    def __init__(self, what: str) -> None:
+        super().__init__(what)
+        FOUND.append(self)
+
+
+FOUND: list[Misuse] = []
+
+
+class DataRace(Misuse):
+    """Two streams access one tensor, at least one of them writes, and nothing gives them an order."""
+
+
+class HostBufferInUse(Misuse):
+    """The host wrote to a host buffer before the copy that reads or writes it was done."""
+
+
+class FreedTooEarly(Misuse):
+    """A tensor was dropped while a stream that had not said `used_here` worked with it: its memory may have another
+    owner by then."""
+
+
+class RefusedWait(Misuse):
+    """An implicit copy, or a wait of the host, where there must be none."""

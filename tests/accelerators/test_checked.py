@@ -1,0 +1,351 @@
+"""The emulated accelerator: the CPU's results, and each mistake that hardware would forgive raises."""
+
+from __future__ import annotations
+
+import os
+import threading
+from collections.abc import Callable
+
+import pytest
+import torch
+from torch import Tensor, nn
+from torch.nn import functional as F
+
+from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator
+from isthmus.accelerators.checked import (
+    Checked,
+    DataRace,
+    FreedTooEarly,
+    HostBufferInUse,
+    RefusedWait,
+    open_checked,
+)
+from isthmus.errors import UserError
+
+
+@pytest.fixture
+def here() -> Checked:
+    return open_checked(0, fresh=True)
+
+
+def _buffer(accelerator: Accelerator, values: Tensor) -> Tensor:
+    made = accelerator.host_buffer(values.numel() * values.element_size()).view(values.dtype)
+    return made.copy_(values.flatten()).view(values.shape)
+
+
+def test_it_is_found_by_name_only() -> None:
+    named = open_accelerator("checked:3")
+    assert named.device == torch.device("checked", 3)
+    assert torch.zeros(2, device=named.device).device == named.device
+    assert not any(name.startswith("checked") for name in accelerator_names())
+    assert open_accelerator("auto").device.type != "checked"
+    with pytest.raises(UserError, match="checked:999"):
+        open_accelerator("checked:999")
+
+
+def _everything(x: Tensor, w: Tensor) -> Tensor:
+    h = F.layer_norm(F.gelu(x @ w).softmax(-1), [8])
+    h = h + F.scaled_dot_product_attention(h[None, None], h[None, None], h[None, None], is_causal=True)[0, 0]
+    rows = h[:, ::2].t().contiguous().cumsum(0)
+    rows[1].mul_(2.0)
+    top, order = rows.topk(2, dim=-1)
+    return (h * h).sum() + top.exp().mean() + rows.gather(1, order).std() + F.cross_entropy(h, torch.zeros_like(h))
+
+
+def test_operators_and_gradients_have_the_cpus_bits(here: Checked) -> None:
+    torch.manual_seed(0)
+    host = [torch.randn(4, 8), torch.randn(8, 8)]
+    there = [t.to(here.device).requires_grad_() for t in host]
+    host = [t.requires_grad_() for t in host]
+    expected, got = _everything(*host), _everything(*there)
+    assert torch.equal(got.cpu(), expected)
+    for a, b in zip(torch.autograd.grad(got, there), torch.autograd.grad(expected, host), strict=True):
+        assert torch.equal(a.cpu(), b)
+
+
+@pytest.mark.parametrize("fused", [False, True])
+def test_a_module_trains_to_the_cpus_bits(here: Checked, fused: bool) -> None:
+    weights: list[list[Tensor]] = []
+    for device in (torch.device("cpu"), here.device):
+        torch.manual_seed(0)
+        images, classes = torch.randn(4, 3, 8, 8).to(device), torch.tensor([0, 1, 2, 3]).to(device)
+        net = nn.Sequential(
+            nn.Conv2d(3, 4, 3, groups=1, bias=False), nn.BatchNorm2d(4), nn.ReLU(inplace=True), nn.MaxPool2d(2),
+            nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2), nn.Flatten(),
+            nn.Linear(144, 4),
+        ).to(device)  # fmt: skip
+        optimizer = torch.optim.AdamW(net.parameters(), fused=fused, foreach=False)
+        for _ in range(3):
+            optimizer.zero_grad()
+            F.cross_entropy(net(images), classes).backward()
+            nn.utils.clip_grad_norm_(net.parameters(), 0.1)
+            optimizer.step()
+        weights.append([p.detach().cpu() for p in (*net.parameters(), *net.buffers())])
+    assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def test_outputs_take_the_shape_that_an_operator_gives_them(here: Checked) -> None:
+    out = torch.empty(0, device=here.device)
+    ones = torch.ones(3, 4, device=here.device)
+    torch.add(ones, ones, out=out)
+    assert torch.equal(out.cpu(), torch.full((3, 4), 2.0))
+    assert out.resize_(2).shape == (2,)
+    assert ones.add_(1) is ones
+    assert torch.empty(0, 4, device=here.device).sum().cpu() == 0
+
+
+def test_backward_in_another_thread_than_forward(here: Checked) -> None:
+    x = torch.ones(3, device=here.device, requires_grad=True)
+    loss = (x * x).sum()
+    thread = threading.Thread(target=loss.backward)
+    thread.start()
+    thread.join()
+    assert x.grad is not None
+    assert torch.equal(x.grad.cpu(), torch.full((3,), 2.0))
+
+
+def test_random_operators_draw_what_the_cpu_draws_and_leave_its_generator_alone(here: Checked) -> None:
+    torch.manual_seed(5)
+    expected = F.dropout(torch.ones(64), 0.5)
+    torch.manual_seed(3)
+    after = torch.rand(2)
+    torch.manual_seed(3)
+    with here.seeded(5):
+        assert torch.equal(F.dropout(torch.ones(64, device=here.device), 0.5).cpu(), expected)
+    first = torch.randn(4, device=here.device)
+    assert not torch.equal(first.cpu(), torch.randn(4, device=here.device).cpu())
+    assert torch.equal(torch.rand(2), after)
+    with pytest.raises(RuntimeError, match="generator"):
+        torch.randn(4, device=here.device, generator=torch.Generator())
+
+
+def test_tensors_of_two_devices_are_refused(here: Checked) -> None:
+    other = open_checked(1, fresh=True)
+    mine = torch.ones(3, device=here.device)
+    for stranger in (torch.ones(3), torch.ones(3, device=other.device)):
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mine + stranger
+        with pytest.raises(RuntimeError, match="Expected all tensors to be on the same device"):
+            mine.add_(stranger)
+    assert torch.equal((mine + torch.tensor(2.0)).cpu(), torch.full((3,), 3.0))
+
+
+def test_the_host_reads_nothing_by_itself(here: Checked) -> None:
+    tensor = torch.ones(3, device=here.device)
+    with pytest.raises(TypeError, match="numpy"):
+        tensor.numpy()
+    here.reset_counts()
+    assert tensor.tolist() == [1, 1, 1]
+    assert here.counts().implicit_copies == 1
+
+
+WAITS: dict[str, Callable[[Tensor], object]] = {
+    "item": lambda t: t.sum().item(),
+    "float": lambda t: float(t[0]),
+    "if": lambda t: bool(t[0] > 0),
+    "nonzero": lambda t: t.nonzero(),
+    "mask": lambda t: t[t > 0],
+    "masked write": lambda t: t.__setitem__(t > 0, 0.0),
+    "masked_select": lambda t: t.masked_select(t > 0),
+    "unique": lambda t: t.unique(),
+    "equal": lambda t: torch.equal(t, t),
+    "cpu": lambda t: t.cpu(),
+    "from the host": lambda t: t.copy_(torch.zeros(3)),
+    "late": lambda t: torch.empty(3).copy_(t, non_blocking=True),
+}
+
+
+@pytest.mark.parametrize("name", WAITS)
+def test_each_wait_of_the_host_is_counted_with_its_place_or_refused(here: Checked, name: str) -> None:
+    tensor = torch.ones(3, device=here.device)
+    here.reset_counts()
+    WAITS[name](tensor)
+    counts = here.counts(threading.get_ident())
+    assert counts.host_synchronizations == 1
+    assert any("test_checked.py" in place for place in counts.places)
+    with here.refusing("host synchronization", "implicit copy"), pytest.raises(RefusedWait, match=r"test_checked\.py"):
+        WAITS[name](tensor)
+
+
+def test_what_does_not_wait_is_not_counted(here: Checked) -> None:
+    tensor = torch.ones(4, device=here.device)
+    up, down = _buffer(here, torch.ones(4)), here.host_buffer(16).view(torch.float32)
+    here.reset_counts()
+    tensor[tensor.argsort()] = tensor.where(tensor > 0, 0.0)
+    tensor.copy_(up, non_blocking=True)
+    down.copy_(tensor * 2, non_blocking=True)
+    here.record().synchronize()
+    counts = here.counts()
+    assert (counts.host_synchronizations, counts.implicit_copies, counts.event_waits) == (0, 0, 1)
+    assert (counts.copies, counts.copied_bytes) == (2, 32)
+    assert down.tolist() == [2] * 4
+    assert here.counts(threading.get_ident() + 1).kernels == 0
+
+
+def test_streams_need_events_between_them(here: Checked) -> None:
+    side = here.new_stream()
+    tensor = torch.ones(4, device=here.device)
+    with pytest.raises(DataRace, match="reads what"), here.on(side):
+        tensor + 1
+    ready = here.record()
+    with here.on(side):
+        here.wait(ready)
+        assert (tensor + 1).shape == (4,)  # two readers need no order
+        read = here.record()
+    tensor + 1
+    with pytest.raises(DataRace, match="writes what"):
+        tensor.add_(1)
+    here.wait(read)
+    tensor.add_(1)
+    with pytest.raises(DataRace), here.on(side):
+        here.wait(ready)
+        tensor.add_(1)
+
+
+def test_what_the_host_has_waited_for_is_before_all_that_comes(here: Checked) -> None:
+    tensor = torch.ones(4, device=here.device)
+    here.record().synchronize()
+    with here.on(here.new_stream()):
+        tensor.add_(1)
+    here.synchronize()
+    tensor.add_(1)
+
+
+def test_a_host_buffer_holds_nan_until_the_copy_is_waited_for(here: Checked) -> None:
+    down = here.host_buffer(16).view(torch.float32)
+    down.copy_(torch.ones(4, device=here.device), non_blocking=True)
+    copied = here.record()
+    assert down.isnan().all()
+    assert not copied.done()  # it says so at least once
+    assert down.isnan().all()
+    assert copied.done()
+    assert down.tolist() == [1] * 4
+
+
+def test_a_host_buffer_that_is_written_too_early_is_found(here: Checked) -> None:
+    target = torch.empty(4, device=here.device)
+    up = _buffer(here, torch.ones(4))
+    target.copy_(up, non_blocking=True)
+    up.zero_()
+    with pytest.raises(HostBufferInUse, match="reads"):
+        target + 1
+    up = _buffer(here, torch.ones(4))
+    target.copy_(up, non_blocking=True)
+    target + 1  # the bytes are there, but the host does not know it
+    memoryview(up.numpy())[0] = 7.0
+    with pytest.raises(HostBufferInUse, match="reads"):
+        here.synchronize()
+    target.copy_(up, non_blocking=True)
+    here.synchronize()
+    up.zero_()
+    assert target.tolist() == [7, 1, 1, 1]
+
+    down = here.host_buffer(16).view(torch.float32)
+    down.copy_(target, non_blocking=True)
+    down[1] = 2.0
+    with pytest.raises(HostBufferInUse, match="writes"):
+        here.record().synchronize()
+    assert [type(m) for m in here.misuses] == [HostBufferInUse] * 3
+
+
+def test_one_buffer_may_go_up_after_it_came_down(here: Checked) -> None:
+    buffer = here.host_buffer(16).view(torch.float32)
+    first, second = torch.ones(4, device=here.device), torch.empty(4, device=here.device)
+    buffer.copy_(first, non_blocking=True)
+    second.copy_(buffer, non_blocking=True)
+    buffer.copy_(second * 3, non_blocking=True)
+    here.record().synchronize()
+    assert second.tolist() == [1] * 4
+    assert buffer.tolist() == [3] * 4
+    with pytest.raises(DataRace), here.on(here.new_stream()):
+        second.copy_(buffer, non_blocking=True)
+        with here.on(here.new_stream()):
+            buffer.copy_(second, non_blocking=True)
+
+
+@pytest.mark.parametrize("said", [False, True])
+def test_memory_that_another_stream_works_with_may_not_be_dropped(here: Checked, said: bool) -> None:
+    tensor = torch.ones(4, device=here.device)
+    ready = here.record()
+    with here.on(here.new_stream()):
+        here.wait(ready)
+        tensor + 1
+        if said:
+            here.used_here(tensor)
+        read = here.record()
+    del tensor
+    if said:
+        torch.ones(1, device=here.device)
+        return
+    with pytest.raises(FreedTooEarly, match="used_here"):
+        torch.ones(1, device=here.device)
+    here.wait(read)
+    torch.ones(1, device=here.device)
+
+
+def test_memory_is_counted_as_a_caching_allocator_does(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "1GiB, 16MiB@2")
+    assert open_checked(1, fresh=True).memory().total == 2**30
+    small = open_checked(2, fresh=True)
+    assert small.memory().free == small.memory().total == 16 * 2**20
+    one = torch.empty(100, device=small.device)
+    view = one[10:].view(2, 45)
+    use = small.memory()
+    assert (use.allocated, use.reserved, use.free) == (512, 2**21, 14 * 2**20)
+    del one
+    assert small.memory().allocated == 512
+    del view
+    assert (small.memory().allocated, small.memory().reserved) == (0, 2**21)
+    big = torch.empty(3 * 2**20 + 1, dtype=torch.uint8, device=small.device)
+    assert small.memory().reserved == 6 * 2**20
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 14 MiB.*capacity of 16 MiB"):
+        torch.empty(14 * 2**20, dtype=torch.uint8, device=small.device)
+    del big
+    torch.empty(15 * 2**20, dtype=torch.uint8, device=small.device)
+    assert small.memory().peak_reserved == 16 * 2**20
+    small.reset_peak()
+    assert small.memory().peak_reserved == small.memory().reserved
+
+
+def test_hardware_that_fails_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISTHMUS_CHECKED_FAULT", "after:3@1")
+    healthy, failing = open_checked(0, fresh=True), open_checked(1, fresh=True)
+    torch.ones(4, device=healthy.device).add_(1).add_(1).add_(1)
+    tensor = torch.ones(4, device=failing.device).add_(1)
+    event = failing.record()
+    for again in (lambda: tensor.add_(1), lambda: tensor.cpu(), event.synchronize, failing.synchronize):
+        with pytest.raises(torch.AcceleratorError, match="operator 3"):
+            again()
+
+
+@pytest.mark.parametrize(
+    ("variable", "text"),
+    [("FAULT", "soon"), ("FAULT", "after:0"), ("FAULT", "after:1@x"), ("MEMORY", "lots"), ("MEMORY", "-1GiB")],
+)
+def test_settings_that_say_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
+    monkeypatch.setenv(f"ISTHMUS_CHECKED_{variable}", text)
+    with pytest.raises(UserError, match=f"ISTHMUS_CHECKED_{variable}"):
+        open_checked(5, fresh=True)
+    monkeypatch.undo()
+    open_checked(5, fresh=True)
+
+
+def test_a_forked_process_computes_too(here: Checked) -> None:
+    x = torch.ones(3, device=here.device, requires_grad=True)
+    (x * 2).sum().backward()
+    child = os.fork()
+    if child == 0:
+        code = 1
+        try:
+            y = torch.ones(3, device=open_checked(1, fresh=True).device, requires_grad=True)
+            (y * x.to(y.device) * 3).sum().backward()
+            code = 0 if y.grad is not None and y.grad.tolist() == [3, 3, 3] else 2
+        finally:
+            os._exit(code)
+    assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
+
+
+def test_events_tell_the_time_between_them(here: Checked) -> None:
+    first, second = here.record(timed=True), here.record(timed=True)
+    here.synchronize()
+    assert first.seconds_to(second) >= 0
