@@ -120,7 +120,7 @@ def slowed(fleet: Fleet, utilisation: float) -> Fleet:
 def ours(fleet: Fleet, workload: Workload, wanted: tuple[str, ...]) -> dict[str, Figure]:
     problem = Problem(
         flow=_flow(workload.shape), fleet=fleet, micro_batch_size=1, micro_batches=workload.batch,
-        state=parameter_state("adam", precision="bfloat16"),
+        state=parameter_state("adam", narrow=True),
     )  # fmt: skip
     strategies: Mapping[str, tuple[Callable[[], Plan], ...]] = {
         "random": tuple(lambda seed=seed: placed(problem, one_layout, seed) for seed in SEEDS),

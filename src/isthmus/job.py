@@ -31,10 +31,15 @@ from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
 from isthmus.training.preflight import check_limits, check_optimizers, check_types
+from isthmus.training.scaling import LossScaling
 from isthmus.units import parse_duration
 
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
+
+
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
 
 
 class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -47,8 +52,10 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     """Parts of a batch that are in the pipeline at once; must divide `batch_size`."""
     seed: NotNegative = 0
     shuffle: bool = True
-    precision: Literal["fp32", "bf16"] = "fp32"
-    """bf16 computes and sends in bfloat16 and keeps fp32 master weights."""
+    precision: Precision = "fp32"
+    """bf16 and fp16 compute and send in bfloat16 or float16 and keep fp32 master weights; fp16 scales the loss."""
+    loss_scale: LossScaling | None = None
+    """With fp16, how its scale begins and moves, where that is not as torch.amp.GradScaler has it."""
     clip_norm: Annotated[float, Meta(ge=0)] = 0.0
     non_finite: OnNonFinite = "stop"
     """A step whose loss or gradient norm is NaN or infinite ends the run; or its update is left out; or nothing is
@@ -63,7 +70,25 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     @property
     def exchanges_norms(self) -> bool:
         """Whether stages wait for each other's gradient norms before they update."""
-        return self.clip_norm > 0 or self.non_finite == "skip"
+        return self.clip_norm > 0 or self.leaves_out
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the update of a step that is not finite is left out on every stage."""
+        return self.non_finite == "skip" or self.loss_scaling is not None
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        return (self.loss_scale or LossScaling()) if self.precision == "fp16" else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which stages compute."""
+        return DTYPES[self.precision]
+
+    def __post_init__(self) -> None:
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(f"loss_scale: got one with precision {self.precision!r}, expected precision 'fp16'")
 
     @property
     def most_non_finite_steps(self) -> int:
@@ -189,7 +214,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return EngineConfig(
             optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
             micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
-            non_finite=t.non_finite,
+            non_finite=t.non_finite, loss_scaling=t.loss_scaling,
         )  # fmt: skip
 
 
@@ -322,7 +347,6 @@ def prepare(job: Job) -> Prepared:
     load_hooks(job.hooks)
     train = load_dataset(job.data, "train")
     heldout = load_dataset(job.data, "heldout") if job.training.eval_every else None
-    dtype = torch.bfloat16 if job.training.precision == "bf16" else torch.float32
     columns = {name: Column(c.dtype, c.shape) for name, c in train.columns.items()}
     # Imported when it is needed: torch.export takes seconds, and who goes on with a run has its graphs.
     capture = cast("Capture", import_object("isthmus", "isthmus.graph.capture:capture"))
@@ -335,7 +359,7 @@ def prepare(job: Job) -> Prepared:
 
         # stdout is data, and the user's constructor or forward may print.
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
-        captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=dtype)
+        captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=job.training.dtype)
     samples = Samples(
         columns=dict(train.columns), train=len(train), heldout=len(heldout) if heldout is not None else 0,
         fingerprints=_fingerprints(train, heldout),
@@ -390,8 +414,8 @@ def _fingerprints(train: Dataset, heldout: Dataset | None) -> dict[str, str]:
 
 def _state(job: Job) -> ParameterState:
     """The largest per-parameter state among the job's optimizers: a stage may hold parameters of any of them."""
-    precision = "bfloat16" if job.training.precision == "bf16" else "float32"
-    states = [parameter_state(o.name, momentum=o.momentum > 0, precision=precision) for o in job.optimizer]
+    narrow = job.training.precision != "fp32"
+    states = [parameter_state(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer]
     largest = max(states, key=lambda s: s.optimizer_bytes)
     outer = job.sync.outer
     kept_bytes = 0 if outer is None else FLOAT32_BYTES * (2 if outer.momentum else 1)

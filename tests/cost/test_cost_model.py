@@ -152,7 +152,7 @@ def test_parameter_state_per_optimizer_and_precision() -> None:
     assert parameter_state("sgd") == ParameterState(master_bytes=0, gradient_bytes=4, optimizer_bytes=0)
     assert parameter_state("SGD", momentum=True).optimizer_bytes == 4
     assert parameter_state("adamw").optimizer_bytes == 8
-    assert parameter_state("adamw", precision="bfloat16") == ParameterState(
+    assert parameter_state("adamw", narrow=True) == ParameterState(
         master_bytes=4, gradient_bytes=4, optimizer_bytes=8
     )
     with pytest.raises(UserError, match="unknown optimizer 'adamv': did you mean"):
@@ -162,7 +162,7 @@ def test_parameter_state_per_optimizer_and_precision() -> None:
 def test_bfloat16_keeps_a_master_copy_where_the_parameter_is_owned() -> None:
     half = Problem(
         flow=Flow(skipping_graph("bfloat16")), fleet=three_devices(), micro_batch_size=2, micro_batches=1,
-        state=parameter_state("adamw", precision="bfloat16"),
+        state=parameter_state("adamw", narrow=True),
     )  # fmt: skip
     owner, _, user = build_plan(half, ["p", "q", "r"], [2, 3], planner="test").stages
     assert (owner.memory.weights, owner.memory.gradients, owner.memory.optimizer) == (10 * (2 + 4), 40, 80)

@@ -294,7 +294,7 @@ def test_bad_questions() -> None:
 def test_state_is_counted_as_the_cost_model_does(name: str, narrow: bool) -> None:
     for momentum in (False, True):
         ours = state_bytes(name, momentum=momentum, narrow=narrow)
-        theirs = parameter_state(name, momentum=momentum, precision="bfloat16" if narrow else "float32")
+        theirs = parameter_state(name, momentum=momentum, narrow=narrow)
         assert (ours.master, ours.gradient, ours.optimizer) == (
             theirs.master_bytes, theirs.gradient_bytes, theirs.optimizer_bytes
         )  # fmt: skip

@@ -72,7 +72,10 @@ def fails_at_two(step, loss):
 CHANGES = (
     ('name = "gpt"', 'name = "user_code:Counting"'),
     ("{vocab_size = 256, sequence_length = 16, width = 16, layers = 2, heads = 2}", "{width = 8}"),
-    ("clip_norm = 1.0", 'clip_norm = 0.5\nprecision = "bf16"'),
+    (
+        "clip_norm = 1.0",
+        'clip_norm = 0.5\nprecision = "fp16"\nloss_scale = {init_scale = 8192, growth_interval = 3}',
+    ),
     (
         "[learning_rate]",
         '[[optimizer]]\npattern = "*.bias"\nname = "sgd"\nlr = 0.1\nmomentum = 0.9\n'
@@ -98,7 +101,8 @@ def _in_folder(here: Path, monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.fixture(scope="module")
 def whole(here: Path) -> Done:
-    """The run that nothing interrupts: bf16, clipping, cosine, two optimizers, dropout, a counted loss, a tie."""
+    """The run that nothing interrupts: fp16 with a loss scale that moves, clipping, cosine, two optimizers, dropout, a
+    counted loss, a tie."""
     before = Path.cwd()
     os.chdir(here)
     try:
@@ -210,7 +214,8 @@ def test_another_fleet_takes_over(whole: Done, tmp_path: Path) -> None:
     assert done.code == 0, done.err
     before, after = _saved("whole"), _saved(str(tmp_path / "run"))
     assert before.keys() == after.keys()
-    assert float(after["optimizer.table.weight.step"]) == 14
+    counted = "optimizer.table.weight.step"  # steps that were not left out
+    assert 0 < float(before[counted]) < float(after[counted]) <= 14
     losses = [p.loss for p in RunFolder(tmp_path / "run").losses() if p.split == "train"]
     assert len(losses) == 14 and losses[-1] < losses[0]
     assert len(list(latest_checkpoint(tmp_path / "run" / "checkpoints").glob("stage-*"))) == 3

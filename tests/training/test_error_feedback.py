@@ -96,3 +96,19 @@ class TestSamples:
         feedback.encode(codec, [0, 1], torch.tensor([[1.0], [2.0]]), "a")
         other = feedback.encode(codec, [0, 1], torch.tensor([[1.5], [1.0]]), "b")
         assert codec.decode(other, (2, 1), torch.float32).tolist() == [[1.5], [0.0]]
+
+    def test_what_was_left_out_grows_and_shrinks_with_the_loss_scale(self) -> None:
+        codec, alike, scaled = TopK(2.0), SampleFeedback(), SampleFeedback()
+        generator = torch.Generator().manual_seed(2)
+        for scale in (2.0**16, 2.0**15, 2.0**15, 2.0**17, 1.0):
+            x = torch.randn(4, 6, generator=generator)
+            expected = alike.encode(codec, [0, 1, 2, 3], x, "g")
+            payload = scaled.encode(codec, [0, 1, 2, 3], x * scale, "g", scale)
+            got = codec.decode(payload, x.shape, x.dtype)
+            assert torch.equal(got / scale, codec.decode(expected, x.shape, x.dtype))
+
+    def test_a_sum_beyond_float16_is_its_largest_number(self) -> None:
+        codec, feedback = TopK(2.0), SampleFeedback()
+        feedback.encode(codec, [0, 1], torch.tensor([[4e4], [5e4]]).half(), "g")  # leaves 4e4 of sample 0
+        payload = feedback.encode(codec, [0, 1], torch.tensor([[4e4], [5e4]]).half(), "g")
+        assert codec.decode(payload, (2, 1), torch.float16).tolist() == [[65504.0], [0.0]]

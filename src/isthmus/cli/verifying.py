@@ -41,7 +41,7 @@ def verify_document(
 
 def _state(job: Job) -> StateBytes:
     """Of the optimizer that keeps the most: a stage may hold parameters of any."""
-    narrow = job.training.precision == "bf16"
+    narrow = job.training.precision != "fp32"
     largest = max(
         (state_bytes(o.name, momentum=o.momentum > 0, narrow=narrow) for o in job.optimizer),
         key=lambda state: state.optimizer,

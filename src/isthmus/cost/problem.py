@@ -16,8 +16,6 @@ from isthmus.graph.labels import last_start
 from isthmus.plan import SCHEDULES, Objective, Outer, Terms
 from isthmus.plan.sync import MODES_OF
 
-Precision = Literal["float32", "bfloat16"]
-
 FLOAT32_BYTES = 4
 SUMMED = ("float32", "bfloat16", "float16")
 """Types of parameters that several replicas may train."""
@@ -35,17 +33,18 @@ class ParameterState(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
     optimizer_bytes: int = 0
 
 
-def parameter_state(optimizer: str, *, momentum: bool = False, precision: Precision = "float32") -> ParameterState:
+def parameter_state(optimizer: str, *, momentum: bool = False, narrow: bool = False) -> ParameterState:
     """State of an optimizer, gradients accumulated in fp32. `momentum` makes `sgd` keep one tensor.
 
-    Under bfloat16 an element's weight costs 2 + 4 bytes (master copy). Raises UserError for an unknown optimizer.
+    Where an element computes in a `narrow` type, bfloat16 or float16, it costs 2 + 4 bytes (master copy). Raises
+    UserError for an unknown optimizer.
     """
     name = optimizer.lower()
     if name not in OPTIMIZER_TENSORS:
         raise unknown_name("optimizer", optimizer, OPTIMIZER_TENSORS)
     tensors = 1 if name == "sgd" and momentum else OPTIMIZER_TENSORS[name]
     return ParameterState(
-        master_bytes=FLOAT32_BYTES if precision == "bfloat16" else 0,
+        master_bytes=FLOAT32_BYTES if narrow else 0,
         optimizer_bytes=FLOAT32_BYTES * tensors,
     )
 

@@ -33,6 +33,7 @@ from torch import Tensor, nn
 
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError
+from isthmus.training.scaling import LOSS_SCALE
 
 MANIFEST = "manifest.json"
 OPTIMIZER = "optimizer."
@@ -282,7 +283,7 @@ def load_checkpoint(module: nn.Module, checkpoint: Path) -> int:
     kind, filled = type(module).__name__, set[int]()
     with torch.no_grad():
         for name, value in read_tensors(checkpoint).items():
-            if name.startswith(OPTIMIZER) or split_replica(name)[0]:
+            if name.startswith(OPTIMIZER) or name == LOSS_SCALE or split_replica(name)[0]:
                 continue
             if name not in own:
                 raise UserError(f"checkpoint {checkpoint}: weight {name!r} is not in {kind}")

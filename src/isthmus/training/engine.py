@@ -20,6 +20,7 @@ from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program
+from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
 from isthmus.training.tally import Tally
 
 
@@ -36,6 +37,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int = 0
     non_finite: OnNonFinite = "stop"
     """With `skip` a loss that is not finite has gradients of NaN: every stage and replica that they reach knows it."""
+    loss_scaling: LossScaling | None = None
+    """Gradients are computed larger than they are, as float16 needs it; steps that are not finite are left out."""
 
 
 class Engine(Protocol):
@@ -117,6 +120,11 @@ class Engine(Protocol):
         """Forget the collected gradients: weights and optimizer state stay as they are."""
         ...
 
+    @property
+    def loss_scale(self) -> LossScale | None:
+        """How many times too large gradients are before `collect`, if at all; `update` and `skip_update` move it."""
+        ...
+
     def take_loss(self) -> tuple[float, float] | None:
         """(sum of losses, sum of counts) of training since the last call, if this stage has the loss."""
         ...
@@ -196,6 +204,8 @@ class TorchEngine:
         self.owned = tuple(self._master)
         self._optimizers = Optimizers(config.optimizers, self._master)
         self._optimizers.load(weights, accelerator)
+        scaling = config.loss_scaling
+        self.loss_scale = LossScale(scaling, weights.get(LOSS_SCALE)) if scaling is not None else None
         self._gradients: dict[str, Tensor] = {}
         self._flights: dict[int, _Flight | _Again] = {}
         self._tallies = {"train": Tally(accelerator), "eval": Tally(accelerator)}
@@ -276,6 +286,8 @@ class TorchEngine:
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
         seed = self._seed_gradient
+        if self.loss_scale is not None:
+            seed = seed * self.loss_scale.value
         if self.config.non_finite == "skip":
             seed = torch.where(torch.isfinite(loss), seed, math.nan)
         return seed.to(loss)
@@ -359,8 +371,10 @@ class TorchEngine:
             if name in self.train.borrows or name not in self._gradients:
                 continue
             gradient = self._gradients.pop(name)
+            if self.loss_scale is not None:
+                gradient.mul_(1.0 / self.loss_scale.value)
             self._master[own].grad = gradient if count is None else gradient.div_(count or 1.0)
-        if self.config.clip_norm <= 0 and self.config.non_finite == "ignore":
+        if self.config.clip_norm <= 0 and self.config.non_finite == "ignore" and self.loss_scale is None:
             return torch.empty(0, device=self.device)
         return gradient_norms([p.grad for p in self._master.values()], self.device)
 
@@ -374,9 +388,13 @@ class TorchEngine:
             raise_if_jobs("the optimizer's step", e)
             raise
         self._refresh()
+        if self.loss_scale is not None:
+            self.loss_scale.updated()
 
     def skip_update(self) -> None:
         self._optimizers.drop_gradients()
+        if self.loss_scale is not None:
+            self.loss_scale.left_out()
 
     def _refresh(self) -> None:
         """Where the optimizer updates a wider copy, compute with the new values."""
@@ -388,6 +406,8 @@ class TorchEngine:
     def state(self) -> dict[str, Tensor]:
         found = {name: p.detach() for name, p in self._master.items()}
         found |= {op.target: self._variables[op.name] for op in self.train.variables() if op.name in self._written}
+        if self.loss_scale is not None:
+            found[LOSS_SCALE] = self.loss_scale.state()
         return found | self._optimizers.state()
 
     def gradients(self) -> dict[str, Tensor]:

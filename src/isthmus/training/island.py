@@ -63,6 +63,8 @@ class _Command(msgspec.Struct, frozen=True, kw_only=True):
     """Of a backward, a group for each consumer stage; else one."""
     names: tuple[str, ...] = ()
     """Of a sum: parameters (op names)."""
+    loss_scale: float = 1.0
+    """Of a backward, where the loss has one."""
     stage: StageSetUp | None = None
     told: tuple[float, float] | None = None
     """Of an answer: loss and count of the share."""
@@ -189,6 +191,8 @@ class _Share:
             case "evaluate":
                 return _labelled(self.engine.evaluate(number, inputs[0])), self.engine.take_evaluation_loss()
             case _:
+                if self.engine.loss_scale is not None:
+                    self.engine.loss_scale.value = command.loss_scale
                 return _labelled(self.engine.backward(number, inputs)), None
 
     def sum(self, names: Sequence[str]) -> None:
@@ -241,6 +245,7 @@ class IslandEngine:
         self._own = _Share(made, weights, ranks)
         self._engine = self._own.engine
         self.accelerator = self._engine.accelerator
+        self.loss_scale = self._engine.loss_scale
         self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
         self._told: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
         self._summed = True
@@ -255,7 +260,8 @@ class IslandEngine:
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         self._summed = False
-        return self._on_all(_Command(kind="backward", micro_batch=micro_batch), gradients)
+        scale = self.loss_scale.value if self.loss_scale is not None else 1.0
+        return self._on_all(_Command(kind="backward", micro_batch=micro_batch, loss_scale=scale), gradients)
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         return self._on_all(_Command(kind="evaluate", micro_batch=micro_batch), [inputs])

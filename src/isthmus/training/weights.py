@@ -13,6 +13,7 @@ from isthmus.graph.captured import Captured
 from isthmus.training.checkpoint import OPTIMIZER, read_tensors, split_replica
 from isthmus.training.optim import OptimizerConfig, choose
 from isthmus.training.outer import OUTER_KEYS
+from isthmus.training.scaling import LOSS_SCALE
 
 STATE_KEYS = {"sgd": {"momentum_buffer"}, "adamw": {"step", "exp_avg", "exp_avg_sq"}}
 """What each optimizer keeps for a parameter, if anything."""
@@ -46,15 +47,18 @@ def resume(
 ) -> tuple[dict[str, Tensor], dict[int, dict[str, Tensor]]]:
     """The same weights with a checkpoint's values, and its optimizer state; and by replica what is that one's alone.
 
-    `expected` are the names that a checkpoint of this model holds. UserError when the checkpoint is of another model
+    `expected` are the names that a checkpoint of this model holds. A loss scale is taken where the weights have one; a
+    checkpoint of another precision has none. UserError when the checkpoint is of another model
     or its optimizer state of another optimizer.
     """
     saved: dict[int, dict[str, Tensor]] = {0: {}}
     for name, value in read_tensors(checkpoint).items():
         replica, own = split_replica(name)
+        if own == LOSS_SCALE and LOSS_SCALE not in weights:
+            continue
         saved.setdefault(replica, {})[own] = value
     for name in expected:
-        if name not in saved[0]:
+        if name not in saved[0] and name != LOSS_SCALE:
             raise UserError(f"checkpoint {checkpoint}: has no weight {name!r}: it is of another model")
     for values in saved.values():
         _check(values, weights, optimizers, checkpoint)

@@ -25,6 +25,7 @@ from isthmus.runtime.transport.braid import strands_for
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import EngineConfig
 from isthmus.training.layout import TensorHeader
+from isthmus.training.scaling import LOSS_SCALE, LOSS_SCALE_SHAPE
 from isthmus.training.snapshot import check_state
 
 SPARE_WINDOW_BYTES = 1 << 20
@@ -55,7 +56,8 @@ class Deployment:
         self._emulated = emulated
         training = self.job.training
         self.stages = stage_pairs(
-            plan, prepared.captured, clips=training.clip_norm > 0, skips=training.non_finite == "skip"
+            plan, prepared.captured, clips=training.clip_norm > 0, skips=training.leaves_out,
+            scales=training.loss_scaling is not None,
         )
         self.by_device = dict(zip(plan.devices, self.stages, strict=True))
         self.protection = protection(prepared, plan, self.stages, terms_of(self.job, fleet).data_holders)
@@ -65,7 +67,7 @@ class Deployment:
         self._shapes = {
             op.target: op.outputs[0].shape_at(self.job.micro_batch_size)
             for pair in self.stages for op in pair.train.variables()
-        }  # fmt: skip
+        } | {LOSS_SCALE: LOSS_SCALE_SHAPE}  # fmt: skip
         self._mirrors = self._chosen_mirrors()
         self.layout = Layout(
             parts={device: pair.written for device, pair in self.by_device.items()}, mirrors=self._mirrors,
@@ -254,7 +256,7 @@ class Deployment:
         """Replicas with equal parameters differ in the buffers that their forwards write."""
         if pair.view.first == 0 or self.plan.sync.averages != "gradients":
             return None
-        return tuple(sorted(pair.written - set(pair.owned)))
+        return tuple(sorted(pair.written - {*pair.owned, LOSS_SCALE}))
 
     def _others(self, pair: StagePair) -> set[int]:
         """Stages that a stage has a link to."""
@@ -322,7 +324,7 @@ class Deployment:
         owns."""
         pair = self.by_device[device]
         names = frozenset(op.target for op in (*pair.train.variables(), *pair.evaluation.variables()))
-        return names, tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
+        return names | (pair.written & {LOSS_SCALE}), tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
 
     def replica(self, device: str) -> int:
         firsts = sorted({p.view.first for p in self.stages})

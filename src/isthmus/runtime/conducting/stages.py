@@ -14,6 +14,7 @@ from isthmus.graph.captured import Captured
 from isthmus.plan import Plan, Replica
 from isthmus.protocol import StageView
 from isthmus.protocol.views import plan_views
+from isthmus.training.scaling import LOSS_SCALE
 
 
 class StagePair(msgspec.Struct, frozen=True):
@@ -22,6 +23,8 @@ class StagePair(msgspec.Struct, frozen=True):
     view: StageView
     train: StageGraph
     evaluation: StageGraph
+    scales: bool = False
+    """Whether it has a loss scale."""
 
     @property
     def owned(self) -> tuple[str, ...]:
@@ -32,9 +35,11 @@ class StagePair(msgspec.Struct, frozen=True):
 
     @property
     def written(self) -> frozenset[str]:
-        """Own names of the weights and buffers that training changes here: what the stage's state holds."""
+        """Own names of the weights and buffers that training changes here: what the stage's state holds. Every stage
+        has the loss scale, if there is one."""
         mutated = {name for op in self.train.ops for name in op.mutates}
-        return frozenset((*self.owned, *(op.target for op in self.train.variables() if op.name in mutated)))
+        scale = (LOSS_SCALE,) if self.scales else ()
+        return frozenset((*self.owned, *(op.target for op in self.train.variables() if op.name in mutated), *scale))
 
 
 def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
@@ -48,7 +53,9 @@ def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
                 )
 
 
-def stage_pairs(plan: Plan, captured: Captured, *, clips: bool, skips: bool = False) -> tuple[StagePair, ...]:
+def stage_pairs(
+    plan: Plan, captured: Captured, *, clips: bool, skips: bool = False, scales: bool = False
+) -> tuple[StagePair, ...]:
     """The stages of all replicas, as workers are counted. UserError when the plan was made for another graph."""
     held = bool(plan.terms.data_holders)
     flow, eval_flow = Flow(captured.train, columns_first=held), Flow(captured.eval, columns_first=held)
@@ -62,7 +69,7 @@ def stage_pairs(plan: Plan, captured: Captured, *, clips: bool, skips: bool = Fa
     counts = captured.train.count is not None
     views = plan_views(plan, clips=clips, skips=skips, counts=counts, eval_edges=sorted(edges))
     return tuple(
-        StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e)
+        StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e, scales)
         for view, t, e in zip(views, train, evaluation, strict=True)
     )
 

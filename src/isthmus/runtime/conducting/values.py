@@ -8,6 +8,7 @@ from pathlib import Path
 from torch import Tensor
 
 from isthmus.job import Prepared
+from isthmus.training.scaling import LOSS_SCALE, LossScale
 from isthmus.training.snapshot import part_of
 from isthmus.training.weights import initial_weights, rest, resume
 
@@ -68,4 +69,6 @@ class Values:
         made, job = self._prepared, self._prepared.job
         found = initial_weights(made.build, made.captured, job.training.seed)
         own = {name for name in found if name not in made.captured.constants}
+        if (scaling := job.training.loss_scaling) is not None:
+            found[LOSS_SCALE] = LossScale(scaling).state()
         return found, rest(found, set(self._written), own)

@@ -60,6 +60,7 @@ from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
 from isthmus.training.finite import is_finite
 from isthmus.training.privatized import Privatizer
+from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot, snapshot
 from isthmus.training.sums import Parameters, Summed, summed
 
@@ -178,6 +179,7 @@ class Executor:
         train, state = self.assignment.train, self.engine.state()
         mutated = {name for op in train.ops for name in op.mutates}
         written = {op.target: state[op.target] for op in train.variables() if op.name in mutated}
+        written |= {name: value for name, value in state.items() if name == LOSS_SCALE}
         if not lender.go_on({**written, **given}):
             self._lender = None
             self._lends_no_more()
@@ -376,7 +378,10 @@ class Executor:
             case "norms":
                 assert self._norms is not None, "norms are sent after collect"
                 tensors, finite = {"norms": self._norms}, self._all_finite
-        self.links.send(send, tensors, number, packings, samples, finite=finite)
+        scale = self.engine.loss_scale
+        self.links.send(
+            send, tensors, number, packings, samples, finite=finite, scale=scale.value if scale is not None else 1.0
+        )
 
     def _gather(self, item: int) -> None:
         """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""

@@ -44,8 +44,8 @@ class FiniteWatch:
             self._note("loss", micro_batch, "", inputs)
 
     def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:
-        """Gradients of received values."""
-        if not self._looks:
+        """Gradients of received values. Those that are too large for float16 are the loss scale's concern."""
+        if not self._looks or self._overflows:
             return
         name = next((self._called(ref) for ref, value in gradients.items() if not is_finite(value)), None)
         if name is not None:
@@ -53,13 +53,20 @@ class FiniteWatch:
 
     def collected(self, norms: Tensor) -> bool:
         """Whether the loss and the norms of all parameters' gradients are finite here."""
-        if not self._looks:
+        scaled = self._engine.loss_scale is not None
+        if not self._looks and not scaled:
             return True
         if not bool(torch.isfinite(norms).all()):
-            bad = (n for n, g in self._engine.gradients().items() if not torch.linalg.vector_norm(g).isfinite())
-            self._note("parameter gradient", -1, repr(next(bad, "")))
+            if self._looks and not self._overflows:
+                bad = (n for n, g in self._engine.gradients().items() if not torch.linalg.vector_norm(g).isfinite())
+                self._note("parameter gradient", -1, repr(next(bad, "")))
             return False
-        return self._train.loss is None or math.isfinite(self._engine.loss)
+        return not self._looks or self._train.loss is None or math.isfinite(self._engine.loss)
+
+    @property
+    def _overflows(self) -> bool:
+        scale = self._engine.loss_scale
+        return scale is not None and scale.overflows
 
     def saved(self, state: Mapping[str, Tensor]) -> None:
         """What goes into a checkpoint: parameters must be finite, and what forwards write no NaN. A running minimum

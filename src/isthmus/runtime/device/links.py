@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal
+from typing import Literal, Protocol
 
 from torch import Tensor
 
@@ -22,7 +22,7 @@ from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, Parts
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import Credits, Departure, SendLane
 from isthmus.trace import Span
-from isthmus.training.compression import SampleFeedback, codec_of
+from isthmus.training.compression import Codec, SampleFeedback, codec_of
 from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
 
 AVERAGE: Literal["average"] = "average"
@@ -102,12 +102,13 @@ class Links:
 
     def send(
         self, what: Send, tensors: Mapping[str, Tensor], number: float = 0.0, packings: Mapping[str, Packing] = {},
-        samples: Sequence[int] = (), *, finite: bool = True,
+        samples: Sequence[int] = (), *, finite: bool = True, scale: float = 1.0,
     ) -> None:  # fmt: skip
         """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
 
         `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
-        gradients: packing with feedback remembers by sample. `finite` goes with norms.
+        gradients: packing with feedback remembers by sample, and by the `scale` of the
+        loss. `finite` goes with norms.
         """
         headers = tuple(header_of(name, t, packings.get(name)) for name, t in tensors.items())
         message = ParcelMessage(
@@ -116,7 +117,8 @@ class Links:
         )  # fmt: skip
         sent = list(tensors.values())
         feedback = self._feedback.setdefault(what.target, SampleFeedback())
-        packer = partial(_packed, headers, sent, samples, feedback) if packings else None
+        encode = partial(feedback.encode, samples=samples, scale=scale)
+        packer = partial(_packed, headers, sent, encode) if packings else None
         self._lanes[what.target].put(message, sent, packer)
 
     def send_parts(self, what: SendParts, stretch: Tensor) -> None:
@@ -260,8 +262,12 @@ def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
     return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
 
 
+class _Encode(Protocol):
+    def __call__(self, codec: Codec, *, gradient: Tensor, name: str) -> Tensor: ...
+
+
 def _packed(
-    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], samples: Sequence[int], feedback: SampleFeedback
+    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _Encode
 ) -> list[memoryview]:
     """The parcel's payload. UserError names a value that cannot be packed."""
     found: list[memoryview] = []
@@ -271,7 +277,7 @@ def _packed(
             continue
         codec = codec_of(header.packing)
         if header.packing.feedback:
-            found.append(bytes_of(feedback.encode(codec, samples, tensor, header.name)))
+            found.append(bytes_of(with_feedback(codec, gradient=tensor, name=header.name)))
         else:
             found.append(bytes_of(codec.encode(in_a_row(tensor), header.name)))
     return found

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
+import torch
 from torch import Tensor
 
 from isthmus.training.compression.codec import Codec
@@ -17,30 +18,34 @@ class SampleFeedback:
     """What one edge has left out, by value and sample. Not to be called from several threads at once.
 
     For every sample the sum of what was decoded follows the sum of its gradients. It keeps one gradient for each sample
-    that was seen, in the gradient's own type.
+    that was seen, in the gradient's own type, and the scale that it was computed with.
     """
 
     def __init__(self) -> None:
-        self._errors: dict[tuple[str, int], Tensor] = {}
+        self._errors: dict[tuple[str, int], tuple[Tensor, float]] = {}
 
     @property
     def size_bytes(self) -> int:
-        return sum(error.nbytes for error in self._errors.values())
+        return sum(error.nbytes for error, _ in self._errors.values())
 
-    def encode(self, codec: Codec, samples: Sequence[int], gradient: Tensor, name: str) -> Tensor:
+    def encode(
+        self, codec: Codec, samples: Sequence[int], gradient: Tensor, name: str, scale: float = 1.0
+    ) -> Tensor:
         """The payload of a gradient and of what earlier payloads left out of these samples'.
 
-        `gradient` [len(samples), ...] is contiguous and stays as it is. Raises what the codec raises.
+        `gradient` [len(samples), ...] is contiguous and stays as it is; it is `scale` times too large. Raises what the
+        codec raises.
         """
-        whole = gradient.clone()
+        whole, limits = gradient.clone(), torch.finfo(gradient.dtype)
         for row, sample in zip(whole, samples, strict=True):
-            error = self._errors.pop((name, sample), None)
-            if error is not None:
-                row += error
+            kept = self._errors.pop((name, sample), None)
+            if kept is not None:
+                error, before = kept
+                row.add_(error, alpha=scale / before).clamp_(limits.min, limits.max)
         payload = codec.encode(whole, name)
         left = whole - codec.decode(payload, whole.shape, whole.dtype, name)
         for row, sample in zip(left, samples, strict=True):
             # Twice in one micro-batch, where a pass ends and the next begins: the second row met no error above.
-            before = self._errors.get((name, sample))
-            self._errors[name, sample] = row.clone() if before is None else before + row
+            twice = self._errors.get((name, sample))
+            self._errors[name, sample] = row.clone() if twice is None else twice[0] + row, scale
         return payload
