@@ -228,7 +228,7 @@ class Conductor:
             returns = self._work.returns(device) and not for_good and phase != "recalling"  # is not waited for twice
             return self._handle(Lost(device=device, reason=_without_name(self._verdict, device), returns=returns))
         self._try_links()
-        offers = {d for d in self._work.offers() if d not in self._lanes}
+        offers = {d for d in self._work.offers() if d not in self._lanes and self._script.is_known(d)}
         fresh, self._offered = offers - self._offered, offers
         finish: Finish | None = None
         wishes = [Offered(device=device) for device in sorted(fresh)]

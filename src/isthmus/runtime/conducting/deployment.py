@@ -188,7 +188,7 @@ class Deployment:
                 released=self.protection.released.get(view.stage), frozen=self.protection.freezes(view.stage),
                 discloses=not self.protection.trains_raw(view.stage),
                 data=self.job.data, shuffle=self.job.training.shuffle, train_samples=self._prepared.samples.train,
-                fingerprints=self._prepared.samples.fingerprints, neighbours=self._neighbours(pair, addresses),
+                neighbours=self._neighbours(pair, addresses),
                 emulation=self._emulation(stage),
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 threads=self.job.runtime.threads, patience_s=self.job.patience_s,

@@ -80,6 +80,10 @@ class Script(Protocol):
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
 
+    def is_known(self, device: str) -> bool:
+        """Whether plans can be made with a device that came: it was asked what data it has."""
+        ...
+
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         """What a device's stage needs, but for the parts that it has itself."""
         ...

@@ -37,6 +37,7 @@ from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.meeting import Meeting
 from isthmus.runtime.device.mirroring import MirrorReceiver
 from isthmus.runtime.identity import Identity
+from isthmus.runtime.identity.concealed import ONE_OWNER
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.following import (
@@ -98,6 +99,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Where it computes, as `open_accelerator` takes it."""
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
+
+    @property
+    def data_key(self) -> bytes:
+        """Under which this device tells of its samples."""
+        return ONE_OWNER if self.identity is None else self.identity.data_key()
 
 
 class Device:
@@ -239,7 +245,9 @@ class Device:
             self._say_failed(e)
             return
         self._pending = (assignment, channels)
-        self._data |= stage_data(assignment, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data)
+        self._data |= stage_data(
+            assignment, self._site.data_key, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data
+        )
 
     def _start(self, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None
