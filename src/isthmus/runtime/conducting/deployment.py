@@ -191,7 +191,7 @@ class Deployment:
                 neighbours=self._neighbours(pair, addresses),
                 emulation=self._emulation(stage),
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
-                threads=self.job.runtime.threads, patience_s=self.job.patience_s,
+                memory_bytes=stage.memory.total, threads=self.job.runtime.threads, patience_s=self.job.patience_s,
                 evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
                 groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair),
                 mirror=self._mirror(stage.device),

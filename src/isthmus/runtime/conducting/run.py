@@ -18,6 +18,7 @@ from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure, News
 from isthmus.protocol.retries import Pair
+from isthmus.protocol.shortage import Shortage
 from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
 from isthmus.runtime.conducting.deployment import Deployment
@@ -255,6 +256,9 @@ class TrainingScript:
 
     def tried(self, link: Pair, bandwidth_bytes_per_s: float | None) -> bool:
         return self._believed(self._plans.tried(link, bandwidth_bytes_per_s))
+
+    def short(self, device: str, shortage: Shortage) -> None:
+        self.note(self._plans.short(device, shortage))
 
     def note(self, text: str) -> None:
         self._watcher.noted(text)

@@ -12,6 +12,7 @@ from isthmus.errors import IsthmusError
 from isthmus.plan import PlanPeriod, Spent
 from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
+from isthmus.protocol.shortage import Shortage
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
@@ -123,6 +124,10 @@ class Script(Protocol):
 
     def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
         """What a probe found, None for nothing. Whether the link is not as the plan assumed."""
+        ...
+
+    def short(self, device: str, shortage: Shortage) -> None:
+        """The device's memory was too little for its stage: plans are made with what there is from now on."""
         ...
 
     def acknowledged(self, step: int) -> None:

@@ -115,6 +115,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     mirror: Mirror | None = None
     mirrored: dict[int, dict[str, tuple[int, ...]]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
+    memory_bytes: int = 0
+    """What the plan says that the stage takes; 0 where it does not say."""
     threads: int = 1
     patience_s: float = 60.0
     trace: bool = True
