@@ -4,12 +4,11 @@ from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
+from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator_events import Finish, Hold, MakePlan, NoPlan, Planned
 from isthmus.protocol.shortage import Shortage, believed_bytes
-
-from tests.protocol.test_attempts import ALL, fail, held, layout, ready, running, step
 
 MIB = 1 << 20
 SHORT = StepFailure(step=-1, what="memory", reason="out of memory: 1 MiB of 64 MiB free", memory=True)

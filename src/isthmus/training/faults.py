@@ -14,7 +14,7 @@ from isthmus.units import parse_size
 _DEVICES_OWN = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
 _NO_MEMORY = "can't allocate memory"
 """What torch says, as a plain RuntimeError, where the CPU's memory is short."""
-_ASKED = re.compile(r"tried to allocate ([0-9.]+ ?[KMGT]?i?B|[0-9]+ bytes)", re.IGNORECASE)
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9]+(?= bytes)|[0-9.]+ ?[KMGT]?i?B)")
 
 
 def raise_if_jobs(what: str, error: Exception) -> None:
@@ -42,5 +42,7 @@ def shortage(accelerator: Accelerator, error: Exception, before: int) -> Shortag
     before it got its stage."""
     found = accelerator.memory()
     told = _ASKED.search(str(error))
-    asked = parse_size(told[1].replace("bytes", "B"), "what was asked for") if told is not None else 0
+    asked = 0
+    if told is not None:
+        asked = int(told[1]) if told[1].isdecimal() else parse_size(told[1], "what was asked for")
     return Shortage(asked=asked, free=found.free, total=found.total, reserved=found.reserved, before=before)
