@@ -13,7 +13,8 @@ import msgspec
 from isthmus.errors import UserError
 
 T = TypeVar("T")
-Track = Literal["compute", "send", "receive", "control"]
+Track = Literal["compute", "send", "receive", "down", "up", "control"]
+"""`down` and `up`: copies from an accelerator to the host and back."""
 
 
 class Span(msgspec.Struct, frozen=True, kw_only=True, omit_defaults=True):

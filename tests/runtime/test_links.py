@@ -215,9 +215,18 @@ def test_only_parcels_that_somebody_expects_may_come_packed() -> None:
 
 def test_a_value_that_cannot_be_packed_ends_the_lane_by_name() -> None:
     ends = Ends()
-    ends.links.send(Send("backward", 0, 3, 1), {"block:0": X / 0}, packings={"block:0": PACKED})
+    ends.links.send(Send("backward", 0, 3, 1), {"block:0": X.double() * 1e300}, packings={"block:0": PACKED})
     error = ends.inbox.get(timeout=20)
-    assert isinstance(error, UserError) and "topk of 'block:0': got NaN or Inf" in str(error)
+    assert isinstance(error, UserError) and "topk of 'block:0': got an element beyond float32" in str(error)
+    ends.links.close()
+
+
+def test_what_is_not_finite_is_sent_as_it_is() -> None:
+    ends = Ends()
+    ends.links.send(Send("backward", 0, 3, 1), {"block:0": X / 0}, packings={"block:0": PACKED})
+    received = ends.other.receive(idle_s=5)
+    assert received is not None and [h.packing for h in received[0].tensors] == [None]
+    assert torch.equal(received[1][0].nan_to_num(7), (X / 0).nan_to_num(7))
     ends.links.close()
 
 

@@ -326,7 +326,7 @@ def _draw_heading(
 
 
 def _colour(span: Span) -> str | None:
-    if span.track == "control":
+    if span.track not in ("compute", "send", "receive"):
         return None
     return (_COMPUTE_COLOURS if span.track == "compute" else _TRANSFER_COLOURS).get(span.name, OTHER)
 

@@ -48,6 +48,11 @@ class Engine(Protocol):
     @property
     def accelerator(self) -> Accelerator: ...
 
+    @property
+    def owned(self) -> Sequence[str]:
+        """Trainable parameters that this stage updates, by their own names, in the order of `collect`'s norms."""
+        ...
+
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         """Run the stage; returns the values to send, and keeps what the backward needs."""
         ...

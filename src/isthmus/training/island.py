@@ -246,6 +246,7 @@ class IslandEngine:
         self._engine = self._own.engine
         self.accelerator = self._engine.accelerator
         self.loss_scale = self._engine.loss_scale
+        self.owned = self._engine.owned
         self._counts = {"forward": made.train.count is not None, "evaluate": made.evaluation.count is not None}
         self._told: dict[str, list[tuple[float, float]]] = {"forward": [], "evaluate": []}
         self._summed = True

@@ -80,7 +80,7 @@ def _fault(header: TensorHeader) -> str | None:
         return f"{layout} is beyond any memory"
     if _spreads_too_far(header):
         return f"{layout} spreads its elements too far"
-    if header.packing is not None and _dtype(header) not in FLOATS:
+    if header.packing is not None and dtype_of(header) not in FLOATS:
         return f"dtype {header.dtype} packed as {header.packing.codec!r}, expected a floating point type"
     return None
 
@@ -109,7 +109,7 @@ def receive_buffer(header: TensorHeader) -> tuple[Tensor, memoryview]:
 
     The header has passed `check_header`. PeerError when so much memory cannot be had.
     """
-    count, dtype = math.prod(header.shape), _dtype(header)
+    count, dtype = math.prod(header.shape), dtype_of(header)
     if header.packing is not None:
         count, dtype = header.nbytes, torch.uint8
     try:
@@ -146,12 +146,12 @@ def _decoded(payload: Tensor, header: TensorHeader) -> Tensor:
     assert header.packing is not None
     elements = math.prod(header.shape)
     try:
-        return codec_of(header.packing).decode(payload, (elements,), _dtype(header), header.name)
+        return codec_of(header.packing).decode(payload, (elements,), dtype_of(header), header.name)
     except RuntimeError:
         raise _no_memory(header, elements * DTYPE_BYTES[header.dtype]) from None
 
 
-def _dtype(header: TensorHeader) -> torch.dtype:
+def dtype_of(header: TensorHeader) -> torch.dtype:
     return cast(torch.dtype, getattr(torch, header.dtype))
 
 

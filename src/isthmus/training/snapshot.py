@@ -6,16 +6,20 @@ A part is a parameter or buffer by its own name, with the optimizer's state of i
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Collection, Mapping, Sequence
+from collections.abc import Collection, Iterator, Mapping, Sequence
 
 import msgspec
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import Event
+from isthmus.accelerators.staging import Cargo, Way
 from isthmus.errors import PeerError
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.layout import TensorHeader, check_header, header_of, in_a_row, unpack
 
+SNAPSHOT = Cargo("snapshot")
+"""How its copy is called in a trace."""
 ALIGNED_BYTES = 64
 """Where tensors begin in the buffer: any type can be viewed there."""
 
@@ -29,6 +33,17 @@ class Snapshot(msgspec.Struct, frozen=True):
     headers: tuple[TensorHeader, ...]
     flat: Tensor
     """uint8; each tensor's elements as they would travel, from an aligned place on."""
+    copied: Event | None = None
+    """What is read before it is not the state; None where all of it is here."""
+
+    @property
+    def whole(self) -> bool:
+        """Whether all of it is here; never waits."""
+        return self.copied is None or self.copied.done()
+
+    def wait(self) -> None:
+        if self.copied is not None:
+            self.copied.synchronize()
 
     def tensors(self) -> dict[str, Tensor]:
         """Views of the buffer, with the strides of what was copied."""
@@ -39,15 +54,41 @@ class Snapshot(msgspec.Struct, frozen=True):
         return found
 
 
-def snapshot(state: Mapping[str, Tensor]) -> Snapshot:
-    """A copy of the state, in host memory."""
+def snapshot(state: Mapping[str, Tensor], way: Way | None = None) -> Snapshot:
+    """A copy of the state, in host memory.
+
+    From an accelerator it goes `way`, behind what the current stream has been given so far: neither the host nor the
+    stream waits. What overwrites the state must, by `Way.hold`: a step rarely comes to its update before the copy is
+    done. (Rejected: a copy on the accelerator first, since memory for a second state is what it has least of.)
+    """
     headers = tuple(header_of(name, t) for name, t in state.items())
-    flat = torch.empty(size_bytes(headers), dtype=torch.uint8)
+    if way is None:
+        flat = torch.empty(size_bytes(headers), dtype=torch.uint8)
+        for header, target, tensor in _targets(headers, flat, state):
+            target.copy_(_source(tensor, header))
+        return Snapshot(headers, flat)
+    flat = way.accelerator.host_buffer(size_bytes(headers))
+    with way.down(SNAPSHOT, way.accelerator.record()) as trip:
+        trip.size_bytes = flat.numel()
+        # First what the host writes: afterwards the buffer is the copies'.
+        there = list(_targets(headers, flat, state))
+        for header, target, tensor in sorted(there, key=lambda one: one[2].device == way.accelerator.device):
+            if tensor.device == way.accelerator.device:
+                way.accelerator.used_here(tensor)
+            target.copy_(_source(tensor, header), non_blocking=True)
+    return Snapshot(headers, flat, trip.done)
+
+
+def _targets(
+    headers: Sequence[TensorHeader], flat: Tensor, state: Mapping[str, Tensor]
+) -> Iterator[tuple[TensorHeader, Tensor, Tensor]]:
+    """Each tensor of a state with its header and its place in the buffer."""
     for header, at, tensor in zip(headers, _places(headers), state.values(), strict=True):
-        target = flat[at : at + header.nbytes].view(getattr(torch, header.dtype))
-        source = tensor if header.stride == tuple(tensor.stride()) else tensor.contiguous()
-        target.copy_(in_a_row(source))
-    return Snapshot(headers, flat)
+        yield header, flat[at : at + header.nbytes].view(getattr(torch, header.dtype)), tensor
+
+
+def _source(tensor: Tensor, header: TensorHeader) -> Tensor:
+    return in_a_row(tensor if header.stride == tuple(tensor.stride()) else tensor.contiguous())
 
 
 def size_bytes(headers: Sequence[TensorHeader]) -> int:

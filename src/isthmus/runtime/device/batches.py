@@ -7,12 +7,15 @@ from collections.abc import Mapping
 import torch
 from torch import Tensor
 
+from isthmus.accelerators import HOST
+from isthmus.accelerators.staging import Cargo, Way
 from isthmus.data import Dataset, SampleOrder
 from isthmus.data.augmented import batch_at
 from isthmus.data.dataset import Indices
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
 from isthmus.protocol.work import Item
+from isthmus.runtime.device.ways import Ways
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.faults import raise_if_jobs
 
@@ -21,10 +24,13 @@ MOST_NAMED = 8
 
 
 class Batches:
-    def __init__(self, assignment: Assignment, data: Mapping[str, Dataset]) -> None:
-        """`data` holds the `train` and `heldout` sets when this stage reads columns."""
+    def __init__(self, assignment: Assignment, data: Mapping[str, Dataset], ways: Ways | None = None) -> None:
+        """`data` holds the `train` and `heldout` sets when this stage reads columns; with `ways` these go up to an
+        accelerator."""
         self._assignment = assignment
         self._data = data
+        self._accelerator = HOST if ways is None else ways.accelerator
+        self._up = None if ways is None else ways.way("up")
         self._size = assignment.engine.micro_batch_size
         self._order = SampleOrder(assignment.train_samples, assignment.engine.seed, assignment.shuffle)
 
@@ -54,7 +60,16 @@ class Batches:
             raise_if_jobs(f"data {self._assignment.data.kind!r}", e)
             raise
         dtypes, placeholders = self._assignment.column_dtypes, self._assignment.placeholders
-        return {Ref(placeholders[name]): found[name].to(getattr(torch, dtypes[name])) for name in stage.columns}
+        columns = {Ref(placeholders[name]): found[name].to(getattr(torch, dtypes[name])) for name in stage.columns}
+        return columns if self._up is None else self._raised(columns, self._up, item, micro_batch)
+
+    def _raised(self, columns: Mapping[Ref, Tensor], up: Way, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
+        with up.up(Cargo("columns", item.index, micro_batch)) as trip:
+            found = {ref: trip.raised(column) for ref, column in columns.items()}
+        self._accelerator.wait(trip.done)
+        for column in found.values():
+            self._accelerator.used_here(column)
+        return found
 
     def placed(self, error: StepError, item: Item, micro_batch: int) -> StepError:
         """With the step and the samples in whose work it was raised; the micro-batch is -1 where all had part."""

@@ -26,7 +26,9 @@ from isthmus.runtime.messages.recovery import FetchMessage, HoldMessage, RetireM
 from isthmus.runtime.messages.run import AssignMessage, HaltMessage, Heartbeat, Join, OpenMessage, Weights
 from isthmus.runtime.transport.attempts import WAITS_S, Unreached, until_reached
 from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
-from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.lanes import Packed, Packer, SendLane
+from isthmus.training.layout import pack
+from isthmus.training.snapshot import Snapshot
 
 TELL_S = 3.0
 """After so long without word from it a device says so, then each time after twice as long."""
@@ -62,13 +64,14 @@ class Control:
         threading.Thread(target=self._listen, name="receive from coordinator", daemon=True).start()
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
 
-    def say(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
-        """What is said while the coordinator is away is lost: it will ask anew."""
-        self._lane.put(message, tensors)
+    def say(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
+        """What is said while the coordinator is away is lost: it will ask anew. Tensors `of` a snapshot are said when
+        that is copied; nobody waits here."""
+        self._lane.put(message, tensors, _when_whole(message, tensors, of))
 
-    def say_meanwhile(self, message: AnyMessage, tensors: Sequence[Tensor] = ()) -> None:
+    def say_meanwhile(self, message: AnyMessage, tensors: Sequence[Tensor] = (), of: Snapshot | None = None) -> None:
         """What all else is said before."""
-        self._lane.put(message, tensors, background=True)
+        self._lane.put(message, tensors, _when_whole(message, tensors, of), background=True)
 
     def meanwhile_bytes(self) -> int:
         """Of that, what waits to be said."""
@@ -142,3 +145,14 @@ class Control:
             self._inbox.put(Order(message, tensors))
         elif not isinstance(message, Heartbeat):
             self._inbox.put(CoordinatorGone(f"coordinator: sent {type(message).__name__}, not for a device"))
+
+
+def _when_whole(message: AnyMessage, tensors: Sequence[Tensor], of: Snapshot | None) -> Packer | None:
+    if of is None or of.whole:
+        return None
+
+    def packed() -> Packed:
+        of.wait()
+        return Packed(message, [pack(tensor) for tensor in tensors])
+
+    return packed

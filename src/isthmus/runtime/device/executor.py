@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import queue
 import sys
-import time
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from typing import NamedTuple
@@ -13,6 +12,8 @@ import msgspec
 import torch
 from torch import Tensor
 
+from isthmus.accelerators.clock import Clock
+from isthmus.accelerators.copies import to_device
 from isthmus.data import Dataset
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref
@@ -49,19 +50,21 @@ from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.expected import label, sent_packings
-from isthmus.runtime.device.finite import FiniteWatch
+from isthmus.runtime.device.finite_flags import watch_of
 from isthmus.runtime.device.following import Lender
 from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.mirroring import MirrorSender
+from isthmus.runtime.device.snapshots import Snapshots
+from isthmus.runtime.device.tasklets import Tasklets
+from isthmus.runtime.device.ways import Ways
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.processes.kept_pages import keep_pages
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
-from isthmus.training.finite import is_finite
 from isthmus.training.privatized import Privatizer
 from isthmus.training.scaling import LOSS_SCALE
-from isthmus.training.snapshot import Snapshot, snapshot
+from isthmus.training.snapshot import Snapshot
 from isthmus.training.sums import Parameters, Summed, summed
 
 SWITCH_S = 0.0005
@@ -83,7 +86,8 @@ class Done(msgspec.Struct, frozen=True):
     count: float | None
     spans: tuple[Span, ...]
     late_s: float
-    state: dict[str, Tensor]
+    state: Snapshot | None
+    """What a checkpoint holds of the stage; it may still be being copied."""
     non_finite: NonFinite | None
 
 
@@ -116,11 +120,17 @@ class Executor:
         self.assignment = assignment
         self.engine = engine
         self.links: Links
-        self._batches = Batches(assignment, data)
         self._inbox = inbox
         self._report = report
         self._machine = Worker(assignment.view, assignment.epoch)
-        self._finite = FiniteWatch(assignment, engine)
+        self._finite = watch_of(assignment, engine)
+        accelerator = engine.accelerator
+        clock = Clock(accelerator) if accelerator.asynchronous and assignment.trace else None
+        self.ways = Ways(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
+        """Between the accelerator and the host; None on the CPU."""
+        self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record)
+        self._batches = Batches(assignment, data, self.ways)
+        self._snapshots = Snapshots(self.ways, self._kept)
         self._steps = assignment.start_step
         """Behind the engine's state."""
         self._keep: Callable[[int, Snapshot], None] = lambda step, taken: None
@@ -138,9 +148,9 @@ class Executor:
         """Of the item's loss: this replica's, or after a sum of gradients that of all."""
         self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
         self._rounds = {g.group: g.rounds for g in assignment.view.groups}
-        self._state: dict[str, Tensor] = {}
+        self._state: Snapshot | None = None
+        self._norm_places: dict[int, Tensor] = {}
         self._spans: deque[Span] = deque()
-        self._late_s = 0.0
         self._packings = sent_packings(assignment)
         self._private = private
 
@@ -184,17 +194,35 @@ class Executor:
             self._lender = None
             self._lends_no_more()
 
-    def live(self) -> tuple[int, dict[str, Tensor]] | None:
-        """How many steps are done and the state after them, if that is what the engine has at this moment.
+    def copied(self, state: Mapping[str, Tensor]) -> Snapshot:
+        """A copy of the stage's tensors in host memory, which what is computed next does not spoil."""
+        return self._snapshots.of(state)
+
+    def _kept(self, step: int, taken: Snapshot) -> None:
+        self._keep(step, taken)
+        if self._mirror is not None:
+            self._mirror.begin(step, taken)
+
+    def _hold(self) -> None:
+        """Before the stage's state is changed in place: copies of it, and of what is sent of it, must be done."""
+        self._snapshots.hold()
+        self.links.hold()
+
+    def live(self) -> tuple[int, Mapping[str, Tensor]] | None:
+        """How many steps are done and the state after them, in host memory, if that is what the engine has at this
+        moment. Snapshots that are still being copied are handed on first.
 
         Buffers change with each forward, and averaged parameters are not the replicas' own before they are averaged.
         Within a period a replica's state is nobody else's: who went on from it would lose what the others learned.
         """
+        self._snapshots.hand_on(wait=True)
         view = self.assignment.view
         if view.averages != "gradients" and self._steps % view.period:
             return None
         changing = view.averages != "gradients" or any(op.mutates for op in self.assignment.train.ops)
-        return (self._steps, self._whole_state()) if self._machine.settled or not changing else None
+        if changing and not self._machine.settled:
+            return None
+        return self._steps, self._snapshots.here(self._whole_state())
 
     def _whole_state(self) -> dict[str, Tensor]:
         """The engine's, and that of outer steps."""
@@ -218,6 +246,7 @@ class Executor:
                     raise self._placed(e, instruction) from e
                 if result is not None:
                     self._done.append(result)
+                self._snapshots.hand_on()
 
     def _placed(self, error: StepError, instruction: WorkerInstruction) -> StepError:
         assert not isinstance(instruction, Stop), "to stop computes nothing"
@@ -270,14 +299,11 @@ class Executor:
                 return Updated(item=item)
             case Save(item=item):
                 state, wanted = self._whole_state(), self.assignment.saves
-                self._state = {k: v.detach().clone() for k, v in state.items() if wanted is None or k in wanted}
+                self._state = self.copied({k: v for k, v in state.items() if wanted is None or k in wanted})
                 self._finite.saved(state)
                 return Saved(item=item)
             case Keep(item=item):
-                taken = snapshot(self._whole_state())
-                self._keep(self._steps, taken)
-                if self._mirror is not None:
-                    self._mirror.begin(self._steps, taken)
+                self._snapshots.keep(self._steps, self._whole_state())
                 return Kept(item=item)
             case Report(item=item):
                 self._finish(item)
@@ -298,12 +324,11 @@ class Executor:
             inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
         if training and not work.micro_batch:
             self.links.reshape(item.step)
-        start_s = time.monotonic()
-        out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
-        covered = self._private.forward(number, out, training=training) if self._private is not None else {}
-        if training:
-            self._finite.forward(number, inputs, out | covered)
-        self._stretch(work, start_s)
+        with self._tasklets.tasklet(work.work, work.item, work.micro_batch, self._least_s(work)):
+            out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
+            covered = self._private.forward(number, out, training=training) if self._private is not None else {}
+            if training:
+                self._finite.forward(number, inputs, out | covered)
         for target in view.forward_to if training else view.eval_to:
             leaves = out if self._private is None or not self._private.covers(target) else out | covered
             crossing = sent_spec(stage, target)
@@ -317,33 +342,22 @@ class Executor:
             due = [c.value for c in sent_spec(stage, target) if c.gradient]
             tensors = self.links.take("backward", target, work.item, work.micro_batch)
             came[target] = dict(zip(due, tensors, strict=True))
-        start_s = time.monotonic()
         number = self._items[work.item].first_micro_batch + work.micro_batch
-        arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
-        gradients = self.engine.backward(number, arrived)
-        self._finite.backward(number, gradients)
-        self._stretch(work, start_s)
+        with self._tasklets.tasklet("B", work.item, work.micro_batch, self._least_s(work)):
+            arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
+            gradients = self.engine.backward(number, arrived)
+            self._finite.backward(number, gradients)
         for source in view.backward_to:
             due = [c.value for c in received_spec(stage, source) if c.gradient]
             self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
 
-    def _stretch(self, work: Compute, start_s: float) -> None:
+    def _least_s(self, work: Compute) -> float | None:
         """Emulation: a tasklet lasts at least its FLOPs on the emulated device."""
         emulation = self.assignment.emulation
-        if emulation is not None:
-            flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
-            left_s = start_s + flops / emulation.speed(self._items[work.item].step) - time.monotonic()
-            if left_s > 0:
-                time.sleep(left_s)
-            else:
-                self._late_s -= left_s
-        self._span(work.work, start_s, work.item, work.micro_batch)
-
-    def _span(self, name: str, start_s: float, item: int, micro_batch: int = -1) -> None:
-        self.record(Span(
-            device=self.assignment.device, track="compute", name=name, start_s=start_s, end_s=time.monotonic(),
-            step=item, micro_batch=micro_batch,
-        ))  # fmt: skip
+        if emulation is None:
+            return None
+        flops = emulation.flops_backward if work.work == "B" else emulation.flops_forward
+        return flops / emulation.speed(self._items[work.item].step)
 
     def _take_shared(self, item: int) -> None:
         borrowed = self.assignment.train.borrows
@@ -364,8 +378,6 @@ class Executor:
                 tensors = self._outgoing.pop((send.parcel, send.target, send.micro_batch))
                 if self._items[send.item].kind == "train":
                     packings = self._packings[send.parcel, send.target]
-                if packings and not all(map(is_finite, tensors.values())):
-                    packings = {}  # no codec takes it, and whoever receives it must know
                 if any(packing.feedback for packing in packings.values()):
                     tensors = {name: t.contiguous() for name, t in tensors.items()}  # sample after sample
                     samples = self._batches.samples(self._items[send.item], send.micro_batch)
@@ -395,12 +407,11 @@ class Executor:
             self.engine.add_gradients(dict(zip(names, arrived, strict=True)))
 
     def _fill(self, item: int, groups: Sequence[int]) -> None:
-        start_s = time.monotonic()
-        if self.assignment.view.averages == "gradients":
-            self._gather(item)
-        for group in groups:
-            self._buffers[group].fill(self._count or 0.0)
-        self._span("fill", start_s, item)
+        with self._tasklets.tasklet("fill", item):
+            if self.assignment.view.averages == "gradients":
+                self._gather(item)
+            for group in groups:
+                self._buffers[group].fill(self._count or 0.0)
 
     def _send_parts(self, send: SendParts) -> None:
         flat = self._buffers[send.group].flat
@@ -410,64 +421,70 @@ class Executor:
 
     def _merge(self, merge: Merge) -> None:
         flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
+        self.links.hold()
         for message in sorted(turn.receives, key=lambda m: m.other):
             first, last = message.parts.span(flat.numel())
-            arrived = self.links.take_parts(merge.group, merge.round, message.other, merge.item).to(flat.device)
+            arrived = self.links.take_parts(merge.group, merge.round, message.other, merge.item)
             if turn.adds:
                 flat[first:last] += arrived
             else:
                 flat[first:last] = arrived
 
     def _take(self, groups: Sequence[int]) -> None:
+        self._hold()
         counts = [self._buffers[group].take() for group in groups]
         if self.assignment.view.counts and self.assignment.view.averages == "gradients":
             self._count = counts[0]
 
     def _collect(self, item: int) -> bool:
         """Whether loss and gradients are finite here."""
-        start_s = time.monotonic()
         view = self.assignment.view
-        if not (view.groups and view.averages == "gradients"):
-            self._gather(item)
-        self._norms = self.engine.collect(self._count)
-        self._all_finite = self._finite.collected(self._norms)
-        self._span("collect", start_s, item)
+        with self._tasklets.tasklet("collect", item):
+            if not (view.groups and view.averages == "gradients"):
+                self._gather(item)
+            self._norms = self.engine.collect(self._count)
+            self._all_finite = self._finite.collected(self._norms)
         return self._all_finite
 
     def _update(self, item: int, *, skip: bool) -> None:
-        start_s = time.monotonic()
-        norms: Tensor | None = None
-        view = self.assignment.view
-        if view.agrees:
-            assert self._norms is not None, "norms are known after collect"
-            positions = self.assignment.norm_positions
-            norms = torch.zeros(sum(len(p) for p in positions.values()))
-            for stage, where in positions.items():
-                told = self._norms if stage == view.stage else self.links.take("norms", stage, item)[0]
-                norms[list(where)] = told
-        given = self.engine.gradients() if self._lender is not None and not skip else {}
-        if skip:
-            self.engine.skip_update()
-        else:
-            self.engine.update(self._items[item].step, norms)
-        self._steps = self._items[item].step + 1
-        self._lend(given)
-        self._span("update", start_s, item)
+        with self._tasklets.tasklet("update", item):
+            norms = self._agreed_norms(item) if self.assignment.view.agrees else None
+            given = self.engine.gradients() if self._lender is not None and not skip else {}
+            self._hold()
+            if skip:
+                self.engine.skip_update()
+            else:
+                self.engine.update(self._items[item].step, norms)
+            self._steps = self._items[item].step + 1
+            self._lend(given)
+
+    def _agreed_norms(self, item: int) -> Tensor:
+        """Those of all parameters of the model, in its own order."""
+        assert self._norms is not None, "norms are known after collect"
+        positions, stage = self.assignment.norm_positions, self.assignment.view.stage
+        norms = torch.zeros(sum(len(p) for p in positions.values()), device=self._norms.device)
+        for other, where in positions.items():
+            if other not in self._norm_places:
+                self._norm_places[other] = to_device(self.engine.accelerator, torch.tensor(where, dtype=torch.int64))
+            told = self._norms if other == stage else self.links.take("norms", other, item)[0]
+            norms.index_copy_(0, self._norm_places[other], told)
+        return norms
 
     def _finish(self, item: int) -> None:
         kind = self._items.pop(item).kind
         if kind == "save":  # also a run's last item: spans that are not told with it are lost
+            self._tasklets.finish()
             self.links.drain()
+            self._snapshots.tell()
         told: tuple[float, float] | None = None
         if kind == "train":
             told = self.engine.take_loss()
         elif kind == "eval":
             told = self.engine.take_evaluation_loss()
         spans = tuple(self._spans.popleft() for _ in range(len(self._spans)))
-        state, self._state = self._state, {}
+        state, self._state = self._state, None
         loss, count = told or (None, None)
-        self._report(Done(item, loss, count, spans, self._late_s, state, self._finite.take()))
-        self._late_s = 0.0
+        self._report(Done(item, loss, count, spans, self._tasklets.take_late_s(), state, self._finite.take()))
         if self._mirror is not None:
             self._mirror.go_on()
 

@@ -1,4 +1,5 @@
-"""Where on this stage an item's numbers stopped being finite: what a report says of it."""
+"""Where on this stage an item's numbers stopped being finite: what a report says of it. On the CPU each value is looked
+at when it is there; on an accelerator see finite_flags.py."""
 
 from __future__ import annotations
 

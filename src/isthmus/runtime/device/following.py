@@ -22,21 +22,26 @@ STRETCH_BYTES = 1 << 18
 STRETCH = "stretch"
 MOST_BACKLOG = 2.0
 """Copies of the lent state that may wait to be sent; with more, steps are quicker than their gradients travel."""
-Put = Callable[[LentMessage | LentPart, Sequence[Tensor]], None]
+Put = Callable[[LentMessage | LentPart, Sequence[Tensor], "Snapshot | None"], None]
+"""The tensors are stretches of the snapshot, which may still be being copied."""
 
 
 class Lender:
     """Gives what newcomers need. Used by the compute lane alone."""
 
-    def __init__(self, asked: LendMessage, of: str, put: Put, waiting: Callable[[], int]) -> None:
+    def __init__(
+        self, asked: LendMessage, of: str, put: Put, waiting: Callable[[], int],
+        copied: Callable[[Mapping[str, Tensor]], Snapshot] = snapshot,
+    ) -> None:  # fmt: skip
         """`of` is this device; `put` hands a message to the connection, behind all others; `waiting` tells how many
-        bytes wait there."""
+        bytes wait there; `copied` copies tensors to host memory."""
         self._asked = asked
         self._of = of
         self.step = asked.step
         """From the state after so many steps on."""
         self._put = put
         self._waiting = waiting
+        self._copied = copied
         self._state_bytes = 0
         self.begun = False
 
@@ -56,17 +61,17 @@ class Lender:
 
     def _lend(self, kind: Literal["state", "gradients"], tensors: Mapping[str, Tensor]) -> int:
         asked = self._asked
-        taken = snapshot({name: t for name, t in tensors.items() if part_of(name) in asked.parts})
+        taken = self._copied({name: t for name, t in tensors.items() if part_of(name) in asked.parts})
         self._put(LentMessage(
             run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, kind=kind, step=self.step,
             headers=taken.headers,
-        ), ())  # fmt: skip
+        ), (), None)  # fmt: skip
         for offset in range(0, taken.flat.numel(), STRETCH_BYTES):
             stretch = taken.flat[offset : offset + STRETCH_BYTES]
             headers = (header_of(STRETCH, stretch),)
             self._put(LentPart(
                 run=asked.run, epoch=asked.epoch, number=asked.number, of=self._of, offset=offset, tensors=headers
-            ), [stretch])  # fmt: skip
+            ), [stretch], taken)  # fmt: skip
         return taken.flat.numel()
 
 

@@ -7,23 +7,27 @@ import threading
 import time
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import Literal, Protocol
+from typing import Literal, NamedTuple, Protocol
 
 from torch import Tensor
 
+from isthmus.accelerators import HOST, Event
+from isthmus.accelerators.staging import Cargo, Fill
 from isthmus.errors import PeerError
 from isthmus.plan import Packing
 from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
 from isthmus.runtime.device.mirroring import MirrorReceiver
+from isthmus.runtime.device.ways import Encode, LinkWays, Ways
 from isthmus.runtime.messages.assignment import Assignment, Neighbour
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.recovery import MirrorMessage, MirrorPart
 from isthmus.runtime.messages.run import Credit, Heartbeat, ParcelMessage, PartsMessage
-from isthmus.runtime.transport.channel import SocketChannel
-from isthmus.runtime.transport.lanes import Credits, Departure, SendLane
+from isthmus.runtime.transport.channel import SocketChannel, in_host_memory
+from isthmus.runtime.transport.lanes import Credits, Departure, Packed, SendLane
 from isthmus.trace import Span
 from isthmus.training.compression import Codec, SampleFeedback, codec_of
-from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row, pack
+from isthmus.training.finite import is_finite
+from isthmus.training.layout import TensorHeader, bytes_of, header_of, in_a_row
 
 AVERAGE: Literal["average"] = "average"
 """How parts of a sum are called in a trace."""
@@ -31,6 +35,14 @@ Key = tuple[Parcel | Literal["average"], int, int, int, int]
 """Parcel, the other stage, item, micro-batch and -1; of a sum's parts, group and round."""
 Signature = tuple[tuple[str, str, tuple[int, ...], Packing | None], ...]
 """Name, dtype, shape and packing of each tensor of a parcel."""
+
+
+class _Here(NamedTuple):
+    """What has arrived."""
+
+    tensors: list[Tensor]
+    landed: Event | None
+    """On an accelerator: the event to wait for."""
 
 
 class Links:
@@ -45,9 +57,11 @@ class Links:
         inbox: queue.SimpleQueue[object],
         spans: Callable[[Span], None],
         mirrors: MirrorReceiver | None = None,
+        ways: Ways | None = None,
     ) -> None:
         """`expected` lists what may arrive, `parts` how many elements by (group, round, stage): anything else is
-        refused before it is allocated. `mirrors` takes copies of others' snapshots."""
+        refused before it is allocated. `mirrors` takes copies of others' snapshots. With `ways` tensors that are sent
+        lie on an accelerator, and those that arrive go there."""
         self._run, self._epoch = assignment.run, assignment.epoch
         self._expected = expected
         self._parts = parts
@@ -55,7 +69,7 @@ class Links:
         self._spans = spans
         self._mirrors = mirrors or MirrorReceiver({}, lambda stage, step, taken: None)
         self._stage = assignment.view.stage
-        self._tensors: dict[Key, list[Tensor]] = {}
+        self._tensors: dict[Key, _Here] = {}
         self._numbers: dict[Key, float] = {}
         self._closed = False
         self._ending = threading.Lock()
@@ -65,6 +79,8 @@ class Links:
         self._names = {n.stage: n for n in assignment.neighbours}
         self._assignment = assignment
         self._channels = dict(channels)
+        self._accelerator = HOST if ways is None else ways.accelerator
+        self._ways = {} if ways is None else {n.stage: LinkWays(ways, n.device) for n in assignment.neighbours}
         self._credits = {n.stage: Credits(n.window_bytes) for n in assignment.neighbours}
         self._lanes = {n.stage: self._lane(n) for n in assignment.neighbours}
         self._over = threading.Event()
@@ -107,19 +123,38 @@ class Links:
         """Hand a parcel to the link's send lane. This is where a micro-batch leaves a device.
 
         `packings` says by name which tensors are packed on the way, and how. `samples` are those of a micro-batch of
-        gradients: packing with feedback remembers by sample, and by the `scale` of the
-        loss. `finite` goes with norms.
+        gradients, which are contiguous where packing with feedback remembers by sample, and by the `scale` of the loss.
+        `finite` goes with norms.
         """
-        headers = tuple(header_of(name, t, packings.get(name)) for name, t in tensors.items())
-        message = ParcelMessage(
-            run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
-            micro_batch=what.micro_batch, number=number, finite=finite, tensors=headers,
-        )  # fmt: skip
-        sent = list(tensors.values())
         feedback = self._feedback.setdefault(what.target, SampleFeedback())
-        encode = partial(feedback.encode, samples=samples, scale=scale)
-        packer = partial(_packed, headers, sent, encode) if packings else None
-        self._lanes[what.target].put(message, sent, packer)
+
+        def message(packed: Mapping[str, Packing]) -> ParcelMessage:
+            return ParcelMessage(
+                run=self._run, epoch=self._epoch, parcel=what.parcel, source=self._stage, item=what.item,
+                micro_batch=what.micro_batch, number=number, finite=finite,
+                tensors=tuple(header_of(name, t, packed.get(name)) for name, t in tensors.items()),
+            )  # fmt: skip
+
+        def encode() -> tuple[AnyMessage, list[Tensor]]:
+            packs = all(map(is_finite, tensors.values())) if packings else False
+            # What is not finite no codec takes, and whoever receives it must know.
+            found = message(packings if packs else {})
+            with_feedback = partial(feedback.encode, samples=samples, scale=scale)
+            return found, _encoded(found.tensors, list(tensors.values()), with_feedback)
+
+        self._put(what.target, message({}), list(tensors.values()), encode, packs=bool(packings))
+
+    def _put(
+        self, target: int, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor], encode: Encode, *,
+        packs: bool = False,
+    ) -> None:  # fmt: skip
+        """`message` is as it would be if nothing were packed."""
+        packer = None
+        if tensors and target in self._ways:
+            packer = self._ways[target].lowering(_cargo(message), tensors, encode)
+        elif packs:
+            packer = partial(_packed, encode)
+        self._lanes[target].put(message, tensors, packer)
 
     def send_parts(self, what: SendParts, stretch: Tensor) -> None:
         """Hand a stretch of a sum's buffer to the link's send lane."""
@@ -127,7 +162,7 @@ class Links:
             run=self._run, epoch=self._epoch, group=what.group, round=what.round, source=self._stage, item=what.item,
             tensors=(header_of(AVERAGE, stretch),),
         )  # fmt: skip
-        self._lanes[what.target].put(message, [stretch])
+        self._put(what.target, message, [stretch], lambda: (message, [in_a_row(stretch)]))
 
     def mirror(self, target: int, message: MirrorMessage | MirrorPart, tensors: Sequence[Tensor]) -> None:
         """Hand a stretch of a snapshot to the link's send lane, behind all else."""
@@ -145,7 +180,11 @@ class Links:
         return self._taken((AVERAGE, source, item, group, turn))[0]
 
     def _taken(self, key: Key) -> list[Tensor]:
-        tensors, source = self._tensors.pop(key), key[1]
+        (tensors, landed), source = self._tensors.pop(key), key[1]
+        if landed is not None:
+            self._accelerator.wait(landed)
+            for tensor in tensors:
+                self._accelerator.used_here(tensor)
         owed = self._owed.get(source, 0) + sum(t.numel() * t.element_size() for t in tensors)
         if 4 * owed >= self._names[source].window_bytes:
             self._lanes[source].put(Credit(run=self._run, epoch=self._epoch, size_bytes=owed))
@@ -162,12 +201,17 @@ class Links:
         channel = self._channels[stage]
         idle_s = None  # who has not begun may still be waiting for its weights: the coordinator knows
         try:
-            while (received := channel.receive(self._guard, idle_s)) is not None:
+            while (received := channel.receive(self._guard, idle_s, partial(self._land, stage))) is not None:
                 idle_s = self._assignment.patience_s
                 self._accept(stage, channel, *received)
             raise PeerError(f"{channel.other}: closed the link")
         except Exception as e:
             self._failed(e)
+
+    def _land(self, stage: int, message: AnyMessage, fill: Fill) -> list[Tensor]:
+        if stage not in self._ways or not message.tensors or not isinstance(message, ParcelMessage | PartsMessage):
+            return in_host_memory(message, fill)
+        return self._ways[stage].land(_cargo(message), message.tensors, fill)
 
     def _accept(self, stage: int, channel: SocketChannel, message: AnyMessage, tensors: Sequence[Tensor]) -> None:
         if isinstance(message, Credit):
@@ -201,11 +245,13 @@ class Links:
             ))  # fmt: skip
 
     def _keep(self, message: ParcelMessage | PartsMessage, tensors: Sequence[Tensor]) -> None:
+        landed = self._ways[message.source].landed if tensors and message.source in self._ways else None
+        here = _Here(list(tensors), landed)
         if isinstance(message, PartsMessage):
-            self._tensors[AVERAGE, message.source, message.item, message.group, message.round] = list(tensors)
+            self._tensors[AVERAGE, message.source, message.item, message.group, message.round] = here
         else:
             key = (message.parcel, message.source, message.item, message.micro_batch, -1)
-            self._tensors[key] = list(tensors)
+            self._tensors[key] = here
             self._numbers[key] = message.number
 
     def _guard(self, message: AnyMessage) -> None:
@@ -234,10 +280,18 @@ class Links:
                 if since <= step:
                     self._lanes[neighbour.stage].reshape(shape)
 
+    def hold(self) -> None:
+        """What the accelerator computes from now on waits for what went down so far: it may overwrite it."""
+        for ways in self._ways.values():
+            ways.down.hold()
+
     def drain(self) -> None:
         """Wait until everything sent so far has left this device: only then is its departure on record."""
         for lane in self._lanes.values():
             lane.drain()
+        for ways in self._ways.values():
+            ways.down.tell()
+            ways.up.tell()
 
     def close(self) -> None:
         """At the end of a run: what was handed over is sent."""
@@ -262,22 +316,32 @@ def _called(message: ParcelMessage | PartsMessage) -> tuple[str, int]:
     return (AVERAGE, -1) if isinstance(message, PartsMessage) else (message.parcel, message.micro_batch)
 
 
-class _Encode(Protocol):
+class _WithFeedback(Protocol):
     def __call__(self, codec: Codec, *, gradient: Tensor, name: str) -> Tensor: ...
 
 
-def _packed(
-    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _Encode
-) -> list[memoryview]:
-    """The parcel's payload. UserError names a value that cannot be packed."""
-    found: list[memoryview] = []
+def _cargo(message: ParcelMessage | PartsMessage) -> Cargo:
+    name, micro_batch = _called(message)
+    return Cargo(name, message.item, micro_batch)
+
+
+def _packed(encode: Encode) -> Packed:
+    message, flats = encode()
+    return Packed(message, [bytes_of(flat) for flat in flats])
+
+
+def _encoded(
+    headers: Sequence[TensorHeader], tensors: Sequence[Tensor], with_feedback: _WithFeedback
+) -> list[Tensor]:
+    """What is sent of a parcel's tensors, flat, where they lie. UserError names a value that cannot be packed."""
+    found: list[Tensor] = []
     for header, tensor in zip(headers, tensors, strict=True):
         if header.packing is None:
-            found.append(pack(tensor))
+            found.append(in_a_row(tensor))
             continue
         codec = codec_of(header.packing)
         if header.packing.feedback:
-            found.append(bytes_of(with_feedback(codec, gradient=tensor, name=header.name)))
+            found.append(with_feedback(codec, gradient=tensor, name=header.name))
         else:
-            found.append(bytes_of(codec.encode(in_a_row(tensor), header.name)))
+            found.append(codec.encode(in_a_row(tensor), header.name))
     return found

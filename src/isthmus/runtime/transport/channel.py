@@ -4,7 +4,8 @@ A frame is a 20-byte prefix, a msgpack header and raw tensor bytes:
 
     offset  0  "ISTH"            4  version   5  zero (3)   8  header bytes (u32)  12  payload bytes (u64)
 
-Payloads are sent from the tensors' memory and received into fresh tensors; nothing is pickled. Sizes are checked
+Payloads are sent from the tensors' memory and received into fresh tensors, or wherever the receiver lets them land;
+nothing is pickled. Sizes are checked
 against caps and against the header before anything is allocated. Within a frame every wait for progress has a
 deadline, reading or sending; waiting for the next frame ends when either side closes. (Rejected: asyncio streams,
 gRPC and ZeroMQ cost more CPU per byte here; Gloo notices a silent party only at its timeout and cannot cancel a
@@ -19,12 +20,13 @@ import struct
 import threading
 import time
 from collections import deque
-from collections.abc import Callable, Generator, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from typing import Protocol
 
 import msgspec
 from torch import Tensor
 
+from isthmus.accelerators.staging import Fill
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
@@ -32,7 +34,7 @@ from isthmus.runtime.messages.run import ParcelMessage
 from isthmus.runtime.transport.attempts import Unreached
 from isthmus.runtime.transport.pacing import is_paced, round_trip_s
 from isthmus.runtime.transport.secure import Connection, TlsConnection, secure_dialled
-from isthmus.training.layout import TensorHeader, check_header, receive_buffer, unpack
+from isthmus.training.layout import check_header, receive_buffer, unpack
 
 MAGIC = b"ISTH"
 VERSION = 1
@@ -53,12 +55,25 @@ Guard = Callable[[AnyMessage], None]
 
 Received = tuple[AnyMessage, list[Tensor]]
 
+Landing = Callable[[AnyMessage, Fill], list[Tensor]]
+"""Makes the tensors of a message that was checked, from bytes that come one after the other."""
+
 
 class ChannelStatistics(msgspec.Struct, frozen=True):
     """Whole frames and parts of frames, prefix and header included."""
 
     sent_bytes: int
     received_bytes: int
+
+
+def in_host_memory(message: AnyMessage, fill: Fill) -> list[Tensor]:
+    """A `Landing` in fresh tensors on the host."""
+    found: list[Tensor] = []
+    for header in message.tensors:
+        flat, buffer = receive_buffer(header)
+        fill(buffer)
+        found.append(unpack(flat, header))
+    return found
 
 
 class Channel(Protocol):
@@ -80,7 +95,9 @@ class Channel(Protocol):
         """Send the next bytes of a `frame`: an emulated link spaces them."""
         ...
 
-    def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
+    def receive(
+        self, guard: Guard | None = None, idle_s: float | None = None, landing: Landing = in_host_memory
+    ) -> Received | None:
         """The next frame; None when either side has closed. PeerError when it is malformed, stalls, or nothing
         comes for `idle_s` seconds."""
         ...
@@ -171,57 +188,44 @@ class SocketChannel:
         self._sent += sent
         return sent
 
-    def receive(self, guard: Guard | None = None, idle_s: float | None = None) -> Received | None:
+    def receive(
+        self, guard: Guard | None = None, idle_s: float | None = None, landing: Landing = in_host_memory
+    ) -> Received | None:
         try:
-            return self._receive(guard, idle_s)
-        except PeerError:
+            return self._receive(guard, idle_s, landing)
+        except PeerError as e:
             if self._closed.is_set():
                 return None  # we hung up ourselves: the rest of the frame is nobody's fault
-            raise
+            raise PeerError(f"{self.other}: {e}") from None
 
-    def _receive(self, guard: Guard | None, idle_s: float | None) -> Received | None:
+    def _receive(self, guard: Guard | None, idle_s: float | None, landing: Landing) -> Received | None:
+        """Errors do not name the party."""
         prefix = memoryview(bytearray(PREFIX.size))
         if not self._begin(prefix, idle_s):
             return None
         magic, version, header_bytes, payload_bytes = PREFIX.unpack(prefix)
         if magic != MAGIC:
-            raise PeerError(f"{self.other}: sent {bytes(magic)!r}, expected a frame that starts with {MAGIC!r}")
+            raise PeerError(f"sent {bytes(magic)!r}, expected a frame that starts with {MAGIC!r}")
         if version != VERSION:
-            raise PeerError(f"{self.other}: frame version {version}, expected {VERSION}")
+            raise PeerError(f"frame version {version}, expected {VERSION}")
         if header_bytes > self._most_header_bytes or payload_bytes > MAX_PAYLOAD_BYTES:
             raise PeerError(
-                f"{self.other}: frame of {header_bytes} + {payload_bytes} bytes, "
+                f"frame of {header_bytes} + {payload_bytes} bytes, "
                 f"expected at most {self._most_header_bytes} + {MAX_PAYLOAD_BYTES}"
             )
         self._missing = header_bytes + payload_bytes
         header = memoryview(bytearray(header_bytes))
         self._fill(header)
         message = self._decode(header)
-        with self._named():
-            _check(message, payload_bytes, guard)
-        return message, [self._tensor(h) for h in message.tensors]
-
-    def _tensor(self, header: TensorHeader) -> Tensor:
-        with self._named():
-            flat, buffer = receive_buffer(header)
-        self._fill(buffer)
-        with self._named():
-            return unpack(flat, header)
-
-    @contextlib.contextmanager
-    def _named(self) -> Generator[None, None, None]:
-        """Checks do not know whose frame they refuse."""
-        try:
-            yield
-        except PeerError as e:
-            raise PeerError(f"{self.other}: {e}") from None
+        _check(message, payload_bytes, guard)
+        return message, landing(message, self._fill)
 
     def _decode(self, header: memoryview) -> AnyMessage:
         try:
             return _DECODER.decode(header)
         except Exception as e:  # also RecursionError, UnicodeDecodeError, and a field's own UserError
             reason = " ".join(str(e).split())
-            raise PeerError(f"{self.other}: frame header is not a known message: {reason[:200]}") from None
+            raise PeerError(f"frame header is not a known message: {reason[:200]}") from None
 
     def _begin(self, prefix: memoryview, idle_s: float | None) -> bool:
         """Wait for a frame and read its prefix; False when the other side closed between frames."""
@@ -233,9 +237,9 @@ class SocketChannel:
                 self._incoming.settimeout(self._patience_s)
             except TimeoutError:
                 if idle_s is not None:
-                    raise PeerError(f"{self.other}: silent for {idle_s:g} s") from None
+                    raise PeerError(f"silent for {idle_s:g} s") from None
             except OSError as e:
-                raise PeerError(f"{self.other}: connection lost: {e.strerror or e}") from None
+                raise PeerError(f"connection lost: {e.strerror or e}") from None
         if got == 0:
             return False
         self.began_s = time.monotonic()
@@ -252,13 +256,13 @@ class SocketChannel:
                 got = self._incoming.recv_into(buffer[at : at + CHUNK_BYTES])
             except TimeoutError:
                 raise PeerError(
-                    f"{self.other}: stalled for {self._patience_s:g} s in the middle of a frame, "
+                    f"stalled for {self._patience_s:g} s in the middle of a frame, "
                     f"{self._missing} bytes short"
                 ) from None
             except OSError as e:
-                raise PeerError(f"{self.other}: connection lost in the middle of a frame: {e.strerror or e}") from None
+                raise PeerError(f"connection lost in the middle of a frame: {e.strerror or e}") from None
             if got == 0:
-                raise PeerError(f"{self.other}: closed in the middle of a frame, {self._missing} bytes short")
+                raise PeerError(f"closed in the middle of a frame, {self._missing} bytes short")
             at += got
             self._received += got
             self._missing -= got

@@ -16,6 +16,7 @@ import time
 from collections import deque
 from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
+from typing import NamedTuple
 
 import msgspec
 from torch import Tensor
@@ -28,8 +29,17 @@ from isthmus.runtime.transport.channel import Channel, frame
 from isthmus.runtime.transport.shaping import ShapedLink
 from isthmus.training.layout import pack
 
-Packer = Callable[[], Sequence[memoryview]]
-"""Makes a message's payload. Called in the lane's packing thread, in the order in which messages are handed over."""
+
+class Packed(NamedTuple):
+    message: AnyMessage
+    payload: Sequence[memoryview]
+    sent: Callable[[], None] | None = None
+    """Called when the payload's memory is not needed any more, in any thread."""
+
+
+Packer = Callable[[], Packed]
+"""Makes what is sent of a message: its payload, and a header that says how it is packed. Called in the lane's packing
+thread, in the order in which messages are handed over."""
 
 
 class Departure(msgspec.Struct, frozen=True):
@@ -87,8 +97,8 @@ class _Entry(msgspec.Struct):
     size_bytes: int
     """Of the tensors as the receiver holds them: what credits count."""
     ready_s: float
-    packed: Future[tuple[Sequence[memoryview], float]] | None = None
-    """The payload and when it was made; None sends the tensors from where they are."""
+    packed: Future[tuple[Packed, float]] | None = None
+    """What is sent and when it was made; None sends the tensors from where they are."""
     blocked_s: float = 0.0
     """Since when it waits for credits, if it had to."""
 
@@ -131,10 +141,10 @@ class SendLane:
         self, message: AnyMessage, tensors: Sequence[Tensor] = (), packer: Packer | None = None, *,
         background: bool = False,
     ) -> None:  # fmt: skip
-        """Hand over a message; returns at once. Copies to host memory and packing happen in the lane.
+        """Hand over a message; returns at once.
 
-        The tensors are sent from where they are, or as what `packer` makes of them: they must not change until they
-        have left. What a packer raises ends the lane.
+        The tensors are sent from where they lie in host memory, or as what `packer` makes of them: they must not change
+        until they have left. What a packer raises ends the lane.
         """
         size_bytes = sum(t.numel() * t.element_size() for t in tensors)
         entry = _Entry(message, () if packer else tensors, size_bytes, time.monotonic())
@@ -239,20 +249,22 @@ class SendLane:
 
     def _send(self, entry: _Entry) -> None:
         if entry.packed is None:
-            payload: Sequence[memoryview] = [pack(t) for t in entry.tensors]
+            message, payload, sent = Packed(entry.message, [pack(t) for t in entry.tensors])
         else:
-            payload, packed_s = entry.packed.result()
+            (message, payload, sent), packed_s = entry.packed.result()
             entry.ready_s = max(entry.ready_s, packed_s)
         size_bytes = sum(p.nbytes for p in payload)
         if self._link is None:
             start_s = time.monotonic()
-            wire_bytes = self._channel.send(entry.message, payload)
+            wire_bytes = self._channel.send(message, payload)
             end_s = time.monotonic()
+            if sent is not None:
+                sent()
         else:
-            pieces = frame(entry.message, payload)
+            pieces = frame(message, payload)
             wire_bytes = sum(p.nbytes for p in pieces)
-            start_s, end_s = self._link.send(pieces, entry.ready_s)
-        self._on_departure(Departure(entry.message, start_s, end_s, size_bytes, wire_bytes))
+            start_s, end_s = self._link.send(pieces, entry.ready_s, sent)
+        self._on_departure(Departure(message, start_s, end_s, size_bytes, wire_bytes))
 
     def _fail(self, error: Exception) -> None:
         if self._end():
@@ -270,5 +282,5 @@ class SendLane:
         return not ended
 
 
-def _timed(packer: Packer) -> tuple[Sequence[memoryview], float]:
+def _timed(packer: Packer) -> tuple[Packed, float]:
     return packer(), time.monotonic()

@@ -35,12 +35,15 @@ class ShapedLink:
         self._shape = shape
         self._on_error = on_error
         self._free_s = 0.0
-        self._line: queue.SimpleQueue[tuple[float, memoryview] | None] = queue.SimpleQueue()
+        self._line: queue.SimpleQueue[tuple[float, memoryview, Callable[[], None] | None] | None] = queue.SimpleQueue()
         self._thread = threading.Thread(target=self._release, name=f"delay to {channel.other}", daemon=True)
         self._thread.start()
 
-    def send(self, pieces: Sequence[memoryview], ready_s: float) -> tuple[float, float]:
-        """Put a message that is ready since `ready_s` onto the link and wait until it has left.
+    def send(
+        self, pieces: Sequence[memoryview], ready_s: float, arrived: Callable[[], None] | None = None
+    ) -> tuple[float, float]:
+        """Put a message that is ready since `ready_s` onto the link and wait until it has left. Its memory is read
+        until `arrived` is called, in another thread.
 
         Returns the start and the end of its leaving, in seconds of the monotonic clock.
         """
@@ -50,7 +53,9 @@ class ShapedLink:
         for chunk in chunks(pieces, chunk_bytes):
             left_bytes += chunk.nbytes
             self._free_s = start_s + left_bytes / shape.bandwidth_bytes_per_s
-            self._line.put((self._free_s + shape.latency_s, chunk))
+            self._line.put((self._free_s + shape.latency_s, chunk, None))
+        if arrived is not None:
+            self._line.put((0.0, memoryview(b""), arrived))
         sleep_until(self._free_s)
         return start_s, self._free_s
 
@@ -66,9 +71,11 @@ class ShapedLink:
     def _release(self) -> None:
         try:
             while (entry := self._line.get()) is not None:
-                arrival_s, chunk = entry
+                arrival_s, chunk, arrived = entry
                 sleep_until(arrival_s)
                 self._channel.send_chunk(chunk)
+                if arrived is not None:
+                    arrived()
                 del entry, chunk  # while it waits, the line must not keep a tensor alive
         except Exception as e:  # the thread's owner decides: a line has no one to raise to
             self._on_error(e)

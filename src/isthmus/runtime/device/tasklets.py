@@ -1,0 +1,92 @@
+"""The tasklets of the compute lane: when each began and ended, and how far the host may be ahead of the hardware."""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import deque
+from collections.abc import Callable, Generator
+from typing import NamedTuple
+
+import msgspec
+
+from isthmus.accelerators import Accelerator, Event
+from isthmus.accelerators.clock import Clock
+from isthmus.trace import Span
+
+
+class _Queued(NamedTuple):
+    span: Span
+    began: Event
+    ended: Event
+
+
+class Tasklets:
+    """Used by the compute lane alone.
+
+    An accelerator takes a tasklet when its kernels are queued, long before they have run. Were the host to queue all
+    that has arrived, a gradient that arrives a moment later would wait behind many forwards. So it queues one tasklet
+    behind the one that runs, and chooses the next when that one is done: backward first still decides with what has
+    arrived.
+    """
+
+    def __init__(self, device: str, accelerator: Accelerator, clock: Clock | None, record: Callable[[Span], None]):
+        """`clock` is that of an accelerator whose tasklets are timed; without one a span of an accelerator is when the
+        host was at it."""
+        self._device = device
+        self._accelerator = accelerator
+        self._clock = clock
+        self._record = record
+        self._queued: deque[_Queued] = deque()
+        self._late_s = 0.0
+
+    def take_late_s(self) -> float:
+        """By how much emulated tasklets lasted longer than they should, since the last call."""
+        found, self._late_s = self._late_s, 0.0
+        return found
+
+    @contextlib.contextmanager
+    def tasklet(self, name: str, item: int, micro_batch: int = -1, least_s: float | None = None) -> Generator[None]:
+        """Inside of it the lane is at work on this; an emulated device takes `least_s` for it."""
+        span = Span(
+            device=self._device, track="compute", name=name, start_s=time.monotonic(), end_s=0.0, step=item,
+            micro_batch=micro_batch,
+        )  # fmt: skip
+        if not self._accelerator.asynchronous:
+            yield
+            self._stretched(span, least_s)
+            return
+        timed = self._clock is not None
+        began = self._accelerator.record(timed=timed)
+        yield
+        self._queued.append(_Queued(span, began, self._accelerator.record(timed=timed)))
+        if least_s is not None:
+            self.finish(least_s)
+        while len(self._queued) > 1:
+            self._over(self._queued.popleft())
+
+    def finish(self, least_s: float | None = None) -> None:
+        """Wait for all that is queued."""
+        while self._queued:
+            self._over(self._queued.popleft(), least_s)
+
+    def _over(self, queued: _Queued, least_s: float | None = None) -> None:
+        queued.ended.synchronize()
+        span = queued.span
+        if self._clock is not None:
+            start_s, end_s = self._clock.at_s(queued.began), self._clock.at_s(queued.ended)
+            span = msgspec.structs.replace(span, start_s=start_s, end_s=end_s)
+        if least_s is not None or self._clock is None:
+            self._stretched(span, least_s)
+        else:
+            self._record(span)
+
+    def _stretched(self, span: Span, least_s: float | None) -> None:
+        """Ends now, or when an emulated device would be done."""
+        if least_s is not None:
+            left_s = span.start_s + least_s - time.monotonic()
+            if left_s > 0:
+                time.sleep(left_s)
+            else:
+                self._late_s -= left_s
+        self._record(msgspec.structs.replace(span, end_s=time.monotonic()))
