@@ -11,7 +11,7 @@ UNWARNED := 2> >(grep --invert-match --line-buffered '^WARNING: ' >&2)
 # How often `make fuzz` searches, each time with a fresh seed.
 ROUNDS ?= 1
 
-.PHONY: train test fuzz test-faults check benchmarks clean
+.PHONY: train test fuzz test-faults test-gpu check benchmarks clean
 
 train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
@@ -29,6 +29,10 @@ fuzz: $(READY)
 test-faults: $(READY)
 	ISTHMUS_FAULTS=1 $(BIN)/pytest tests/faults tests/fleet_service/test_fleet_faults.py tests/fleet_service/test_far_sites.py tests/fleet_service/test_islands.py
 	$(BIN)/python -m tests.faults.table
+
+# Everything that has a GPU side, on this machine's accelerator; ISTHMUS_GPU names another than the first.
+test-gpu: $(READY)
+	$(BIN)/python -m tests.gpu
 
 check: $(READY)
 	$(BIN)/ruff check .

@@ -9,6 +9,7 @@ import numpy as np
 import torch
 from torch import Tensor, nn
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.data.dataset import ColumnSpec
 from isthmus.federated import (
     AlgorithmSpec,
@@ -97,6 +98,7 @@ class Run:
         clients_per_size: int = 1,
         buffer: Buffer | None = None,
         kept: Values | None = None,
+        accelerator: Accelerator = HOST,
         **rules: object,
     ) -> None:
         data = population(per_size=clients_per_size)
@@ -108,7 +110,9 @@ class Run:
             None if first is None else StateStore(folder, StateForm(first), part=(k, executors))
             for k in range(executors)
         ]
-        self.sites = {f"e{k}": Worksite(work, module(), data, store) for k, store in enumerate(stores)}
+        self.sites = {
+            f"e{k}": Worksite(work, module(), data, store, accelerator=accelerator) for k, store in enumerate(stores)
+        }
         late = 0 if buffer is None else max(10, rounds)
         self.server = Server(algorithm, resident.vector(), resident.buffers(), len(data.clients), past=late)
         if kept is not None:

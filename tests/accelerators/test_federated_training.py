@@ -1,0 +1,105 @@
+"""Federated clients that train on an accelerator: the CPU's model after some rounds, by every kind of algorithm."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+from tests.federated.populations import Run
+
+from isthmus.accelerators import Accelerator, open_accelerator
+from isthmus.federated.evaluation import Evaluation
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import load_federated_job
+from isthmus.runtime.federated.run import FederatedRun
+
+KINDS = ("checked:0", "auto")
+"""The emulated one has the CPU's bits; hardware sums in its own order."""
+ALGORITHMS = {
+    "fedavg": {}, "scaffold": {}, "mime": {}, "feddyn": {}, "fednova": {},
+}  # fmt: skip
+
+
+def opened(kind: str) -> Accelerator:
+    found = open_accelerator(kind)
+    if not found.asynchronous:
+        pytest.skip("no accelerator here: `make test-gpu` runs it on one")
+    if found.device.type == "mps":
+        pytest.skip("double precision: Apple's GPUs have none")
+    return found
+
+
+@pytest.mark.parametrize("kind", KINDS)
+@pytest.mark.parametrize("name", ALGORITHMS)
+def test_the_model_is_the_cpus(name: str, kind: str, tmp_path: Path) -> None:
+    accelerator = opened(kind)
+    runs = [
+        Run(name, ALGORITHMS[name], tmp_path / str(k), executors=2, rounds=3, accelerator=where)
+        for k, where in enumerate((open_accelerator("cpu"), accelerator))
+    ]
+    for run in runs:
+        run.run()
+    host, device = (run.model for run in runs)
+    assert device.device.type == "cpu", "the server's values are the host's"
+    assert (device - host).abs().max() <= (0.0 if kind == "checked:0" else 1e-9)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_any_number_of_executors_and_clients_at_once(kind: str, tmp_path: Path) -> None:
+    accelerator = opened(kind)
+    one, three, together = (
+        Run("scaffold", {}, tmp_path / str(k), rounds=3, clients_per_size=3, accelerator=accelerator, **settings)
+        for k, settings in enumerate(({"executors": 1}, {"executors": 3}, {"executors": 2, "together": 4}))
+    )
+    for run in (one, three, together):
+        run.run()
+    torch.testing.assert_close(three.model, one.model, rtol=0, atol=0 if kind == "checked:0" else 1e-9)
+    torch.testing.assert_close(together.model, one.model, rtol=1e-5, atol=1e-7)
+
+
+JOB = """
+name = "on-device"
+run_dir = "{folder}"
+
+[model]
+name = "mlp"
+options = {{ features = 64, width = 8, layers = 1, classes = 10 }}
+
+[data]
+kind = "digits"
+options = {{ flat = true, holdout = 0.2 }}
+
+[partition]
+scheme = "iid"
+clients = 6
+
+[federated]
+rounds = 2
+evaluate_clients = 2
+
+[participation]
+clients = 4
+
+[execution]
+executors = 2
+device = {device}
+"""
+
+
+def trained(folder: Path, device: str) -> tuple[FederatedRun, Evaluation | None]:
+    folder.mkdir()
+    (folder / "job.toml").write_text(JOB.format(folder=folder, device=device), encoding="utf-8")
+    lines: list[RoundLine] = []
+    run = FederatedRun(load_federated_job(folder / "job.toml"), folder / "run", resume=False, watch=lines.append)
+    run.run()
+    return run, lines[-1].evaluation
+
+
+@pytest.mark.parametrize("device", ['"checked:0"', '["checked:0", "checked:1"]'])
+def test_processes_train_on_the_devices_of_the_job(device: str, tmp_path: Path) -> None:
+    here, host_evaluation = trained(tmp_path / "host", '"cpu"')
+    there, evaluation = trained(tmp_path / "device", device)
+    assert torch.equal(here.server.values["model"], there.server.values["model"])
+    assert evaluation == host_evaluation
+    assert evaluation is not None
