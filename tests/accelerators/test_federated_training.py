@@ -96,7 +96,7 @@ def trained(folder: Path, device: str) -> tuple[FederatedRun, Evaluation | None]
     return run, lines[-1].evaluation
 
 
-@pytest.mark.parametrize("device", ['"checked:0"', '["checked:0", "checked:1"]'])
+@pytest.mark.parametrize("device", ['"checked:6"', '["checked:6", "checked:7"]'])
 def test_processes_train_on_the_devices_of_the_job(device: str, tmp_path: Path) -> None:
     here, host_evaluation = trained(tmp_path / "host", '"cpu"')
     there, evaluation = trained(tmp_path / "device", device)

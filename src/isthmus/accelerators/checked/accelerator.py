@@ -124,6 +124,14 @@ class Checked:
                 on.drawing = None
                 on.random_state = before
 
+    def random_state(self) -> Tensor:
+        return torch.cat([torch.get_rng_state(), self._device.random_state])
+
+    def set_random_state(self, state: Tensor) -> None:
+        host = len(torch.get_rng_state())
+        torch.set_rng_state(state[:host])
+        self._device.random_state = state[host:]
+
     def memory(self) -> MemoryUse:
         with LOCK:
             self._device.collect()

@@ -93,6 +93,13 @@ def device(index: int) -> Device:
         return _devices[index]
 
 
+def seed_all(seed: int) -> None:
+    """Of the random numbers of every device that there is."""
+    with LOCK:
+        for each in _devices.values():
+            each.random_state = torch.Generator().manual_seed(seed).get_state()
+
+
 def renew(index: int) -> Device:
     """As at the start of a process, with what the environment says now; for tests."""
     with LOCK:

@@ -41,6 +41,9 @@ class _Hooks(torch._C._acc.PrivateUse1Hooks):
 class _DeviceModule:
     """What torch asks of the type's module."""
 
+    def __init__(self, seed_all: Callable[[int], None]) -> None:
+        self._seed_all = seed_all
+
     def is_available(self) -> bool:
         return False  # nobody finds it who does not ask for it by name
 
@@ -57,21 +60,21 @@ class _DeviceModule:
         return False
 
     def manual_seed_all(self, seed: int) -> None:
-        """Each device draws from `Accelerator.seeded`."""
+        self._seed_all(seed)
 
     def get_amp_supported_dtype(self) -> list[torch.dtype]:
         return [torch.bfloat16, torch.float16]
 
 
-def add_device_type(kind: str) -> bool:
-    """Tells torch of the device type; whether it did not know it."""
+def add_device_type(kind: str, seed_all: Callable[[int], None]) -> bool:
+    """Tells torch of the device type; whether it did not know it. `torch.manual_seed` calls `seed_all`."""
     if torch._C._get_privateuse1_backend_name() == kind:
         return False
     # Autograd starts its threads at the first backward, one for each device of the types that it then knows. One
     # before this type is known keeps it from starting any: the process stays one that can be forked.
     torch.ones((), requires_grad=True).backward()
     torch.utils.rename_privateuse1_backend(kind)
-    torch._register_device_module(kind, _DeviceModule())
+    torch._register_device_module(kind, _DeviceModule(seed_all))
     hooked = torch._C._acc.register_python_privateuseone_hook(_Hooks())
     if not hooked or not torch._C._acc.register_python_privateuseone_device_guard(_DummyDeviceGuard()):
         raise InternalError("another device type of this process is torch's PrivateUse1 already")
@@ -105,6 +108,13 @@ def _bound(fallback: Callable[..., object], name: str) -> Callable[..., object]:
     packet, _, overload = name.partition(".")
     op = getattr(getattr(torch.ops.aten, packet), overload or "default")
     return lambda *args, **kwargs: fallback(op, *args, **kwargs)
+
+
+def numbers_refused(op: OpOverload) -> list[bool]:
+    """Of each argument: whether it is a tensor, and torch takes no number in its place. Torch hands over a number that
+    was made a tensor as a number."""
+    takes = torch._C._should_allow_numbers_as_tensors(name_of(op))
+    return [not takes and isinstance(a.type, torch.TensorType) for a in op._schema.arguments]
 
 
 def arguments_of(op: OpOverload) -> list[tuple[str, bool]]:

@@ -13,7 +13,7 @@ from torch import Tensor
 from torch._ops import OpOverload
 
 from isthmus.accelerators.checked.copies import copy_between, host_waits
-from isthmus.accelerators.checked.devices import KIND, Device, device
+from isthmus.accelerators.checked.devices import KIND, Device, device, seed_all
 from isthmus.accelerators.checked.internals import (
     ON_CPU,
     add_device_type,
@@ -22,6 +22,7 @@ from isthmus.accelerators.checked.internals import (
     backward_in_this_thread,
     cpu_takes_flash,
     name_of,
+    numbers_refused,
 )
 from isthmus.accelerators.checked.order import LOCK, Point
 from isthmus.accelerators.checked.tensors import (
@@ -54,6 +55,8 @@ class _Facts(NamedTuple):
 
     writes: tuple[bool, ...]
     """Of each argument in turn."""
+    tensors: tuple[bool, ...]
+    """Where a number must be made a tensor."""
     names: dict[str, int]
     view: bool
     waits: bool
@@ -70,7 +73,8 @@ def _facts(op: OpOverload) -> _Facts:
     indexed = name in _INDEXED
     told = torch.Tag.data_dependent_output in op.tags or torch.Tag.dynamic_output_shape in op.tags
     return _Facts(
-        tuple(write for _, write in arguments), {name: i for i, (name, _) in enumerate(arguments)},
+        tuple(write for _, write in arguments), tuple(numbers_refused(op)),
+        {name: i for i, (name, _) in enumerate(arguments)},
         name in _VIEWS, told and not indexed, torch.Tag.nondeterministic_seeded in op.tags, indexed,
         indexed and name != "index",
     )  # fmt: skip
@@ -110,7 +114,8 @@ class _Call:
         self._of(device(value.device.index))
         if self._facts.masked and value.dtype in (torch.bool, torch.uint8) and self._lowered:
             self._waits = True
-        host = as_host(value)
+        # What an operator gives its shape gets new memory: to enlarge the tensor's own would move it.
+        host = torch.empty_like(value, device="cpu") if write and not value.numel() else as_host(value)
         self._lowered.append((value, host, write))
         return host
 
@@ -184,7 +189,8 @@ def _on_cpu(
     """`kernel` is what the CPU has for it."""
     facts = _facts(op)
     call = _Call(op, facts)
-    host_args = [call.lower(a, w) for a, w in zip(args, facts.writes, strict=False)]
+    given = [_tensor_of(a) if tensor else a for a, tensor in zip(args, facts.tensors, strict=False)]
+    host_args = [call.lower(a, w) for a, w in zip(given, facts.writes, strict=False)]
     host_kwargs = {k: call.lower(v, facts.writes[facts.names[k]]) for k, v in kwargs.items()}
     on, point = call.begin()
     if facts.random:
@@ -194,6 +200,13 @@ def _on_cpu(
         result = kernel(*host_args, **host_kwargs)
     call.reshape_outputs()
     return call.lift(result, point)
+
+
+def _tensor_of(value: object) -> object:
+    """Of no dims, and therefore without a say in the result's type, where it is a number."""
+    if isinstance(value, bool | int | float):
+        return torch.tensor(value, dtype=torch.float64 if isinstance(value, float) else None)
+    return value
 
 
 @contextlib.contextmanager
@@ -301,5 +314,5 @@ _KERNELS: dict[str, Callable[..., object]] = {
 
 def add_device() -> None:
     """Tells torch of the device type and how it computes, once per process."""
-    if add_device_type(KIND):
+    if add_device_type(KIND, seed_all):
         add_kernels(run, _KERNELS, {"scaled_dot_product_attention": _attention})
