@@ -18,7 +18,8 @@ from torch import nn
 from isthmus.cost import ParameterState, Problem, SyncPolicy, parameter_state
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.cost.problem import FLOAT32_BYTES
-from isthmus.data import ColumnSpec, Dataset, DataSpec, load_dataset
+from isthmus.data import DataSpec
+from isthmus.data.description import DataDescription, describe, read_description
 from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
@@ -206,6 +207,11 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return msgspec.structs.replace(self, training=training)
 
     @property
+    def evaluates(self) -> bool:
+        """Whether held-out samples are needed."""
+        return self.training.eval_every > 0
+
+    @property
     def patience_s(self) -> float:
         return parse_duration(self.runtime.patience, "runtime.patience")
 
@@ -292,22 +298,13 @@ def terms_of(job: Job, fleet: Fleet) -> Terms:
     )  # fmt: skip
 
 
-class Samples(msgspec.Struct, frozen=True, kw_only=True):
-    """What a run must know of its data without reading them."""
-
-    columns: dict[str, ColumnSpec]
-    train: int
-    heldout: int
-    fingerprints: dict[str, str]
-    """By split."""
-
-
 class Prepared(msgspec.Struct, frozen=True, kw_only=True):
     """A job whose model is captured on its data's columns. No weight is allocated yet."""
 
     job: Job
     captured: Captured
-    samples: Samples
+    samples: DataDescription
+    """What is known of the data; nobody need have read them here."""
     origin: str
     """A digest of all that it was captured from."""
 
@@ -336,18 +333,19 @@ class _About(msgspec.Struct, frozen=True):
     """Beside a capture on disk."""
 
     origin: str
-    samples: Samples
+    samples: DataDescription
 
 
-def prepare(job: Job) -> Prepared:
-    """Open the data, build the model under fake tensors and capture it.
+def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
+    """Build the model under fake tensors and capture it on batches made from what the data are like: `samples`, or the
+    job's description file, or the data themselves, which are opened only where neither is given.
 
     Raises UserError for whatever is wrong with them, with how they fit together and the optimizers, or with a hook.
     """
     load_hooks(job.hooks)
-    train = load_dataset(job.data, "train")
-    heldout = load_dataset(job.data, "heldout") if job.training.eval_every else None
-    columns = {name: Column(c.dtype, c.shape) for name, c in train.columns.items()}
+    if samples is None:
+        samples = described_in(job) if job.data.description else described_here(job)
+    columns = {name: Column(c.dtype, c.shape) for name, c in samples.columns.items()}
     # Imported when it is needed: torch.export takes seconds, and who goes on with a run has its graphs.
     capture = cast("Capture", import_object("isthmus", "isthmus.graph.capture:capture"))
     with contextlib.ExitStack() as stack:
@@ -360,11 +358,17 @@ def prepare(job: Job) -> Prepared:
         # stdout is data, and the user's constructor or forward may print.
         stack.enter_context(contextlib.redirect_stdout(sys.stderr))
         captured = capture(build, columns, name=job.model.name, batch=job.micro_batch_size, dtype=job.training.dtype)
-    samples = Samples(
-        columns=dict(train.columns), train=len(train), heldout=len(heldout) if heldout is not None else 0,
-        fingerprints=_fingerprints(train, heldout),
-    )  # fmt: skip
     return _checked(Prepared(job=job, captured=captured, samples=samples, origin=_origin(job)))
+
+
+def described_here(job: Job) -> DataDescription:
+    """What this machine's own data are like: opens them. UserError."""
+    return describe(job.data, heldout=job.evaluates)
+
+
+def described_in(job: Job) -> DataDescription:
+    """The description file that the job names. UserError for one that is not of its data."""
+    return read_description(Path(job.data.description), job.data, heldout=job.evaluates)
 
 
 def _checked(prepared: Prepared) -> Prepared:
@@ -399,17 +403,10 @@ def kept_prepared(job: Job, path: Path) -> Prepared | None:
 
 def _origin(job: Job) -> str:
     told = (
-        job.model, job.data, job.training.eval_every > 0, job.micro_batch_size, job.training.precision,
+        job.model, job.data, job.evaluates, job.micro_batch_size, job.training.precision,
         str(torch.__version__),
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(told)).hexdigest()
-
-
-def _fingerprints(train: Dataset, heldout: Dataset | None) -> dict[str, str]:
-    found = {"train": train.fingerprint}
-    if heldout is not None:
-        found["heldout"] = heldout.fingerprint
-    return found
 
 
 def _state(job: Job) -> ParameterState:

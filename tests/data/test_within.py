@@ -15,6 +15,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.data.within import check_pattern_within, check_within, confined_to, open_file
 from isthmus.errors import UserError
 from isthmus.runtime.device.data import stage_data
+from isthmus.runtime.identity.concealed import ONE_OWNER
 
 OUTSIDE = "leads out of this device's data folder"
 
@@ -43,7 +44,7 @@ def read(spec: DataSpec) -> int:
     told = assignment("d0")
     columns = msgspec.structs.replace(told.train, columns=("labels",))
     given = msgspec.structs.replace(told, data=spec, train=columns, evaluates=False)
-    return len(stage_data(given, foreign=True)["train"])
+    return len(stage_data(given, ONE_OWNER, foreign=True)["train"])
 
 
 def linked(folder: Path, name: str, to: str) -> None:

@@ -18,6 +18,7 @@ from isthmus.errors import UserError
 from isthmus.job import prepare
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.device.data import stage_data
+from isthmus.runtime.identity.concealed import ONE_OWNER
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, join_fleet
 from tests.federated.sites import write_job
@@ -66,11 +67,11 @@ def test_nothing_of_it_is_imported(evaluates: bool, monkeypatch: pytest.MonkeyPa
     part = {"evaluation": columns, "evaluates": True} if evaluates else {"train": columns, "evaluates": False}
     told = msgspec.structs.replace(told, data=DataSpec(kind="hostile"), **part)
     with pytest.raises(UserError, match=r"data.kind: got 'hostile', expected one of: digits"):
-        stage_data(told, foreign=True, kinds=("digits",))
+        stage_data(told, ONE_OWNER, foreign=True, kinds=("digits",))
     assert loaded == []
     with pytest.raises(UserError, match="it was loaded"):
-        stage_data(told, foreign=True, kinds=("hostile",))
-    assert stage_data(assignment("d0"), foreign=True, kinds=()) == {}, "a stage without data names none"
+        stage_data(told, ONE_OWNER, foreign=True, kinds=("hostile",))
+    assert stage_data(assignment("d0"), ONE_OWNER, foreign=True, kinds=()) == {}, "a stage without data names none"
 
 
 def test_a_callable_is_imported_for_a_stranger_only_if_the_owner_names_it(
@@ -87,11 +88,11 @@ def test_a_callable_is_imported_for_a_stranger_only_if_the_owner_names_it(
         (("digits", "told_to:other"), "got 'told_to:load', expected one of: digits, told_to:other"),
     ):
         with pytest.raises(UserError, match=message):
-            stage_data(told, foreign=True, kinds=kinds)
+            stage_data(told, ONE_OWNER, foreign=True, kinds=kinds)
     assert "told_to" not in sys.modules
     for foreign, kinds in ((True, (kind,)), (False, None)):
         with pytest.raises(UserError, match="it was imported"):
-            stage_data(told, foreign=foreign, kinds=kinds)
+            stage_data(told, ONE_OWNER, foreign=foreign, kinds=kinds)
     assert kinds_of(f"digits, {kind}") == ("digits", kind)
 
 

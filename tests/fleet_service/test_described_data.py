@@ -41,7 +41,7 @@ class Joined:
         self._agents: list[tuple[Agent, threading.Thread]] = []
 
     def add(self, name: str, data: Path | None, kinds: tuple[str, ...] | None = None) -> None:
-        membership = join_fleet(self.fleet.ticket(), self._root / name, name, 10.0)
+        membership = join_fleet(self.fleet.ticket(), {name: self._root / name}, 10.0)[name]
         place = Place(data=data, data_kinds=kinds)
         agent = Agent(self._root / name, membership, place, patience_s=10.0, say=self.said.append)
         thread = threading.Thread(target=outcomes, args=(agent.run,), daemon=True)
@@ -67,8 +67,8 @@ def joined(fleet: Fleet, tmp_path: Path) -> Iterator[Joined]:
 def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: Path) -> None:
     for name, seed in (("a", 0), ("b", 0), ("c", 1)):
         joined.add(name, write_samples(tmp_path / f"{name}-data", seed))
-    holders = Holders(joined.fleet.service.asks(), SPEC, heldout=True)
-    holders.ask(["a", "b"], every=True)
+    holders = Holders(joined.fleet.service.asks(), SPEC, ("a", "b", "c"), heldout=True)
+    holders.ask(["a", "b"])
     found = agreed(holders.described)
     assert (found.train, found.heldout, found.columns["x"].shape) == (30, 10, (4,))
     digests = {d: holders.described[d].digests["train"] for d in ("a", "b")}
@@ -76,8 +76,8 @@ def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: P
     with pytest.raises(UserError, match="data: devices 'a' and 'c' have different training samples"):
         holders.ask(["c"])
     assert any("the data of device a are not equal to this one's" in line for line in joined.said)
-    apart = Holders(joined.fleet.service.asks(), SPEC, heldout=False, alike=False)
-    apart.ask(["a", "c"], every=True)
+    apart = Holders(joined.fleet.service.asks(), SPEC, ("a", "c"), heldout=False, alike=False)
+    apart.ask()
     assert apart.described.keys() == {"a", "c"}
 
 
@@ -95,7 +95,13 @@ def test_what_a_device_may_not_or_cannot_say_names_device_and_field(joined: Join
     ]
     for device, options, words in cases:
         with pytest.raises(UserError, match=words):
-            Holders(asks, DataSpec(kind="npz", options=options), heldout=False).ask([device])
+            Holders(asks, DataSpec(kind="npz", options=options), (device,), heldout=False).ask()
+    holders = Holders(asks, SPEC, ("a", "c", "d"), heldout=False, note=joined.said.append)
+    holders.ask()
+    assert holders.described.keys() == {"c"}, "who cannot read them is given no part that does"
+    assert any("device 'd': npz option 'path'" in line and "no part that reads" in line for line in joined.said)
+    with pytest.raises(UserError, match=r"device 'a': data.kind"):
+        holders.ask(["c", "a"])
 
 
 def test_whoever_has_left_is_not_waited_for(joined: Joined, tmp_path: Path) -> None:
@@ -103,8 +109,8 @@ def test_whoever_has_left_is_not_waited_for(joined: Joined, tmp_path: Path) -> N
     asks = joined.fleet.service.asks()
     joined.end()
     soon(lambda: not joined.fleet.service.present)
-    with pytest.raises(PeerError, match="'a': has left"):
-        asks.describe(["a"], SPEC, heldout=False)
+    found = asks.describe(["a"], SPEC, heldout=False)["a"]
+    assert isinstance(found, PeerError) and "'a': has left" in str(found)
 
 
 def answering(identity: Identity) -> tuple[DataAnswers, str, list[str]]:

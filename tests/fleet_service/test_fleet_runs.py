@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import math
 import threading
 from collections.abc import Callable
@@ -12,13 +13,14 @@ import pytest
 import torch
 
 from isthmus.cost import build_plan
-from isthmus.data import DataSpec
+from isthmus.data import DataSpec, load_dataset
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.runtime.device.data import stage_data
+from isthmus.runtime.identity.concealed import ONE_OWNER, concealed
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.bulletin import LinkNews
@@ -136,9 +138,14 @@ def test_a_coordinator_cannot_name_files_outside_of_the_data_folder(options: dic
     refuse_paths(DataSpec(kind="text", options={"files": "texts/**/*.txt", "sequence_length": 3}))
 
 
-def test_a_device_with_other_data_is_refused() -> None:
+def test_a_device_whose_data_have_changed_since_it_described_them_is_refused() -> None:
     told = assignment("d0")
     columns = msgspec.structs.replace(told.train, columns=("labels",))
-    told = msgspec.structs.replace(told, train=columns, evaluates=False, fingerprints={"train": "f" * 64})
-    with pytest.raises(UserError, match=r"data \(train\): this device has .* the coordinator ffffffffffff"):
-        stage_data(told, foreign=True)
+    told = msgspec.structs.replace(told, train=columns, evaluates=False, digests={"train": "f" * 64})
+    with pytest.raises(UserError, match=r"data \(train\): got other samples than this device described"):
+        stage_data(told, ONE_OWNER, foreign=True)
+    own = load_dataset(told.data, "train").fingerprint
+    for key, allowed in ((ONE_OWNER, True), (bytes(32), False)):
+        given = msgspec.structs.replace(told, digests={"train": concealed(own, key)})
+        with contextlib.nullcontext() if allowed else pytest.raises(UserError, match="other samples"):
+            assert stage_data(given, ONE_OWNER, foreign=True).keys() == {"train"}

@@ -152,7 +152,7 @@ def test_a_loss_in_the_middle_of_a_recovery_begins_it_again():
     assert coordinator.handle(Held(device="oslo", holdings=(), epoch=1)) == []
     assert coordinator.handle(Held(device="oslo", holdings=(), epoch=2)) == [MakePlan(("oslo",), waits=True)]
     told = coordinator.handle(NoPlan(reason="it does not fit", epoch=2))[-1]
-    assert told == Finish("lost", "device 'lima' was lost: silent; without it it does not fit")
+    assert told == Finish("lost", "device 'lima' was lost: silent; no plan for what is left: it does not fit")
 
 
 def test_who_leaves_waits_until_the_others_hold_its_part():

@@ -82,6 +82,9 @@ class NotedScript:
     def shapes(self, parts: Collection[str]) -> dict[str, tuple[int, ...]]:
         return {}
 
+    def is_known(self, device: str) -> bool:
+        return True
+
     def to_try(self) -> tuple[str, str] | None:
         return None
 

@@ -191,7 +191,7 @@ def test_nothing_left_to_do(whole: Done) -> None:
         ([("steps =", "seed = 3\nsteps =")], ["training.seed: got 3", "made with 0"]),
         ([("batch_size = 8", "batch_size = 16")], ["training.batch_size: got 16", "8"]),
         ([("steps =", "shuffle = false\nsteps =")], ["training.shuffle"]),
-        ([("max_bytes = 40000", "max_bytes = 30000")], ["data: got"]),
+        ([("max_bytes = 40000", "max_bytes = 30000")], ["resume: data: device", "has other training samples"]),
         ([("width = 8", "width = 12")], ["weight", "[256, 8]", "[256, 12]"]),
         ([('name = "sgd"', 'name = "adamw"')], ["optimizer state of 'mix.0.bias'", "momentum_buffer"]),
     ],

@@ -37,7 +37,7 @@ def _state(step: int) -> dict[str, dict[str, Tensor]]:
 def _save(writer: CheckpointWriter, step: int) -> Path:
     for part, tensors in _state(step).items():
         writer.write(step, part, tensors)
-    return writer.commit(Manifest(step=step, seed=1, batch=8, data={"train": "f"}))
+    return writer.commit(Manifest(step=step, seed=1, batch=8, data={"d0": {"train": "f"}}))
 
 
 def _whole(checkpoint: Path) -> int:
@@ -59,7 +59,7 @@ def test_a_checkpoint(tmp_path: Path) -> None:
     ]  # fmt: skip
     assert _whole(path) == 40
     manifest = read_manifest(path)
-    assert (manifest.seed, manifest.batch, manifest.data) == (1, 8, {"train": "f"})
+    assert (manifest.seed, manifest.batch, manifest.data) == (1, 8, {"d0": {"train": "f"}})
     assert manifest.files["stage-1.safetensors"].tensors == ("b",)
     assert read_tensors(path, ["b"]).keys() == {"b"}
 

@@ -100,12 +100,22 @@ HOST = Host()
 
 
 def _free_bytes(total: int) -> int:
-    """Without swapping; where the system does not tell, all there is."""
+    """Without swapping, and of what this process may have; where the system does not tell, all there is."""
     with contextlib.suppress(OSError):
-        for line in Path("/proc/meminfo").read_text(encoding="ascii").splitlines():
-            if line.startswith("MemAvailable:"):
-                return int(line.split()[1]) * 1024
+        available = _kilobytes("/proc/meminfo", "MemAvailable:")
+        most, _ = resource.getrlimit(resource.RLIMIT_DATA)
+        if most == resource.RLIM_INFINITY:
+            return available
+        return max(0, min(available, most - _kilobytes("/proc/self/status", "VmData:")))
     return total
+
+
+def _kilobytes(path: str, field: str) -> int:
+    """In bytes. OSError where the file is not there or does not say."""
+    for line in Path(path).read_text(encoding="utf-8").splitlines():
+        if line.startswith(field):
+            return int(line.split()[1]) * 1024
+    raise OSError(f"{path} has no {field}")
 
 
 def _resident_bytes(page: int) -> int:

@@ -20,6 +20,7 @@ COMMANDS = {
         "plan": "Plan where each part of the model runs; or compare planners, or check a plan.",
         "simulate": "Run the plan on a virtual clock: the same machines as a real run, with modelled durations.",
         "graph": "Show what each layer of a job's model computes and keeps. With --json: every operator too.",
+        "describe": "Say what a job's data are like, without showing them: for a machine that plans and has none.",
         "train": "Plan, train over one process per device, compare what was predicted with what was measured.",
     },
     "listing": {

@@ -2,6 +2,7 @@
 
 runs/NAME/
   job.json  fleet.json  plan.json  graph.json     what was run
+  described.json                                  what devices said of their data: columns, counts, keyed digests
   captured.safetensors                            for a coordinator that is started again: it need not capture
   trace.jsonl  predicted.jsonl                    what happened, and what the simulator said would
   fitted.json                                     the fleet as its first steps showed it
@@ -21,13 +22,14 @@ import itertools
 import os
 import shutil
 import time
-from collections.abc import Callable, Generator, Iterator, Sequence
+from collections.abc import Callable, Generator, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import TypeVar
 
 import msgspec
 
 from isthmus.cli.losses import LOSSES, LossPoint, losses_in
+from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
@@ -53,6 +55,7 @@ class RunFolder:
         self.summary = path / "summary.json"
         self.graph = path / "graph.json"
         self.captured = path / "captured.safetensors"
+        self._described = path / "described.json"
         self._losses = path / LOSSES
         self._made: list[Path] = []
         """Directories that are there for this run only, outermost first."""
@@ -187,6 +190,13 @@ class RunFolder:
 
     def fleet(self) -> Fleet:
         return self._decode(FLEET, Fleet)
+
+    def keep_described(self, described: Mapping[str, DataDescription]) -> None:
+        _replace(self._described, msgspec.json.format(msgspec.json.encode(described), indent=1))
+
+    def described(self) -> dict[str, DataDescription]:
+        """What devices said of their data; nothing where it was not kept."""
+        return self._decode(self._described.name, dict[str, DataDescription]) if self._described.is_file() else {}
 
     def keep_fitted(self, fleet: Fleet) -> None:
         _replace(self.path / FITTED, _document(fleet))

@@ -1,4 +1,4 @@
-"""`isthmus plan`, `simulate` and `train`: of a job."""
+"""`isthmus plan`, `simulate`, `graph`, `describe` and `train`: of a job."""
 
 from __future__ import annotations
 
@@ -26,6 +26,7 @@ if TYPE_CHECKING:
     from isthmus.cli import (
         chosen,
         comparing,
+        describing,
         explaining,
         federated,
         federated_simulating,
@@ -37,6 +38,7 @@ if TYPE_CHECKING:
 else:
     chosen = Later("isthmus.cli.chosen")
     comparing = Later("isthmus.cli.comparing")
+    describing = Later("isthmus.cli.describing")
     explaining = Later("isthmus.cli.explaining")
     federated = Later("isthmus.cli.federated")
     federated_job = Later("isthmus.federated.job")
@@ -128,6 +130,21 @@ def graph(
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
     job = chosen.chosen_job(job_file, None, None, None)
     explaining.show_graph(job, out(), operators=operators, json=json)
+
+
+@app.command()
+def describe(
+    job_file: JobFile,
+    target: Annotated[
+        Path | None,
+        typer.Option("--out", parser=local_path, metavar="FILE", help="Write the description here; default: stdout."),
+    ] = None,
+) -> None:
+    """Say what a job's data are like, without showing them: for a machine that plans and has none.
+
+    There `[data] description` names the file.
+    """
+    describing.describe_data(chosen.chosen_job(job_file, None, None, None), target)
 
 
 @app.command()

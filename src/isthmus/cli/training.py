@@ -15,10 +15,12 @@ from isthmus.cli.folder import RunFolder
 from isthmus.cli.planning import fleet_for, plan_for, predict_periods
 from isthmus.cli.planning_shown import planned
 from isthmus.cli.watch import LoadedHooks, Watch
+from isthmus.data.description import difference
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
-from isthmus.job import Job, Prepared, keep_prepared, kept_prepared, prepare
-from isthmus.plan import Spent
+from isthmus.job import Job, Prepared, described_in, keep_prepared, kept_prepared, prepare, terms_of
+from isthmus.plan import Plan, Spent
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import (
     ComparisonSummary,
@@ -33,12 +35,14 @@ from isthmus.report import (
     run_summary,
 )
 from isthmus.runtime.conducting.crew import Crew, LocalCrew
+from isthmus.runtime.conducting.holders import Holders, agreed
 from isthmus.runtime.conducting.leaving import leaving_text
 from isthmus.runtime.conducting.places import local_places
 from isthmus.runtime.conducting.record import Record, read_record
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
 from isthmus.runtime.conducting.run import train as run_training
 from isthmus.runtime.conducting.script import Outcome
+from isthmus.runtime.conducting.stages import readers
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
@@ -88,7 +92,11 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
         _say(notes, f"going on with {folder.path} {where}")
     fleet = fleet_for(job)
     crew = choices.crew or LocalCrew(starts_again=True, places=local_places(job.runtime.device, fleet.names))
-    prepared = _prepared(job, folder, notes, in_its_middle=record is not None)
+    holders = Holders(
+        crew.asks(), job.data, terms_of(job, fleet).data_holders or fleet.names, heldout=job.evaluates,
+        note=partial(_say, notes),
+    )  # fmt: skip
+    prepared = _prepared(job, folder, holders, notes, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
@@ -100,11 +108,13 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     for line in leaving_text(prepared, plan, planned_on):
         _say(notes, line)
     _say(notes, f"run folder: {folder.path}")
+    holders.ask(readers(plan, prepared.captured, evaluates=job.evaluates))
 
     def begin() -> None:
         # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
         start = start_step if record is None else job.training.steps
         folder.begin(prepared.job, fleet, plan, start, partial(_say, notes))
+        folder.keep_described(holders.described)
         if record is None:  # else devices are waiting, and it was all done before
             folder.graph.write_bytes(encode(prepared.captured.train))
             if choices.crew is not None:
@@ -114,7 +124,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     with Progress(notes, plan) as progress:
         watch = Watch(prepared, folder, progress, hooks)
         outcome = run_training(
-            prepared, plan, fleet, folder.path, _options(prepared, crew, checkpoint, record, believed),
+            prepared, plan, fleet, folder.path, _options(prepared, crew, holders, checkpoint, record, believed),
             Watcher(
                 accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
                 noted=progress.note,
@@ -149,25 +159,46 @@ def _left_in_its_middle(folder: RunFolder, choices: Choices) -> Record | None:
     return record
 
 
-def _prepared(job: Job, folder: RunFolder, notes: Console, *, in_its_middle: bool) -> Prepared:
-    """Devices of a run that was left in its middle go on with the graphs that they have."""
+def _prepared(job: Job, folder: RunFolder, holders: Holders, notes: Console, *, in_its_middle: bool) -> Prepared:
+    """The model, captured from what holders say of the data: none are opened here. Devices of a run that was left in
+    its middle go on with the graphs that they have."""
     if in_its_middle and (found := kept_prepared(job, folder.captured)) is not None:
+        holders.remember(folder.described())
         return found
+    holders.ask()
+    samples = agreed(holders.described)
+    if job.data.description and (text := difference(described_in(job), samples, counts=True)) is not None:
+        raise UserError(f"data.description: {job.data.description}: differs from the devices' data: {text}")
     _say(notes, f"capturing {job.model.name} ...")
-    return prepare(job)
+    return prepare(job, samples)
 
 
 def _options(
-    prepared: Prepared, crew: Crew, checkpoint: Path | None, record: Record | None, believed: Fleet | None
-) -> RunOptions:
+    prepared: Prepared, crew: Crew, holders: Holders, checkpoint: Path | None, record: Record | None,
+    believed: Fleet | None,
+) -> RunOptions:  # fmt: skip
     # The numbers follow from how a batch is cut: that stays as it is.
     kept = msgspec.structs.replace(prepared.job.plan, micro_batches=())
     again = msgspec.structs.replace(prepared, job=msgspec.structs.replace(prepared.job, plan=kept))
-    replan = partial(plan_for, again)
+    replan = partial(_plan_again, again, holders)
     return RunOptions(
         emulate=not crew.outlives and prepared.job.runtime.emulate, resume_from=checkpoint, crew=crew, record=record,
-        replan=replan, believed=believed,
+        replan=replan, believed=believed, holders=holders,
     )  # fmt: skip
+
+
+def _plan_again(prepared: Prepared, holders: Holders, fleet: Fleet) -> Plan:
+    """In which those alone read data whose data are known to be the run's. UserError where that cannot be."""
+    while True:
+        plan = plan_for(prepared, fleet)
+        reading = readers(plan, prepared.cut_into(plan.micro_batches).captured, evaluates=prepared.job.evaluates)
+        unknown = [device for device in reading if device not in holders.described]
+        left = [name for name in fleet.names if name not in unknown]
+        if not unknown:
+            return plan
+        if not left:
+            raise UserError(f"data: of the devices that are left, none has described them: {', '.join(unknown)}")
+        fleet = fleet.subset(left)
 
 
 def _say(notes: Console, text: str) -> None:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
+from pathlib import Path
+from typing import Literal
 
 import msgspec
 
@@ -33,7 +35,7 @@ class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """Samples."""
     heldout: int = 0
     """Samples; 0 where none were asked for."""
-    digests: dict[Split, str] = {}
+    digests: dict[str, str] = {}
     """By split, the fingerprint of its samples under the holder's key (`concealed`), in hexadecimal: equal for equal
     data of one holder. Empty where nobody compares."""
 
@@ -49,12 +51,54 @@ def describe(
     if heldout:
         sets["heldout"] = load_dataset(spec, "heldout")
     counts = {split: len(found) for split, found in sets.items()}
-    digests: dict[Split, str] = {}
+    digests: dict[str, str] = {}
     if conceal is not None:
         digests = {split: conceal(found.fingerprint) for split, found in sets.items()}
     return DataDescription(
         columns=dict(sets["train"].columns), train=counts["train"], heldout=counts.get("heldout", 0), digests=digests
     )
+
+
+class _File(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What is handed over: of which data it is, too."""
+
+    version: Literal[1] = 1
+    kind: str
+    options: dict[str, object]
+    columns: dict[str, ColumnSpec]
+    train: int
+    heldout: int
+
+
+def description_file(spec: DataSpec, description: DataDescription) -> bytes:
+    """For a machine that does not have the data: JSON, without digests."""
+    d = description
+    file = _File(kind=spec.kind, options=spec.options, columns=d.columns, train=d.train, heldout=d.heldout)
+    return msgspec.json.format(msgspec.json.encode(file), indent=1) + b"\n"
+
+
+def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescription:
+    """What `description_file` wrote. UserError for a file that is none, or of other data than `spec`'s."""
+    try:
+        found = msgspec.json.decode(path.read_bytes(), type=_File)
+    except OSError as e:
+        raise UserError(f"data.description: {path} cannot be read: {e.strerror or e}") from None
+    except ValueError as e:  # msgspec's, or UnicodeDecodeError
+        raise UserError(f"data.description: {path}: {e}") from None
+    for field, got, expected in (("kind", found.kind, spec.kind), ("options", found.options, spec.options)):
+        if got != expected:
+            raise UserError(f"data.description: {path}: {field}: got {got!r}, the job has {expected!r}")
+    if heldout and not found.heldout:
+        raise UserError(
+            f"data.description: {path}: heldout: got none, but the job evaluates (training.eval_every): make it again "
+            "with `isthmus describe`"
+        )
+    description = DataDescription(columns=found.columns, train=found.train, heldout=found.heldout)
+    try:
+        check_description(description, heldout=heldout)
+    except UserError as e:
+        raise UserError(f"data.description: {path}: {e}") from None
+    return description
 
 
 def check_description(description: DataDescription, *, heldout: bool) -> None:

@@ -56,6 +56,16 @@ def corrected(
     return msgspec.structs.replace(fleet, devices=devices, links=links)
 
 
+def with_memory(fleet: Fleet, memory_bytes: Mapping[str, int]) -> Fleet:
+    """The fleet with this memory, by device, where it is less than stated. Devices that it does not have are ignored:
+    they may have been left out of it."""
+    devices = tuple(
+        msgspec.structs.replace(d, memory_bytes=min(d.memory_bytes, memory_bytes.get(d.name, d.memory_bytes)))
+        for d in fleet.devices
+    )
+    return msgspec.structs.replace(fleet, devices=devices)
+
+
 def changed(fleet: Fleet, changes: Iterable[Change], step: int) -> Fleet:
     """The fleet as it is in a step. Of several changes to one thing the latest counts."""
     speeds: dict[str, float] = {}

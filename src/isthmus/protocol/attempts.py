@@ -15,6 +15,8 @@ class StepFailure(msgspec.Struct, frozen=True, kw_only=True):
     """The operator and its module, or what else raised."""
     reason: str
     """In words, with samples."""
+    memory: bool = False
+    """It was memory that was short: no fault of the job's, and with a smaller stage the device is as good as before."""
 
     def is_like(self, other: StepFailure) -> bool:
         return (self.step, self.what) == (other.step, other.what)
@@ -32,7 +34,9 @@ class Suspects:
         return frozenset(self._failures)
 
     def failed(self, device: str, failure: StepFailure) -> str:
-        """Who failed alike before; empty for nobody: the device is suspected then."""
+        """Who failed alike before; empty for nobody: the device is suspected then, unless its memory was short."""
+        if failure.memory:
+            return ""
         before = next((d for d, other in self._failures.items() if other.is_like(failure)), "")
         self._failures[device] = failure
         return before

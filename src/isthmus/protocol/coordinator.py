@@ -389,7 +389,7 @@ class Coordinator:
             if self._recalls.awaited or self._available > self._planned_for:
                 self._phase = "recalling"
                 return self._begin_anew()
-            return self._end("lost", f"{self._reason}; without it {reason}" if self._reason else reason)
+            return self._end("lost", f"{self._reason}; no plan for what is left: {reason}" if self._reason else reason)
         self._leaving.clear()
         return []
 
@@ -426,7 +426,7 @@ class Coordinator:
         return [Fence(device), *self._hold()]
 
     def _on_step_failed(self, device: str, failure: StepFailure) -> Out:
-        if self._phase not in ("running", "settling", "closing"):
+        if self._phase not in ("placing", "running", "settling", "closing"):
             return []
         before = self._suspects.failed(device, failure)
         if not self.survives or before or self._attempts.lost(device):

@@ -40,7 +40,7 @@ class Reported(Event, frozen=True, kw_only=True):
 
 
 class StepFailed(Event, frozen=True, kw_only=True):
-    """The job's model or data raised on the device, which is there still and holds what it held."""
+    """The job's model or data raised on the device, or memory was short; it is there still and holds what it held."""
 
     device: str
     failure: StepFailure

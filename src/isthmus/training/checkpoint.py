@@ -64,14 +64,14 @@ class SavedFile(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
 class Manifest(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """What a checkpoint holds and what a resumed run must agree with."""
 
-    version: Literal[4] = 4
+    version: Literal[5] = 5
     step: Annotated[int, Meta(ge=0)]
     """Optimizer steps done."""
     seed: int
     batch: int
     shuffle: bool = True
-    data: dict[str, str] = {}
-    """Fingerprints of the data, by split."""
+    data: dict[str, dict[str, str]] = {}
+    """What devices told of their samples, each under its own key: by device and split."""
     finite: bool = True
     """Whether its weights are."""
     files: dict[str, SavedFile] = {}

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import re
+
 import torch
 
+from isthmus.accelerators import Accelerator
 from isthmus.errors import IsthmusError, StepError
+from isthmus.protocol.shortage import Shortage
+from isthmus.units import parse_size
 
 _DEVICES_OWN = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
 _NO_MEMORY = "can't allocate memory"
 """What torch says, as a plain RuntimeError, where the CPU's memory is short."""
+_ASKED = re.compile(r"[Tt]ried to allocate ([0-9]+(?= bytes)|[0-9.]+ ?[KMGT]?i?B)")
 
 
 def raise_if_jobs(what: str, error: Exception) -> None:
@@ -18,3 +24,25 @@ def raise_if_jobs(what: str, error: Exception) -> None:
         return
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     raise StepError(what, reason) from error
+
+
+def is_short_of_memory(error: Exception) -> bool:
+    if isinstance(error, MemoryError | torch.OutOfMemoryError) or _NO_MEMORY in str(error):
+        return True
+    return isinstance(error, torch.AcceleratorError) and "out of memory" in str(error)  # a driver's, outside of torch's
+
+
+def is_drivers(error: Exception) -> bool:
+    """Whether the accelerator itself failed: nothing can be computed with it in this process any more."""
+    return isinstance(error, torch.AcceleratorError) and not is_short_of_memory(error)
+
+
+def shortage(accelerator: Accelerator, error: Exception, before: int) -> Shortage:
+    """The figures of an error of memory, while what raised it is still held; `before` is what the process had reserved
+    before it got its stage."""
+    found = accelerator.memory()
+    told = _ASKED.search(str(error))
+    asked = 0
+    if told is not None:
+        asked = int(told[1]) if told[1].isdecimal() else parse_size(told[1], "what was asked for")
+    return Shortage(asked=asked, free=found.free, total=found.total, reserved=found.reserved, before=before)

@@ -12,7 +12,7 @@ from functools import partial
 import msgspec
 from torch import Tensor
 
-from isthmus.errors import Diverged, IsthmusError, PeerError, UserError
+from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
@@ -56,7 +56,7 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.crew import NoWork, Work
 from isthmus.runtime.conducting.deadlines import Deadlines
-from isthmus.runtime.conducting.losses import Losses
+from isthmus.runtime.conducting.losses import Losses, without_name
 from isthmus.runtime.conducting.newcomers import Newcomers
 from isthmus.runtime.conducting.script import Address, Outcome, Recovery, Script
 from isthmus.runtime.messages.assignment import Assignment
@@ -103,6 +103,8 @@ SAID = (
     | LentPart | FollowedMessage | FollowingEndedMessage
 )  # fmt: skip
 """What devices say to a coordinator."""
+FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
+"""What a run's failure is, by how it ended."""
 LATE_ITEMS = 64
 """Spans of an item may come with a later item's report, at most this many later."""
 
@@ -140,6 +142,8 @@ class Conductor:
         self._probed: queue.SimpleQueue[tuple[tuple[str, str], float | None]] = queue.SimpleQueue()
         """Links that were tried, and how fast they are."""
         self._recoveries: list[Recovery] = []
+        self._short = False
+        """Whether memory was short on a device since the last step."""
         self._verdict: IsthmusError | None = None
         """On the device that was lost last."""
         self._disturbed: tuple[float, str] | None = None
@@ -222,13 +226,13 @@ class Conductor:
                 for lane in self._lanes.values():
                     lane.put(HaltMessage(run=self._run))
                 return Finish("lost", str(self._verdict))
-            for_good = self._losses.certain  # one that cannot work is not asked again
+            for_good = self._losses.for_good  # one that cannot work is not asked again
             self.reception.forget(device, for_good=for_good)
             self._losses.settled(device)
             returns = self._work.returns(device) and not for_good and phase != "recalling"  # is not waited for twice
-            return self._handle(Lost(device=device, reason=_without_name(self._verdict, device), returns=returns))
+            return self._handle(Lost(device=device, reason=without_name(self._verdict, device), returns=returns))
         self._try_links()
-        offers = {d for d in self._work.offers() if d not in self._lanes}
+        offers = {d for d in self._work.offers() if d not in self._lanes and self._script.is_known(d)}
         fresh, self._offered = offers - self._offered, offers
         finish: Finish | None = None
         wishes = [Offered(device=device) for device in sorted(fresh)]
@@ -258,12 +262,10 @@ class Conductor:
             event = msgspec.structs.replace(event, epoch=self.machine.epoch)
         for instruction in self.machine.handle(event):
             finish = self._carry_out(instruction) or finish
-        if finish is not None and finish.outcome == "lost":
-            self._failure = PeerError(finish.reason) if self.machine.survives else self._verdict
-        elif finish is not None and finish.outcome == "diverged":
-            self._failure = Diverged(finish.reason)
-        elif finish is not None and finish.outcome == "failed":
-            self._failure = UserError(finish.reason)
+        if finish is not None and finish.outcome in FAMILIES:
+            family = FleetTooSmall if self._short else FAMILIES[finish.outcome]
+            lost = finish.outcome == "lost" and not self.machine.survives
+            self._failure = self._verdict if lost else family(finish.reason)
         return finish
 
     def _guard(self, device: str, message: AnyMessage) -> None:
@@ -326,8 +328,13 @@ class Conductor:
             case Failed(failure=StepFailure() as failure):
                 if epoch == self.machine.epoch:
                     self._losses.settled(device)  # whoever worked with it blames it now
+                    if message.shortage is not None:
+                        self._short = True
+                        self._script.short(device, message.shortage)
                     self._verdict = PeerError(f"device {device!r}: {failure.reason}")
                     return [StepFailed(device=device, failure=failure, epoch=epoch)]
+            case Failed(starts_again=True):
+                self._losses.failed(device, message.reason)
             case Failed():
                 family = UserError if message.fault == "user" else PeerError
                 self._losses.told(device, family(f"device {device!r}: {message.reason}"))
@@ -489,11 +496,6 @@ class Conductor:
         if len(self._spans) < MOST_SPANS:
             self._spans += fresh
         if item.kind == "train":
-            self._reached = item.step + 1
+            self._reached, self._short = item.step + 1, False
         if self._script.advanced(item, loss, tuple(fresh)):
             self._heard.put(Changed())
-
-
-def _without_name(failure: IsthmusError, device: str) -> str:
-    """The machine names the device itself."""
-    return str(failure).removeprefix(f"device {device!r} was lost: ").removeprefix(f"device {device!r}: ")

@@ -13,7 +13,7 @@ import msgspec
 
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
-from isthmus.errors import UserError
+from isthmus.errors import IsthmusError
 from isthmus.runtime.conducting.holders import Asks
 from isthmus.runtime.messages.run import Way
 from isthmus.runtime.processes.describing import described_at
@@ -169,21 +169,30 @@ class _LocalAsks:
     def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
         return list(devices)
 
-    def describe(self, devices: Sequence[str], data: DataSpec, *, heldout: bool) -> dict[str, DataDescription]:
+    def describe(
+        self, devices: Sequence[str], data: DataSpec, *, heldout: bool
+    ) -> dict[str, DataDescription | IsthmusError]:
         """Devices in the same folder have the same data: one of them is asked, and speaks for all."""
-        found: dict[tuple[tuple[str, ...], Path | None], DataDescription] = {}
-        said: dict[str, DataDescription] = {}
+        found: dict[tuple[tuple[str, ...], Path | None], DataDescription | IsthmusError] = {}
+        said: dict[str, DataDescription | IsthmusError] = {}
         for device in devices:
             place = self._places.get(device, Place())
             where = place.prefix, place.data
             if where not in found:
-                try:
-                    found[where] = described_at(place, data, heldout=heldout)
-                except UserError as e:
-                    raise UserError(f"device {device!r}: {e}") if self._places else e from None
-                check_description(found[where], heldout=heldout)
+                found[where] = self._described(device, place, data, heldout=heldout)
             said[device] = found[where]
         return said
+
+    def _described(
+        self, device: str, place: Place, data: DataSpec, *, heldout: bool
+    ) -> DataDescription | IsthmusError:  # fmt: skip
+        try:
+            found = described_at(place, data, heldout=heldout)
+            check_description(found, heldout=heldout)
+        except IsthmusError as e:
+            # Where all are in one place it is of no help to say who was asked.
+            return type(e)(f"device {device!r}: {e}") if place.data is not None else e
+        return found
 
     def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
         """They have one key."""

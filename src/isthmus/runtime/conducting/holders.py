@@ -6,16 +6,23 @@ mean nothing to the coordinator (`isthmus.runtime.identity.concealed`).
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+import threading
+from collections.abc import Callable, Collection, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
 
-from isthmus.data import DataSpec, Split
+from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, difference
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import IsthmusError, PeerError, UserError
 
-NAMED: Mapping[Split, str] = {"train": "training", "heldout": "held-out"}
+NAMED: Mapping[str, str] = {"train": "training", "heldout": "held-out"}
+Digests = Mapping[str, Mapping[str, str]]
+"""By device and split."""
+
+
+class Unequal(UserError):
+    """Two devices have different data."""
 
 
 class Asks(Protocol):
@@ -25,9 +32,11 @@ class Asks(Protocol):
         """Those of them that can be asked: at least one, or every one. Waits until there are."""
         ...
 
-    def describe(self, devices: Sequence[str], data: DataSpec, *, heldout: bool) -> dict[str, DataDescription]:
-        """By device. UserError, which names the device and the field, for data that one of them does not have, may not
-        read, or describes as no data are; PeerError for a device that does not answer."""
+    def describe(
+        self, devices: Sequence[str], data: DataSpec, *, heldout: bool
+    ) -> Mapping[str, DataDescription | IsthmusError]:
+        """By device. UserError, which names the device and the field, for data that it does not have, may not read, or
+        describes as no data are; PeerError for a device that does not answer."""
         ...
 
     def are_equal(self, one: tuple[str, str], other: tuple[str, str]) -> bool:
@@ -37,39 +46,82 @@ class Asks(Protocol):
 
 
 class Holders:
-    """Those devices of one job that have described its data, by name in the order in which they were asked."""
+    """Devices that have described the data of one job."""
 
-    def __init__(self, asks: Asks, data: DataSpec, *, heldout: bool, alike: bool = True) -> None:
-        """`heldout`: whether the job needs held-out samples. With `alike` all of them must have the same samples;
-        without, each has its own, of the same columns."""
+    def __init__(
+        self, asks: Asks, data: DataSpec, candidates: Collection[str], *, heldout: bool, alike: bool = True,
+        note: Callable[[str], None] = lambda text: None,
+    ) -> None:  # fmt: skip
+        """`candidates` may be asked to read the data; `heldout`: whether the job needs held-out samples. With `alike`
+        all holders must have the same samples; without, each has its own, of the same columns. `note` is told who
+        cannot read them."""
         self._asks = asks
         self._data = msgspec.structs.replace(data, description="")  # a path of the coordinator's
+        self._candidates = tuple(candidates)
         self._heldout = heldout
         self._alike = alike
+        self._note = note
+        self._taking = threading.Lock()
+        self._asking: dict[str, threading.Thread] = {}
+        """Who came while the run was under way."""
         self.described: dict[str, DataDescription] = {}
+        """By device, in the order in which they answered."""
 
-    def ask(self, devices: Sequence[str], *, every: bool = False) -> None:
-        """Have the devices describe their data, at least one of them, or every one that was not asked before.
+    def ask(self, devices: Sequence[str] | None = None) -> None:
+        """Have all of these devices describe the data; without any, those candidates that are here, one at least.
 
-        UserError names the devices whose data cannot be used together; PeerError one that does not answer.
+        Raises Unequal, which names both devices; UserError or PeerError for one of the devices that cannot be a holder,
+        or where no candidate can.
         """
-        asked = [d for d in self._asks.here(devices, every=every) if d not in self.described]
+        here = self._asks.here(self._candidates if devices is None else devices, every=devices is not None)
+        asked = [device for device in here if device not in self.described]
+        failures: dict[str, IsthmusError] = {}
         for device, found in self._asks.describe(asked, self._data, heldout=self._heldout).items():
-            self._compare(device, found)
-            self.described[device] = found
+            try:
+                self._take(device, found)
+            except Unequal:
+                raise
+            except IsthmusError as e:
+                failures[device] = e
+        if failures and (devices is not None or not self.described):
+            raise next(iter(failures.values()))
+        for failure in failures.values():
+            self._note(f"{failure}; it is given no part that reads data")
 
     def remember(self, described: Mapping[str, DataDescription]) -> None:
         """What was found before, by another process."""
         self.described |= described
 
+    def is_known(self, device: str) -> bool:
+        """Whether it is known whether the device can read the data. One that may be and was not asked yet is asked
+        now, beside the caller's work."""
+        if device not in self._candidates or device in self.described:
+            return True
+        if device not in self._asking:
+            thread = threading.Thread(target=self._ask_late, args=(device,), name=f"describe {device}", daemon=True)
+            self._asking[device] = thread
+            thread.start()
+        return not self._asking[device].is_alive()
+
+    def _ask_late(self, device: str) -> None:
+        try:
+            self.ask([device])
+        except IsthmusError as e:
+            self._note(f"{e}; it is given no part that reads data")
+
+    def _take(self, device: str, found: DataDescription | IsthmusError) -> None:
+        if isinstance(found, IsthmusError):
+            raise found
+        with self._taking:
+            self._compare(device, found)
+            self.described[device] = found
+
     def _compare(self, device: str, found: DataDescription) -> None:
         for other, known in self.described.items():
             if (text := difference(known, found, counts=self._alike)) is not None:
-                raise UserError(f"data: devices {other!r} and {device!r} differ: {text}, expected the same on both")
-        if not self._alike:
-            return
+                raise Unequal(f"data: devices {other!r} and {device!r} differ: {text}, expected the same on both")
         silent: list[str] = []
-        for other in self.described:
+        for other in self.described if self._alike else ():
             try:
                 self._compare_samples(other, device, found)
             except PeerError as e:
@@ -77,20 +129,39 @@ class Holders:
             else:
                 return
         if silent:
-            raise PeerError(
-                f"data: device {device!r} cannot be compared with who read them before: {'; '.join(silent)}"
-            )
+            raise PeerError(f"data: those of device {device!r} cannot be compared with others': {'; '.join(silent)}")
 
     def _compare_samples(self, other: str, device: str, found: DataDescription) -> None:
         known = self.described[other]
         for split, digest in found.digests.items():
             if split in known.digests and not self._asks.are_equal((other, known.digests[split]), (device, digest)):
-                raise UserError(
+                raise Unequal(
                     f"data: devices {other!r} and {device!r} have different {NAMED[split]} samples, expected the same: "
                     "other files, or for `stdlib` another version of Python"
                 )
+
+    @property
+    def digests(self) -> dict[str, dict[str, str]]:
+        return {device: dict(found.digests) for device, found in self.described.items()}
 
 
 def agreed(described: Mapping[str, DataDescription]) -> DataDescription:
     """Of holders of the same samples: any one's, without digests."""
     return msgspec.structs.replace(next(iter(described.values())), digests={})
+
+
+def unchanged(before: Digests, now: Digests) -> bool:
+    """Whether a device that had the data then has the same now; False where none of those is here, so that nobody can
+    tell. Raises UserError for one that has others.
+
+    A device's digest compares with its own of before alone; those of devices without a key of their own, with all.
+    """
+    same = False
+    for device, digests in now.items():
+        for split, digest in digests.items():
+            if any(found.get(split) == digest for found in before.values()):
+                same = True
+            elif split in before.get(device, {}):
+                what = f"has other {NAMED[split]} samples than those that the run began with"
+                raise UserError(f"resume: data: device {device!r} {what}")
+    return same

@@ -7,7 +7,7 @@ import threading
 import time
 from collections.abc import Callable, Sequence
 
-from isthmus.fleet import Fleet, changed
+from isthmus.fleet import Fleet, changed, with_memory
 from isthmus.job import Prepared
 from isthmus.plan import Plan
 from isthmus.protocol import Layout
@@ -15,8 +15,10 @@ from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.drift import Drift, Figure, differs
 from isthmus.protocol.renewal import Gain, Renewal
 from isthmus.protocol.retries import Pair, Retries
+from isthmus.protocol.shortage import Shortage, believed_bytes
 from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.trace import Span
+from isthmus.units import format_size
 
 CHANGE_S = 5.0
 """What it costs to change the plan besides moving weights: to stop, to connect, to start."""
@@ -40,6 +42,8 @@ class Plans:
         """What plans are made for."""
         self._drift = Drift(self._believed)
         self._fits = 0
+        self._memory: dict[str, int] = {}
+        """By device, what is there where that turned out to be less than stated."""
         self._renewal = Renewal()
         self._retries = Retries(RETRY_S)
         self._adapts = replan is not None and prepared.job.runtime.adapt
@@ -101,8 +105,19 @@ class Plans:
         if found:
             self._renewal.changed()
         if found or self._drift.fits != self._fits:
-            self._fits, self._believed = self._drift.fits, self._drift.fleet()
+            self._fits, self._believed = self._drift.fits, with_memory(self._drift.fleet(), self._memory)
         return found
+
+    def short(self, device: str, shortage: Shortage) -> str:
+        """A device's memory was too little for its stage under the plan in force; returns what is believed of it from
+        now on, in words."""
+        stage = next(s for replica in self.now.plan.replicas for s in replica.stages if s.device == device)
+        stated = self._believed.device(device).memory_bytes
+        found = believed_bytes(shortage, stage.memory.total, stated)
+        self._memory[device] = found
+        self._believed = with_memory(self._believed, self._memory)
+        there = f"{format_size(shortage.capacity)} of {format_size(shortage.total)} are to be had"
+        return f"{device}: {there} now: plans count on {format_size(found)}, not on {format_size(stated)}"
 
     def to_try(self) -> Pair | None:
         """A link that was slow, carries nothing, and may have recovered: whether it has is to be tried now."""

@@ -18,9 +18,11 @@ from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure, News
 from isthmus.protocol.retries import Pair
+from isthmus.protocol.shortage import Shortage
 from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
 from isthmus.runtime.conducting.deployment import Deployment
+from isthmus.runtime.conducting.holders import Digests, Holders, unchanged
 from isthmus.runtime.conducting.plans import Plans
 from isthmus.runtime.conducting.record import Record, remove_record, write_record
 from isthmus.runtime.conducting.script import Address, Outcome
@@ -62,6 +64,8 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """The fleet as an earlier session of the run measured it, for plans; None: as stated."""
     crew: Crew = LocalCrew()
     """Who computes."""
+    holders: Holders | None = None
+    """Who has the data; None: every device, and nobody compares."""
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
@@ -105,11 +109,12 @@ class TrainingScript:
         self._news = News()
         self._periods: list[PlanPeriod] = []
         """Since when by the monotonic clock."""
+        self._holders = options.holders
         self._values = Values(prepared, self.now.written)
         self._ledger = opened_ledger(folder, self.now.protection.noise, prepared.samples.train)
         self._loaded_step: int | None = None
         """Of the state that `_values` are; None when they are of several."""
-        self.start_step = self._manifest(options.resume_from).step if options.resume_from is not None else 0
+        self.start_step = self._begun_from(options.resume_from) if options.resume_from is not None else 0
         if self._record is None:
             self._load(options.resume_from)
 
@@ -133,6 +138,16 @@ class TrainingScript:
         newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
         return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
 
+    def _begun_from(self, checkpoint: Path) -> int:
+        """The step of the checkpoint to go on from. UserError where the run cannot."""
+        manifest = self._manifest(checkpoint)
+        if self._holders is not None and manifest.data and not unchanged(manifest.data, self._holders.digests):
+            self.note(
+                "resume: nobody can tell whether the data are those of before: of the devices that had them "
+                f"({', '.join(manifest.data)}) none is here with the same key"
+            )
+        return manifest.step
+
     def _manifest(self, checkpoint: Path) -> Manifest:
         """UserError where the run cannot go on from it."""
         job, manifest = self.job, read_manifest(checkpoint)
@@ -140,7 +155,6 @@ class TrainingScript:
             ("training.seed", job.training.seed, manifest.seed),
             ("training.batch_size", job.training.batch_size, manifest.batch),
             ("training.shuffle", job.training.shuffle, manifest.shuffle),
-            ("data", self._prepared.samples.fingerprints.get("train"), manifest.data.get("train")),
         ):
             if got != saved:
                 raise UserError(f"resume: {field}: got {got}, the checkpoint {checkpoint.name} was made with {saved}")
@@ -192,7 +206,16 @@ class TrainingScript:
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]:
         epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
-        return self.now.assignments(self.run, epoch, step, addresses)
+        found = self.now.assignments(self.run, epoch, step, addresses)
+        digests = self._digests
+        return {d: msgspec.structs.replace(told, digests=digests.get(d, {})) for d, told in found.items()}
+
+    @property
+    def _digests(self) -> Digests:
+        return self._holders.digests if self._holders is not None else {}
+
+    def is_known(self, device: str) -> bool:
+        return self._holders is None or self._holders.is_known(device)
 
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         """Values of the variables that a device's stage uses, and the optimizer state of those that it owns."""
@@ -234,6 +257,9 @@ class TrainingScript:
     def tried(self, link: Pair, bandwidth_bytes_per_s: float | None) -> bool:
         return self._believed(self._plans.tried(link, bandwidth_bytes_per_s))
 
+    def short(self, device: str, shortage: Shortage) -> None:
+        self.note(self._plans.short(device, shortage))
+
     def note(self, text: str) -> None:
         self._watcher.noted(text)
 
@@ -254,7 +280,7 @@ class TrainingScript:
         self._writer.write(item.step, "rest", self._values.rest)
         directory = self._writer.commit(Manifest(
             step=item.step, seed=t.seed, batch=t.batch_size, shuffle=t.shuffle, finite=finite,
-            data=self._prepared.samples.fingerprints,
+            data={device: dict(told) for device, told in self._digests.items()},
         ))  # fmt: skip
         self._watcher.saved(item.step, directory)
 

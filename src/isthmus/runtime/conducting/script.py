@@ -12,6 +12,7 @@ from isthmus.errors import IsthmusError
 from isthmus.plan import PlanPeriod, Spent
 from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
+from isthmus.protocol.shortage import Shortage
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
@@ -80,6 +81,10 @@ class Script(Protocol):
 
     def assignments(self, addresses: Mapping[str, Address]) -> Mapping[str, Assignment]: ...
 
+    def is_known(self, device: str) -> bool:
+        """Whether plans can be made with a device that came: it was asked what data it has."""
+        ...
+
     def weights(self, device: str, own: frozenset[str]) -> Mapping[str, Tensor]:
         """What a device's stage needs, but for the parts that it has itself."""
         ...
@@ -119,6 +124,10 @@ class Script(Protocol):
 
     def tried(self, link: tuple[str, str], bandwidth_bytes_per_s: float | None) -> bool:
         """What a probe found, None for nothing. Whether the link is not as the plan assumed."""
+        ...
+
+    def short(self, device: str, shortage: Shortage) -> None:
+        """The device's memory was too little for its stage: plans are made with what there is from now on."""
         ...
 
     def acknowledged(self, step: int) -> None:

@@ -53,6 +53,12 @@ def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
                 )
 
 
+def readers(plan: Plan, captured: Captured, *, evaluates: bool) -> tuple[str, ...]:
+    """Devices that read data under a plan, in its order; `evaluates`: held-out ones too."""
+    pairs = zip(plan.devices, stage_pairs(plan, captured, clips=False), strict=True)
+    return tuple(device for device, pair in pairs if pair.train.columns or (evaluates and pair.evaluation.columns))
+
+
 def stage_pairs(
     plan: Plan, captured: Captured, *, clips: bool, skips: bool = False, scales: bool = False
 ) -> tuple[StagePair, ...]:

@@ -7,17 +7,20 @@ from collections.abc import Collection, Mapping
 from isthmus.data import Dataset, Split, load_dataset
 from isthmus.data.allowed import allowed
 from isthmus.errors import UserError
+from isthmus.runtime.identity.concealed import concealed
 from isthmus.runtime.messages.assignment import Assignment
 
 
 def stage_data(
-    assignment: Assignment, *, foreign: bool, kinds: Collection[str] | None = None, known: Mapping[str, Dataset] = {}
+    assignment: Assignment, key: bytes, *, foreign: bool, kinds: Collection[str] | None = None,
+    known: Mapping[str, Dataset] = {},
 ) -> dict[str, Dataset]:  # fmt: skip
-    """The sets that a stage with columns needs; no other stage opens any. With `foreign`, somebody else's coordinator
-    asks: it may only name what lies in this device's own data folder. `kinds` are those that the device's owner allows,
-    None for all; `known` are sets that were opened before.
+    """The sets that a stage with columns needs; no other stage opens any. `key` is the one under which this device
+    tells of its samples. With `foreign`, somebody else's coordinator asks: it may only name what lies in this device's
+    own data folder. `kinds` are those that the device's owner allows, None for all; `known` are sets that were opened
+    before.
 
-    UserError for data that are not here, that it may not ask for, or that differ from the coordinator's.
+    UserError for data that are not here, that it may not ask for, or that are not those which the device described.
     """
     found: dict[str, Dataset] = {}
     evaluates = assignment.evaluates and assignment.evaluation.columns
@@ -25,20 +28,17 @@ def stage_data(
         return found
     with allowed(assignment.data, kinds, foreign=foreign):
         if assignment.train.columns:
-            found["train"] = known.get("train") or _same(assignment, "train")
+            found["train"] = known.get("train") or _as_described(assignment, "train", key)
         if evaluates:
-            found["heldout"] = known.get("heldout") or _same(assignment, "heldout")
+            found["heldout"] = known.get("heldout") or _as_described(assignment, "heldout", key)
         for dataset in found.values():
             len(dataset)  # what is read on first use is read here
     return found
 
 
-def _same(assignment: Assignment, split: Split) -> Dataset:
-    """Devices read their own copies: one other sample and the losses mean nothing."""
-    found, expected = load_dataset(assignment.data, split), assignment.fingerprints.get(split)
-    if expected is not None and found.fingerprint != expected:
-        raise UserError(
-            f"data ({split}): this device has {found.fingerprint[:12]}, the coordinator {expected[:12]}: other files, "
-            "or for `stdlib` another version of Python"
-        )
+def _as_described(assignment: Assignment, split: Split, key: bytes) -> Dataset:
+    """Other devices have compared theirs with what this one described: one other sample and the losses mean nothing."""
+    found, expected = load_dataset(assignment.data, split), assignment.digests.get(split)
+    if expected is not None and concealed(found.fingerprint, key) != expected:
+        raise UserError(f"data ({split}): got other samples than this device described: its files have changed since")
     return found

@@ -23,6 +23,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators import HOST, Accelerator, open_accelerator
+from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
 from isthmus.errors import InternalError, IsthmusError, PeerError, StepError, UserError
 from isthmus.protocol.attempts import StepFailure
@@ -37,6 +38,7 @@ from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.meeting import Meeting
 from isthmus.runtime.device.mirroring import MirrorReceiver
 from isthmus.runtime.identity import Identity
+from isthmus.runtime.identity.concealed import ONE_OWNER
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.following import (
@@ -69,10 +71,12 @@ from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reaching import Reacher
 from isthmus.training.engine import Engine, TorchEngine
+from isthmus.training.faults import is_drivers, is_short_of_memory, shortage
 from isthmus.training.island import IslandEngine, Ranks, StageSetUp
 from isthmus.training.layout import header_of
 from isthmus.training.privatized import Privatizer
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
+from isthmus.units import format_size
 
 
 class Site(msgspec.Struct, frozen=True, kw_only=True):
@@ -99,6 +103,11 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
 
+    @property
+    def data_key(self) -> bytes:
+        """Under which this device tells of its samples."""
+        return ONE_OWNER if self.identity is None else self.identity.data_key()
+
 
 class Device:
     """One device of a run: gets a stage, runs it until the coordinator wants something else, and so on."""
@@ -109,6 +118,8 @@ class Device:
         self._foreign = site.identity is not None
         self._site = site
         self._accelerator: Accelerator = HOST
+        self._before = 0
+        """Bytes that were in use before the stage was made."""
         self._ranks: Ranks | None = None
         self._inbox: queue.SimpleQueue[object] = queue.SimpleQueue()
         self._memory: Memory[Part] = Memory()
@@ -135,7 +146,10 @@ class Device:
             # Not before the coordinator can be told that it is not there.
             self._accelerator = open_accelerator(self._site.accelerator, f"device {self._site.device}: accelerator")
             while not isinstance((order := self._next()).message, HaltMessage):
-                self._follow(order)
+                try:
+                    self._follow(order)
+                except Exception as e:
+                    self._survive(e)
         except Exception as e:
             self._say_failed(e)
             raise
@@ -162,6 +176,8 @@ class Device:
             except PeerError as e:
                 self._give_up()
                 self._say_failed(e)
+            except Exception as e:
+                self._survive(e)
         while True:
             # No deadline here: when the coordinator stays away whoever listens to it puts an error into the inbox.
             found = self._inbox.get()
@@ -171,6 +187,29 @@ class Device:
                 raise found
             if callable(found):
                 found()
+
+    def _survive(self, error: Exception) -> None:
+        """Raises what is no want of memory. Where it is, the coordinator is told the figures, and makes a plan with
+        them; then the device takes another stage."""
+        if not is_short_of_memory(error):
+            raise error
+        short = shortage(self._accelerator, error, self._before)
+        reason = f"out of memory on {self._accelerator.device}{self._stage_told()}: {short.told}"
+        print(f"device {self._site.device}: {reason}", file=sys.stderr, flush=True)
+        failure = StepFailure(step=-1, what="memory", reason=reason, memory=True)
+        self._say(Failed(
+            run=self._run, epoch=self._epoch, reason=reason, fault="device", failure=failure, shortage=short
+        ))  # fmt: skip
+        self._give_up()
+
+    def _stage_told(self) -> str:
+        """Which stage it has, or is to get."""
+        assignment = self._executor.assignment if self._executor is not None else None
+        assignment = self._pending[0] if self._pending is not None else assignment
+        if assignment is None:
+            return ""
+        planned = f", planned to take {format_size(assignment.memory_bytes)}" if assignment.memory_bytes else ""
+        return f" in stage {assignment.view.stage}{planned}"
 
     def _follow(self, order: Order) -> None:
         message = order.message
@@ -242,11 +281,14 @@ class Device:
             self._say_failed(e)
             return
         self._pending = (assignment, channels)
-        self._data |= stage_data(assignment, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data)
+        self._data |= stage_data(
+            assignment, self._site.data_key, foreign=self._foreign, kinds=self._site.data_kinds, known=self._data
+        )
 
     def _start(self, values: Mapping[str, Tensor]) -> None:
         assert self._pending is not None
-        (assignment, channels), self._pending = self._pending, None
+        assignment, channels = self._pending
+        self._check_room(assignment.memory_bytes)
         released, private = assignment.released, None
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
@@ -258,8 +300,17 @@ class Device:
             assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
             executor.record, MirrorReceiver(assignment.mirrored, partial(self._mirrored, assignment)), executor.ways,
         )  # fmt: skip
-        self._executor = executor
+        self._executor, self._pending = executor, None
         self._say(ReadyMessage(run=self._run, epoch=assignment.epoch, ways=self._meeting.ways()))
+
+    def _check_room(self, planned: int) -> None:
+        """An accelerator whose memory is less than the plan thinks is known before the stage is made."""
+        found = self._accelerator.memory()
+        self._before = found.allocated
+        self._accelerator.reset_peak()
+        room = found.free + found.reserved - found.allocated
+        if self._accelerator.asynchronous and planned > room:
+            raise torch.OutOfMemoryError(f"tried to allocate {planned} bytes, {room} are there")
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
@@ -291,7 +342,8 @@ class Device:
         live = executor.live()
         if live is not None:
             step, state = live
-            self._memory.keep(self._epoch, step, by_part(state))
+            # On the host: the next stage needs the accelerator's memory.
+            self._memory.keep(self._epoch, step, by_part(to_host(self._accelerator, state)))
         self._drop_stale()
 
     def _drop_stale(self) -> None:
@@ -338,14 +390,19 @@ class Device:
         if isinstance(error, StepError):
             failure = StepFailure(step=error.step, what=error.what, reason=_reason(error))
         self._say(Failed(
-            run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error), failure=failure
+            run=self._run, epoch=self._epoch, reason=_reason(error), fault=_fault(error), failure=failure,
+            starts_again=is_drivers(error),
         ))  # fmt: skip
 
 
 def _reason(error: Exception) -> str:
     """One line: whatever was raised here, it is told on another machine."""
-    text = " ".join(str(error).split())[:500]
+    text = _line(error)
     return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
+
+
+def _line(error: Exception) -> str:
+    return " ".join(str(error).split())[:500]
 
 
 def _fault(error: Exception) -> Literal["user", "device", "other"]:
@@ -398,6 +455,9 @@ def main(arguments: Sequence[str]) -> None:
     except IsthmusError as e:
         print(f"device {options.device}: {e}", file=sys.stderr)
         sys.exit(e.exit_code)
+    except torch.AcceleratorError as e:
+        print(f"device {options.device}: {options.accelerator} failed: {_line(e)}", file=sys.stderr)
+        sys.exit(PeerError.exit_code)
     except Exception:
         traceback.print_exc()
         sys.exit(InternalError.exit_code)

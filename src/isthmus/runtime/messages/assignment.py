@@ -93,8 +93,9 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     discloses: bool = True
     """Whether gradients of its parameters may be lent to who comes later."""
     data: DataSpec
-    fingerprints: dict[str, str] = {}
-    """Of the coordinator's copy of the data, by split."""
+    digests: dict[str, str] = {}
+    """What this device told of its samples before the run, by split: under its own key, so that it alone can tell
+    whether they are still the same. Empty where it told nothing."""
     train_samples: int
     """With the seed, and whether they are shuffled, this is the order in which they are used."""
     shuffle: bool = True
@@ -114,6 +115,8 @@ class Assignment(msgspec.Struct, frozen=True, kw_only=True):
     mirror: Mirror | None = None
     mirrored: dict[int, dict[str, tuple[int, ...]]] = {}
     """Stages whose snapshots this device keeps copies of, with the shapes of their parts."""
+    memory_bytes: int = 0
+    """What the plan says that the stage takes; 0 where it does not say."""
     threads: int = 1
     patience_s: float = 60.0
     trace: bool = True

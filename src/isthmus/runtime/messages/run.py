@@ -10,6 +10,7 @@ from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.events import Parcel
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import Holding
+from isthmus.protocol.shortage import Shortage
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
@@ -103,7 +104,12 @@ class Failed(Message, frozen=True, kw_only=True):
     fault: Literal["user", "device", "other"]
     """Whose: the job's, this device's, or another device's, which fell silent or sent what is wrong."""
     failure: StepFailure | None = None
-    """Of a step, by the job's model or data: the device can go on with another stage, or try again."""
+    """Of a step, by the job's model or data, or for want of memory: the device can go on with another stage, or try
+    again."""
+    shortage: Shortage | None = None
+    """What the device lacked, if that was memory."""
+    starts_again: bool = False
+    """Whether a new process of the device may do better: as after an error of a driver."""
 
 
 class Heartbeat(Message, frozen=True, kw_only=True):

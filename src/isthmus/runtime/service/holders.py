@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import secrets
+import threading
 from collections.abc import Sequence
-from concurrent.futures import ThreadPoolExecutor
 from typing import Protocol
 
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
-from isthmus.errors import PeerError, UserError
+from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.plain import plain
 from isthmus.runtime.messages.data import Compare, Compared, Describe, Described
 from isthmus.runtime.service.fleet_probe import Asking
@@ -17,7 +17,6 @@ from isthmus.runtime.service.fleet_probe import Asking
 DESCRIBE_S = 3600.0
 """Whoever has much data reads for long. One that leaves meanwhile is not waited for."""
 COMPARE_S = 60.0
-MOST_AT_ONCE = 16
 
 
 class Gathering(Asking, Protocol):
@@ -39,10 +38,24 @@ class FleetAsks:
             return list(devices)
         return self._service.wait_for_any(devices)
 
-    def describe(self, devices: Sequence[str], data: DataSpec, *, heldout: bool) -> dict[str, DataDescription]:
-        with ThreadPoolExecutor(MOST_AT_ONCE) as pool:
-            found = pool.map(lambda device: self._described(device, data, heldout=heldout), devices)
-            return dict(zip(devices, found, strict=True))
+    def describe(
+        self, devices: Sequence[str], data: DataSpec, *, heldout: bool
+    ) -> dict[str, DataDescription | IsthmusError]:
+        """All at the same time, in threads that nobody waits for after Ctrl-C."""
+        said: dict[str, DataDescription | IsthmusError] = {}
+
+        def ask(device: str) -> None:
+            try:
+                said[device] = self._described(device, data, heldout=heldout)
+            except IsthmusError as e:
+                said[device] = e
+
+        threads = [threading.Thread(target=ask, args=(device,), daemon=True) for device in devices]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        return {device: said[device] for device in devices}
 
     def _described(self, device: str, data: DataSpec, *, heldout: bool) -> DataDescription:
         asked = Describe(run=secrets.token_hex(8), data=data, heldout=heldout)
