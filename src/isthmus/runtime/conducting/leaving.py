@@ -246,12 +246,13 @@ def _check_trained(
     prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], raw: frozenset[int], held: Sequence[bool]
 ) -> None:
     """Gradients of weights that learn from raw samples stay where they are."""
-    if prepared.job.training.exchanges_norms:
-        t = prepared.job.training
-        field = f"clip_norm: got {t.clip_norm:g}" if t.clip_norm > 0 else f"non_finite: got {t.non_finite!r}"
+    t = prepared.job.training
+    if t.exchanges_norms:
+        field, got = ("clip_norm", t.clip_norm) if t.clip_norm > 0 else ("non_finite", t.non_finite)
+        field, got = ("precision", t.precision) if t.loss_scaling is not None else (field, got)
         raise UserError(
-            f"training.{field} beside {FIELD}.weights = 'trained', expected none: norms of gradients of raw samples "
-            "would leave the data holders"
+            f"training.{field}: got {got!r} beside {FIELD}.weights = 'trained', by which norms of gradients of raw "
+            "samples would leave the data holders, expected weights = 'frozen', or a step that no norm decides"
         )
     for worker in sorted(raw):
         train, device = pairs[worker].train, plan.devices[worker]
