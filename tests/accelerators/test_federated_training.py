@@ -9,6 +9,7 @@ import torch
 from tests.federated.populations import Run
 
 from isthmus.accelerators import Accelerator, open_accelerator
+from isthmus.accelerators.checked import open_checked
 from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import load_federated_job
@@ -43,6 +44,19 @@ def test_the_model_is_the_cpus(name: str, kind: str, tmp_path: Path) -> None:
     host, device = (run.model for run in runs)
     assert device.device.type == "cpu", "the server's values are the host's"
     assert (device - host).abs().max() <= (0.0 if kind == "checked:0" else 1e-9)
+
+
+@pytest.mark.parametrize(("name", "values"), [("fedavg", 1), ("scaffold", 2)])
+def test_the_host_waits_once_for_each_value_of_a_client(name: str, values: int, tmp_path: Path) -> None:
+    accelerator = open_checked(8)
+    run = Run(name, {}, tmp_path, executors=2, rounds=3, accelerator=accelerator)
+    accelerator.reset_counts()
+    run.run()
+    counts, clients = accelerator.counts(), sum(len(t) for r in run.records for t in r.trained.values())
+    sums = 3 * 2 * values
+    states = clients if name == "scaffold" else 0
+    assert counts.implicit_copies == counts.host_synchronizations == 0, counts.places
+    assert counts.event_waits <= clients * values + sums + states, counts.places
 
 
 @pytest.mark.parametrize("kind", KINDS)

@@ -43,7 +43,8 @@ class DeviceSum(FixedSum):
 
     def _add(self, rows: Tensor, weight: float) -> None:
         factor = weight * self._factor
-        largest = largest_of(rows) * abs(factor)
+        ends = torch.stack(torch.aminmax(rows)) if rows.numel() else rows.new_zeros(2)
+        largest = largest_of(self._down(ends)) * abs(factor)  # a number that is none is both ends
         if not largest < LIMIT:
             within = f"{LIMIT / factor:.3g}" if factor else "any bound"
             raise DivergedUpdate(f"got {worst_of(rows)}, expected numbers within {within}")

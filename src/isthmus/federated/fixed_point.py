@@ -200,9 +200,6 @@ def largest_of(numbers: Tensor) -> float:
     """The largest distance from 0; not a number if there is one that is none."""
     if not numbers.numel():
         return 0.0
-    if numbers.device.type != "cpu":
-        low, high = torch.stack(torch.aminmax(numbers)).tolist()  # one look; a number that is none is both
-        return max(-low, high) if low == low else math.nan
     if numbers.dtype == torch.bfloat16:  # which numpy does not know
         numbers = numbers.float()
     array = numbers.numpy()
