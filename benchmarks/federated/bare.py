@@ -43,6 +43,8 @@ def run(task: Task, folder: Path, _: dict[str, int]) -> None:
         for client in cohort:
             torch._foreach_add_(total, trainer.train(round_, client), alpha=task.samples(client) / weight)
         torch._foreach_copy_(start, total)
+        if task.device != "cpu":
+            torch.accelerator.synchronize()
         rounds.end()
     torch._foreach_copy_([p.data for p in trainer.parameters], start)
     rounds.write(folder, weights_of(trainer.module))

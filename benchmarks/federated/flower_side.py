@@ -21,6 +21,8 @@ from flwr.simulation import run_simulation
 from task import Rounds, Task, weights_of
 
 FOLDER = "COMPARED_TASK"
+ACTORS = 2
+"""That share a GPU, as our executors do."""
 
 client_app = ClientApp()
 
@@ -90,7 +92,7 @@ def run(task: Task, folder: Path, _: dict[str, int]) -> None:
     run_simulation(
         server_app, client_app, num_supernodes=task.clients,
         backend_config={
-            "client_resources": {"num_cpus": 1, "num_gpus": 0.0},
-            "init_args": {"num_cpus": 2, "logging_level": "error", "log_to_driver": False},
+            "client_resources": {"num_cpus": 1, "num_gpus": 0.0 if task.device == "cpu" else 1 / ACTORS},
+            "init_args": {"num_cpus": ACTORS, "logging_level": "error", "log_to_driver": False},
         },
     )  # fmt: skip

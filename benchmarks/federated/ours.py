@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import json
+import os
 import tempfile
 from pathlib import Path
 
 import msgspec
-from task import Rounds, Task
+from task import DEVICE, Rounds, Task
 
 from isthmus.federated.job import FederatedJob
 from isthmus.runtime.federated.run import FederatedRun
@@ -28,7 +29,7 @@ def job_of(folder: Path, executors: int, together: int) -> FederatedJob:
         },
         "local": {name: settings[name] for name in ("epochs", "batch_size", "learning_rate")},
         "participation": {"clients": settings["clients_a_round"]},
-        "execution": {"executors": executors, "together": together},
+        "execution": {"executors": executors, "together": together, "device": os.environ.get(DEVICE, "cpu")},
     }  # fmt: skip
     return msgspec.convert(document, FederatedJob)
 

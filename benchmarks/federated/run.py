@@ -26,6 +26,7 @@ import numpy as np
 from rich.console import Console
 from rich.table import Table
 from sides import SIDES, Ran, Side, run
+from task import DEVICE
 from workloads import WORKLOADS, Workload, write
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
@@ -68,7 +69,9 @@ def main() -> int:
     parser.add_argument("--sides", help="names, with semicolons between them")
     parser.add_argument("--repeats", type=int, default=0)
     parser.add_argument("--memory", action="store_true", help="memory and weights in place of times, in fewer rounds")
+    parser.add_argument("--device", default="cpu", help="where clients train; beside the CPU give --json, --sides too")
     options = parser.parse_args()
+    os.environ[DEVICE] = options.device
     names = options.sides.split(";") if options.sides else QUICK if options.quick else [s.name for s in SIDES]
     sides = [side for side in SIDES if side.name in names]
     before = msgspec.json.decode(options.json.read_bytes(), type=Report).rows if options.json.is_file() else ()

@@ -6,6 +6,7 @@ Needs torch and numpy only: the peers have environments of their own.
 from __future__ import annotations
 
 import json
+import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
@@ -16,6 +17,9 @@ import torch
 from networks import NETWORKS, Classifier
 from torch import Tensor
 
+DEVICE = "COMPARED_DEVICE"
+"""The environment's variable that says where clients train; the CPU without it."""
+
 
 class Task:
     """Read-only. Samples lie in mapped files, so that several processes share them."""
@@ -23,6 +27,7 @@ class Task:
     def __init__(self, folder: Path) -> None:
         settings: dict[str, Any] = json.loads((folder / "settings.json").read_text())
         self.folder = folder
+        self.device = os.environ.get(DEVICE, "cpu")
         self.network: str = settings["network"]
         self.rounds: int = settings["rounds"]
         self.epochs: int = settings["epochs"]
@@ -47,7 +52,7 @@ class Task:
         """With the weights that all begin with."""
         module = NETWORKS[self.network]()
         load_weights(module, torch.from_numpy(np.load(self.folder / "weights.npy")))
-        return module
+        return module.to(self.device)
 
     def shuffled(self, round_: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
         """Of each epoch: all samples of the client, in its order of this round."""
@@ -57,7 +62,7 @@ class Task:
         for epoch in range(self.epochs):
             start = at + epoch * (last - first)
             order = self._orders[start : start + last - first]
-            yield pixels[order], labels[order]
+            yield pixels[order].to(self.device), labels[order].to(self.device)
 
     def batches(self, round_: int, client: int) -> Iterator[tuple[Tensor, Tensor]]:
         for pixels, labels in self.shuffled(round_, client):
@@ -79,7 +84,7 @@ class Rounds:
 
 
 def weights_of(module: torch.nn.Module) -> Tensor:
-    return torch.cat([p.detach().reshape(-1) for p in module.parameters()])
+    return torch.cat([p.detach().reshape(-1) for p in module.parameters()]).cpu()
 
 
 def load_weights(module: torch.nn.Module, weights: Tensor) -> None:

@@ -1,0 +1,88 @@
+"""A pipeline whose processes share one accelerator, over emulated links: predicted first, then measured."""
+
+from __future__ import annotations
+
+import sys
+import tempfile
+from pathlib import Path
+
+import msgspec
+from gpu_cases import FAR, Case, fleet_of, plan_of
+from hidden import copies_hidden, sends_hidden
+from stage_memory import StageBytes, measured_bytes
+
+from isthmus.cost.calibration import Warmup, calibrate
+from isthmus.cost.memory import elements
+from isthmus.fleet import Fleet, corrected
+from isthmus.job import Prepared, prepare
+from isthmus.plan import Plan
+from isthmus.runtime.conducting.crew import LocalCrew
+from isthmus.runtime.conducting.places import local_places
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
+from isthmus.simulator import Overheads, SimulationOptions, simulate
+from isthmus.trace import Trace, steady_step_s
+
+WARMUP_STEPS = 4
+
+
+class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
+    """A row of the table."""
+
+    key: str
+    size: str
+    when: str
+    device: str
+    parameters: int
+    tokens_per_s: float
+    step_s: float
+    predicted_s: float
+    sends_hidden: float | None
+    copies_hidden: float | None
+    """None where nothing is copied."""
+    memory: tuple[StageBytes, ...]
+
+    @property
+    def error(self) -> float:
+        return self.predicted_s / self.step_s - 1
+
+    @property
+    def memory_error(self) -> float:
+        """Of the stage whose memory is furthest from what the plan says."""
+        return max((s.error for s in self.memory), key=abs)
+
+
+def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> Trace:
+    crew = LocalCrew(places=local_places(prepared.job.runtime.device, fleet.names))
+    with tempfile.TemporaryDirectory() as folder:
+        outcome = train(prepared, plan, fleet, Path(folder), RunOptions(crew=crew), Watcher())
+    check_outcome(outcome)
+    return Trace(source="runtime", run="gpu", spans=outcome.spans)
+
+
+def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
+    prepared, fleet = prepare(case.job(device)), fleet_of(case.stages, FAR)
+    brief = msgspec.structs.replace(prepared, job=case.job(device, steps=WARMUP_STEPS))
+    warmups: list[Warmup] = []
+    for shares in case.warmups:
+        plan = plan_of(prepared, fleet, shares)
+        print(f"  warm-up with shares {shares} ...", file=sys.stderr)
+        warmups.append(Warmup(plan, run_plan(brief, plan, fleet)))
+    calibration = calibrate(warmups)
+    equal = (1,) * case.stages
+    # The plan's limits of micro-batches in flight come of the speeds that were found.
+    speeds = calibration.flops_per_s(plan_of(prepared, fleet, equal))
+    plan = plan_of(prepared, corrected(fleet, speeds, {}), equal)
+    options = SimulationOptions(
+        durations=calibration.durations(plan), header_bytes=calibration.header_bytes,
+        overheads=Overheads(tasklet_s=calibration.tasklet_s, handover_s=calibration.handover_s),
+    )  # fmt: skip
+    predicted_s = steady_step_s(simulate(plan, fleet, run_spec(prepared), options))
+    trace = run_plan(prepared, plan, fleet)
+    step_s = steady_step_s(trace)
+    return Pipeline(
+        key=case.key, size=case.size, when=when, device=hardware, step_s=step_s, predicted_s=predicted_s,
+        parameters=sum(elements(op) for op in prepared.captured.train.ops if op.kind == "parameter"),
+        tokens_per_s=case.tokens / step_s,
+        sends_hidden=sends_hidden(trace), copies_hidden=copies_hidden(trace),
+        memory=measured_bytes(prepared, plan, device),
+    )  # fmt: skip
