@@ -17,6 +17,7 @@ WITHOUT_TORCH = [
 ]  # fmt: skip
 
 PUBLIC = {
+    "accelerators": "AUTO Accelerator Event HOST MemoryUse Stream accelerator_names open_accelerator resolve_accelerator",
     "cli": "app main",
     "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem Room broken_term "
     "build_again build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place "
@@ -25,7 +26,7 @@ PUBLIC = {
     "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
-    "load_fleet parse_fleet resolve_fleet topology topology_names",
+    "load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
@@ -37,10 +38,10 @@ PUBLIC = {
     "describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
-    "PlanComparison PlanningProgress Progress StageSummary Transfer compared_table comparison_summary comparison_table "
-    "draw_loss draw_plan draw_timeline during explain explanation_text fleet_table improvements last_period "
-    "least_headroom plan_summary plan_table planners_table prediction_error ranked run_summary topologies_table "
-    "verdict_table",
+    "PlanComparison PlanningProgress Progress StageMemoryUse StageSummary Transfer compared_table "
+    "comparison_summary comparison_table draw_loss draw_plan draw_timeline during explain explanation_text "
+    "fleet_table improvements last_period least_headroom memory_table memory_use plan_summary plan_table "
+    "planners_table prediction_error ranked run_summary topologies_table verdict_table",
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "

@@ -16,6 +16,7 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.protocol import Coordinator, Item, Layout, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
+from isthmus.protocol.shortage import MemoryPeak
 from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.losses import GRACE_S, Losses
 from isthmus.runtime.conducting.script import Address, Outcome
@@ -110,7 +111,7 @@ class NotedScript:
             time.sleep(self.slow_s if len(self.losses) == 2 else 0.0)
         return False
 
-    def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
         assert torch.equal(state["w"], STATE["w"])
         self.saved_by.append((item.step, device))
 

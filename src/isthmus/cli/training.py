@@ -31,6 +31,8 @@ from isthmus.report import (
     draw_timeline,
     during,
     last_period,
+    memory_table,
+    memory_use,
     plan_table,
     run_summary,
 )
@@ -221,6 +223,7 @@ def _report(
         draw_loss(train_points, heldout, folder.loss_picture, unit=_unit(prepared))
     summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
     if summary is not None and last is not None:
+        summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))
         draw_timeline(during(predicted, periods, last), during(measured, periods, last), folder.timeline)
         folder.summary.write_bytes(summary.as_json())
     if choices.json:
@@ -228,6 +231,8 @@ def _report(
         return
     if summary is not None:
         out.print(comparison_table(summary))
+        if summary.memory:
+            out.print(memory_table(summary.memory))
     if outcome.spent is not None:
         out.print(f"local privacy of each sample: {outcome.spent}", highlight=False)
     if heldout:

@@ -1,4 +1,4 @@
-"""A device whose memory was too little for its stage, and what plans may count on there from then on."""
+"""How much memory a stage took; where that was too little, what plans may count on there from then on."""
 
 from __future__ import annotations
 
@@ -34,6 +34,16 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
         asked = f"asked for {format_size(self.asked)}, " if self.asked else ""
         held = f"{format_size(self.reserved)} reserved by this device"
         return f"{asked}{format_size(self.free)} of {format_size(self.total)} free, {held}"
+
+
+class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
+    """The most that a stage had reserved while it ran, in bytes."""
+
+    size_bytes: int
+    """Of an accelerator, what torch's allocator took from it; of the CPU, by how much the process's resident set
+    exceeded what it was before."""
+    resident: bool
+    """Whether it is of a resident set."""
 
 
 def believed_bytes(short: Shortage, planned: int, stated: int) -> int:

@@ -3,6 +3,7 @@
 from isthmus.report.compared import ComparedPlan, Comparison, Headroom, compared_table, least_headroom, ranked
 from isthmus.report.explanation import Explanation, explain, explanation_text
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
+from isthmus.report.memory import memory_table, memory_use
 from isthmus.report.periods import during, last_period, run_summary
 from isthmus.report.pictures import draw_loss, draw_plan, draw_timeline
 from isthmus.report.planning_progress import PlanningProgress
@@ -13,6 +14,7 @@ from isthmus.report.summary import (
     LinkUse,
     PlanComparison,
     PlanSummary,
+    StageMemoryUse,
     StageSummary,
     Transfer,
     comparison_summary,
@@ -36,6 +38,7 @@ __all__ = [
     "PlanSummary",
     "PlanningProgress",
     "Progress",
+    "StageMemoryUse",
     "StageSummary",
     "Transfer",
     "compared_table",
@@ -51,6 +54,8 @@ __all__ = [
     "improvements",
     "last_period",
     "least_headroom",
+    "memory_table",
+    "memory_use",
     "plan_summary",
     "plan_table",
     "planners_table",

@@ -97,6 +97,25 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     measured_bytes_per_s: float | None
 
 
+class StageMemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of one stage."""
+
+    device: str
+    replica: int
+    stage: int
+    """In its replica."""
+    predicted_bytes: int
+    peak_bytes: int
+    """What torch's allocator took from an accelerator at most; on the CPU, by how much the process grew."""
+    resident: bool
+    """Whether the peak is that of a process on the CPU."""
+
+    @property
+    def excess(self) -> float:
+        """Peak over prediction, less 1."""
+        return self.peak_bytes / self.predicted_bytes - 1 if self.predicted_bytes else 0.0
+
+
 class PlanComparison(msgspec.Struct, frozen=True, kw_only=True):
     """One of a run's plans: seconds per step as it predicted, and as was measured while it was in force."""
 
@@ -131,6 +150,8 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[LinkUse, ...]
     plans: tuple[PlanComparison, ...] = ()
     """Of a run: each of its plans, in order."""
+    memory: tuple[StageMemoryUse, ...] = ()
+    """Of a run: its stages under the last of its plans, as far as their devices told it."""
 
     def as_json(self) -> bytes:
         """One line of JSON."""

@@ -56,6 +56,7 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.crew import NoWork, Work
 from isthmus.runtime.conducting.deadlines import Deadlines
+from isthmus.runtime.conducting.link_trials import LinkTrials
 from isthmus.runtime.conducting.losses import Losses, without_name
 from isthmus.runtime.conducting.newcomers import Newcomers
 from isthmus.runtime.conducting.script import Address, Outcome, Recovery, Script
@@ -139,8 +140,7 @@ class Conductor:
         self._losses = Losses(self._ended)
         self._deadlines = Deadlines(patience_s, start_s, script.note)
         self._offered: set[str] = set()
-        self._probed: queue.SimpleQueue[tuple[tuple[str, str], float | None]] = queue.SimpleQueue()
-        """Links that were tried, and how fast they are."""
+        self._trials = LinkTrials(script)
         self._recoveries: list[Recovery] = []
         self._short = False
         """Whether memory was short on a device since the last step."""
@@ -231,7 +231,8 @@ class Conductor:
             self._losses.settled(device)
             returns = self._work.returns(device) and not for_good and phase != "recalling"  # is not waited for twice
             return self._handle(Lost(device=device, reason=without_name(self._verdict, device), returns=returns))
-        self._try_links()
+        if self._trials.look(self._work, running=phase == "running"):
+            self._heard.put(Changed())
         offers = {d for d in self._work.offers() if d not in self._lanes and self._script.is_known(d)}
         fresh, self._offered = offers - self._offered, offers
         finish: Finish | None = None
@@ -239,22 +240,6 @@ class Conductor:
         for event in (*wishes, *(Leaving(device=device) for device in self._work.leaving() if device in self._lanes)):
             finish = self._handle(event) or finish
         return finish
-
-    def _try_links(self) -> None:
-        """Whether one that was slow has recovered, beside the work."""
-        if not self._probed.empty() and self._script.tried(*self._probed.get()):
-            self._heard.put(Changed())
-        running = self.machine.statistics().phase == "running"
-        if running and (link := self._script.to_try()) is not None:
-            threading.Thread(target=self._probe, args=(link,), name="probe", daemon=True).start()
-
-    def _probe(self, link: tuple[str, str]) -> None:
-        found = None
-        try:
-            found = self._script.emulated(link)
-            found = self._work.bandwidth(*link) if found is None else found
-        finally:  # nothing found, whatever the reason: another try comes later
-            self._probed.put((link, found))
 
     def _handle(self, event: CoordinatorEvent) -> Finish | None:
         finish: Finish | None = None
@@ -355,7 +340,8 @@ class Conductor:
         self._late_s[device] = self._late_s.get(device, 0.0) + message.late_s
         item = self._items[message.item]
         if item.kind == "save":
-            self._script.saved(item, device, {h.name: t for h, t in zip(message.tensors, tensors, strict=True)})
+            state = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
+            self._script.saved(item, device, state, message.peak)
         return Reported(
             device=device, item=message.item, loss=message.loss, count=message.count, epoch=message.epoch,
             non_finite=message.non_finite,

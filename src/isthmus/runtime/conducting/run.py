@@ -18,7 +18,7 @@ from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure, News
 from isthmus.protocol.retries import Pair
-from isthmus.protocol.shortage import Shortage
+from isthmus.protocol.shortage import MemoryPeak, Shortage
 from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
 from isthmus.runtime.conducting.deployment import Deployment
@@ -105,6 +105,8 @@ class TrainingScript:
             prepared, first, fleet, options.replan, believed=options.believed, emulate=options.emulate
         )
         self._lineage = Lineage(self._record.lineage if self._record is not None else ())
+        self.peaks: dict[str, MemoryPeak] = {}
+        """By device of the plan in force."""
         self._begun: Begin | None = None
         self._news = News()
         self._periods: list[PlanPeriod] = []
@@ -174,6 +176,7 @@ class TrainingScript:
 
     def begin(self, begin: Begin, layout: Layout) -> None:
         self._plans.begin(layout, begin.step)
+        self.peaks.clear()
         self._periods.append(self._period(begin.step, time.monotonic()))
         first, self._begun = self._begun is None and self._record is None, begin
         self._lineage.begin(begin.epoch, begin.step)
@@ -266,7 +269,9 @@ class TrainingScript:
     def acknowledged(self, step: int) -> None:
         self._watcher.acknowledged(step)
 
-    def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
+        if peak is not None:
+            self.peaks[device] = peak
         pair, replica = self.now.by_device[device], self.now.replica(device)
         stage = f"stage-{pair.view.stage - pair.view.first}"
         if not replica:
@@ -304,7 +309,9 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
     with options.crew.at_work(call, conductor.reception) as work:
         outcome = conductor.conduct(work)
     remove_record(folder)
-    outcome = msgspec.structs.replace(outcome, periods=script.periods(outcome.origin_s), spent=script.spent)
+    outcome = msgspec.structs.replace(
+        outcome, periods=script.periods(outcome.origin_s), spent=script.spent, peaks=script.peaks
+    )
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome

@@ -12,7 +12,7 @@ from isthmus.errors import IsthmusError
 from isthmus.plan import PlanPeriod, Spent
 from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
-from isthmus.protocol.shortage import Shortage
+from isthmus.protocol.shortage import MemoryPeak, Shortage
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.trace import Span
@@ -38,6 +38,8 @@ class Outcome(msgspec.Struct, frozen=True, kw_only=True):
     """The monotonic clock at the first item's opening; 0 when there was none."""
     periods: tuple[PlanPeriod, ...] = ()
     """The run's plans."""
+    peaks: Mapping[str, MemoryPeak] = {}
+    """By device, of its stage under the last plan."""
     spent: Spent | None = None
     """What messages told of samples, in this session and those before it; None where nothing covers them."""
 
@@ -134,8 +136,8 @@ class Script(Protocol):
         """The state after this step is held by more than one device."""
         ...
 
-    def saved(self, item: Item, device: str, state: Mapping[str, Tensor]) -> None:
-        """A device's part of a checkpoint is here."""
+    def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
+        """A device's part of a checkpoint is here, and the most memory that it had so far."""
         ...
 
     def commit(self, item: Item, *, finite: bool) -> None:

@@ -28,6 +28,7 @@ from isthmus.data import Dataset
 from isthmus.errors import InternalError, IsthmusError, PeerError, StepError, UserError
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
+from isthmus.protocol.shortage import MemoryPeak
 from isthmus.runtime.device.control import Control, CoordinatorGone
 from isthmus.runtime.device.data import stage_data
 from isthmus.runtime.device.executor import Done, Executor, Order
@@ -371,6 +372,11 @@ class Device:
 
         self._inbox.put(keep)
 
+    def _peak(self) -> MemoryPeak:
+        found = self._accelerator.memory()
+        size_bytes = max(0, found.peak_reserved - self._before)
+        return MemoryPeak(size_bytes=size_bytes, resident=not self._accelerator.asynchronous)
+
     def _report(self, done: Done) -> None:
         state = done.state.tensors() if done.state is not None else {}
         headers = tuple(header_of(name, t) for name, t in state.items())
@@ -378,6 +384,7 @@ class Device:
             ReportMessage(
                 run=self._run, epoch=self._epoch, item=done.item, loss=done.loss, count=done.count,
                 spans=done.spans, late_s=done.late_s, tensors=headers, non_finite=done.non_finite,
+                peak=self._peak() if done.state else None,
             ),
             list(state.values()), done.state,
         )  # fmt: skip

@@ -10,7 +10,7 @@ from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.events import Parcel
 from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.recovery import Holding
-from isthmus.protocol.shortage import Shortage
+from isthmus.protocol.shortage import MemoryPeak, Shortage
 from isthmus.protocol.work import Item
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.runtime.messages.message import Message
@@ -95,6 +95,8 @@ class ReportMessage(Message, frozen=True, kw_only=True):
     """Emulation only: by how much this item's tasklets overran their emulated durations, in sum."""
     non_finite: NonFinite | None = None
     """The first place on this device where the item's numbers were not finite."""
+    peak: MemoryPeak | None = None
+    """With a save: of the stage so far."""
 
 
 class Failed(Message, frozen=True, kw_only=True):
