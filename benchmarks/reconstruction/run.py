@@ -29,7 +29,7 @@ from torch import nn
 from isthmus.data import DataSpec, load_dataset
 from isthmus.job import Prepared
 from isthmus.plan import ActivationNoise, Plan
-from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training.accounting import epsilon_of, squared_mu
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
 
@@ -68,7 +68,7 @@ class Results(msgspec.Struct, frozen=True, kw_only=True):
 
 
 def trained(prepared: Prepared, plan: Plan, folder: Path) -> nn.Module:
-    train(prepared, plan, fleet(), folder, RunOptions(emulate=False), Watcher())
+    check_outcome(train(prepared, plan, fleet(), folder, RunOptions(emulate=False), Watcher()))
     module = prepared.build()
     load_checkpoint(module, latest_checkpoint(folder / "checkpoints"))
     return module.eval()

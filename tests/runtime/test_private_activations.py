@@ -99,6 +99,16 @@ def test_weights_before_the_noise_stay_and_what_was_sent_is_counted(tmp_path: Pa
     assert "Values that leave d0 for d1 are clipped to 1.5 per sample (32 numbers) and noised with sigma 6." in text
 
 
+@pytest.mark.parametrize("weights", ["frozen", "trained"])
+def test_a_stage_whose_samples_depend_on_each_other_sends_nothing(tmp_path: Path, weights: str) -> None:
+    """A softmax over samples keeps their shape: the holder finds it by trying."""
+    noise = msgspec.convert(msgspec.to_builtins(PUBLIC) | {"weights": weights}, ActivationNoise)
+    prepared = prepare(net_job(noise, options={"competes": True}))
+    with pytest.raises(UserError, match=r"value 'softmax' of device 'd0' changes for a sample when another one"):
+        run(prepared, [after(prepared, "softmax")], tmp_path)
+    assert read_spent(tmp_path) is None
+
+
 # Which values, how much noise
 
 

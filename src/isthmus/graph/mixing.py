@@ -38,6 +38,13 @@ def mixes(stage: StageGraph) -> Op | None:
     return next((over_all[c.value] for c in stage.sends if c.value in over_all), None)
 
 
+def sample_axis(spec: TensorSpec) -> int | None:
+    """The only axis that grows with the samples, if it has one element for each."""
+    few, many = (spec.shape_at(size) for size in SIZES)
+    grown = [axis for axis, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
+    return grown[0] if len(grown) == 1 and (few[grown[0]], many[grown[0]]) == SIZES else None
+
+
 def _normalises_batches(op: Op) -> bool:
     """By the batch's own mean and variance, as in training, and not by kept ones."""
     return op.target.startswith("aten.batch_norm.") and op.args[5] is True

@@ -15,8 +15,8 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, OpGraph, StageGraph
 from isthmus.graph.labels import label_columns
-from isthmus.graph.mixing import SIZES, mixes
-from isthmus.graph.opgraph import Op, TensorSpec
+from isthmus.graph.mixing import mixes, sample_axis
+from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing
 from isthmus.job import Prepared, terms_of
 from isthmus.plan import ActivationNoise, Plan
@@ -294,23 +294,16 @@ def _check_value(c: Crossing, devices: Sequence[str]) -> None:
     where = f"{_value(c)}, which goes from {devices[c.source]} to {devices[c.target]},"
     if c.spec.dtype not in FLOATS:
         raise UserError(f"{FIELD}: {where} is {c.spec.dtype}, expected floating point: noise cannot cover it")
-    if _sample_axis(c.spec) is None:
+    if sample_axis(c.spec) is None:
         raise UserError(
             f"{FIELD}: {where} has shape {[str(s) for s in c.spec.shape_at(1)]} per sample, expected one axis of "
             "samples: a sample's values cannot be told from others'"
         )
 
 
-def _sample_axis(spec: TensorSpec) -> int | None:
-    """The only axis that grows with the samples, if it has one element for each."""
-    few, many = (spec.shape_at(size) for size in SIZES)
-    grown = [axis for axis, (a, b) in enumerate(zip(few, many, strict=True)) if a != b]
-    return grown[0] if len(grown) == 1 and (few[grown[0]], many[grown[0]]) == SIZES else None
-
-
 def _boundary(crossings: Sequence[Crossing], noise: ActivationNoise, multiplier: float) -> Boundary:
     specs = {c.value: c.spec for c in crossings}
-    axes = ((ref, _sample_axis(spec)) for ref, spec in specs.items())
+    axes = ((ref, sample_axis(spec)) for ref, spec in specs.items())
     numbers = sum(math.prod(spec.shape_at(1)) for spec in specs.values())
     clip = noise.norm(numbers)
     return Boundary(

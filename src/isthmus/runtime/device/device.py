@@ -29,6 +29,7 @@ from isthmus.errors import InternalError, IsthmusError, PeerError, StepError, Us
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
 from isthmus.protocol.shortage import MemoryPeak
+from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.control import Control, CoordinatorGone
 from isthmus.runtime.device.data import stage_data
 from isthmus.runtime.device.executor import Done, Executor, Order
@@ -38,6 +39,7 @@ from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.meeting import Meeting
 from isthmus.runtime.device.mirroring import MirrorReceiver
+from isthmus.runtime.device.sample_check import check_samples_apart
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.concealed import ONE_OWNER
 from isthmus.runtime.messages.assignment import Assignment
@@ -290,6 +292,8 @@ class Device:
         assert self._pending is not None
         assignment, channels = self._pending
         self._check_room(assignment.memory_bytes)
+        if assignment.frozen or not assignment.discloses:
+            check_samples_apart(assignment, values, Batches(assignment, self._data))
         released, private = assignment.released, None
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
