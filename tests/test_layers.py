@@ -25,15 +25,15 @@ PUBLIC = {
     "plan_compression preference repeat_compression step_price SyncPolicy with_edges with_sync",
     "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity Local LocalConfig Pass Server "
     "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
-    "data": "ColumnSpec DataSpec Dataset SampleOrder Split dataset_kinds load_dataset",
+    "data": "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
     "load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",
     "plan": "ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective Outer "
-    "Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage StageMemory "
-    "Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan "
+    "OwnSamples Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage "
+    "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan "
     "question_in_words read_spent save_plan",
     "planners": "ENTRY_POINTS INTERRUPTED Least Observer Planner SearchStopped can_price check_honoured cut_short "
     "describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",

@@ -6,7 +6,7 @@ import contextlib
 import hashlib
 import math
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 from pathlib import Path
 from typing import Annotated, Literal, cast
 
@@ -20,6 +20,7 @@ from isthmus.cost.compression import ratio_planner_names
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, describe, read_description
+from isthmus.data.joined import joined_descriptions
 from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
@@ -27,7 +28,7 @@ from isthmus.fleet import Change, Fleet, changed, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.models import ModelSpec, as_eager, build_model
-from isthmus.plan import SCHEDULES, ActivationNoise, CompressionConfig, Objective, Terms
+from isthmus.plan import SCHEDULES, ActivationNoise, CompressionConfig, Objective, OwnSamples, Terms
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.optim import LearningRate, OptimizerConfig
@@ -108,6 +109,9 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """With objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
     data_holder: str | tuple[str, ...] = ()
     """A device or a region that has the data, or several: only they read it. None: the data are everywhere."""
+    holders_data: Literal["same", "own"] = "same"
+    """`same`: any one of the data holders reads for all. `own`: each has other samples, and all take part: every one
+    runs the first stage on its own data."""
     micro_batches: tuple[Positive, ...] = ()
     """Into how many a plan may cut a batch; none: into `training.micro_batches`. Each divides `training.batch_size`."""
     recompute: bool = True
@@ -117,6 +121,11 @@ class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     fragments and libraries' workspaces."""
     labels_stay: bool = False
     """Labels do not leave the data holders: they run the last part of the model as well as the first."""
+
+    @property
+    def feeders(self) -> tuple[str, ...]:
+        """The holders, where each has data of its own."""
+        return self.holders if self.holders_data == "own" else ()
 
     @property
     def holders(self) -> tuple[str, ...]:
@@ -247,6 +256,24 @@ def load_job(path: Path) -> Job:
         raise UserError(f"{path}: privacy.activations: got one, expected a plan.data_holder that it is to protect")
     if "" in job.plan.holders:
         raise UserError(f"{path}: plan.data_holder: got an empty name, expected a device or a region")
+    feeders = job.plan.feeders
+    if job.privacy is not None and feeders:
+        raise UserError(
+            f"{path}: privacy.activations: got one with plan.holders_data 'own', expected 'same': what several holders "
+            "send that feed one chain is not accounted for so far"
+        )
+    if job.plan.holders_data == "own" and not feeders:
+        raise UserError(f"{path}: plan.holders_data: got 'own' without a plan.data_holder, expected one")
+    if len(set(feeders)) < len(feeders):
+        raise UserError(f"{path}: plan.data_holder: got {', '.join(feeders)}, expected each device once")
+    if job.data.description and feeders:
+        raise UserError(
+            f"{path}: data.description: got one with plan.holders_data 'own', expected none: holders describe their own"
+        )
+    for name in job.data.of:
+        if name not in feeders:
+            whose = ", ".join(feeders) or "none without plan.holders_data = 'own'"
+            raise UserError(f"{path}: data.of: {name!r} is not among the holders with data of their own: {whose}")
     if job.schedule not in SCHEDULES:
         raise UserError(f"{path}: schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
     if job.compression is not None and job.compression.method not in ratio_planner_names():
@@ -280,8 +307,9 @@ def fleet_of(job: Job) -> Fleet:
     return fleet
 
 
-def terms_of(job: Job, fleet: Fleet) -> Terms:
-    """What the job asks of a plan on this fleet. UserError for a data holder that is not there."""
+def terms_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Terms:
+    """What the job asks of a plan on this fleet; `own_samples` are those of holders whose data are their own, once they
+    are known. UserError for a data holder that is not there."""
     found: list[str] = []
     for name in job.plan.holders:
         try:
@@ -289,9 +317,15 @@ def terms_of(job: Job, fleet: Fleet) -> Terms:
         except UserError as error:
             thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
             raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {error}") from None
-    holders = tuple(name for name in fleet.names if name in found)
+    feeders = job.plan.feeders
+    for name in feeders:
+        if name not in fleet.names:
+            raise UserError(f"plan.data_holder: got region {name!r}, expected devices: each has data of its own")
+    holders = feeders or tuple(name for name in fleet.names if name in found)
     return Terms(
-        objective=job.plan.objective, data_holders=holders, labels_stay=job.plan.labels_stay,
+        objective=job.plan.objective, data_holders=holders,
+        own_samples=tuple(own_samples[name] for name in feeders) if own_samples else (),
+        labels_stay=job.plan.labels_stay,
         max_step_s=parse_duration(job.plan.max_step, "plan.max_step") if job.plan.max_step else None,
         max_price=job.plan.max_price, compression=job.compression,
         memory_headroom=job.plan.memory_headroom,
@@ -324,8 +358,8 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
         t = self.job.training
         return Problem(
             flow=self.flow, fleet=fleet, micro_batch_size=self.job.micro_batch_size, micro_batches=t.micro_batches,
-            schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job), terms=terms_of(self.job, fleet),
-            recompute=self.job.plan.recompute,
+            schedule=self.job.schedule, sync=self.job.sync, state=_state(self.job),
+            terms=terms_of(self.job, fleet, self.samples.holders), recompute=self.job.plan.recompute,
         )  # fmt: skip
 
 
@@ -363,7 +397,11 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
 
 def described_here(job: Job) -> DataDescription:
     """What this machine's own data are like: opens them. UserError."""
-    return describe(job.data, heldout=job.evaluates)
+    if not job.plan.feeders:
+        return describe(job.data, heldout=job.evaluates)
+    return joined_descriptions(
+        {name: describe(job.data.at(name), heldout=job.evaluates) for name in job.plan.feeders}
+    )
 
 
 def described_in(job: Job) -> DataDescription:
@@ -403,7 +441,7 @@ def kept_prepared(job: Job, path: Path) -> Prepared | None:
 
 def _origin(job: Job) -> str:
     told = (
-        job.model, job.data, job.evaluates, job.micro_batch_size, job.training.precision,
+        job.model, job.data, job.plan.feeders, job.evaluates, job.micro_batch_size, job.training.precision,
         str(torch.__version__),
     )  # fmt: skip
     return hashlib.sha256(msgspec.json.encode(told)).hexdigest()

@@ -16,6 +16,7 @@ from isthmus.cli.planning import fleet_for, plan_for, predict_periods
 from isthmus.cli.planning_shown import planned
 from isthmus.cli.watch import LoadedHooks, Watch
 from isthmus.data.description import difference
+from isthmus.data.joined import joined_descriptions
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
@@ -96,7 +97,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     crew = choices.crew or LocalCrew(starts_again=True, places=local_places(job.runtime.device, fleet.names))
     holders = Holders(
         crew.asks(), job.data, terms_of(job, fleet).data_holders or fleet.names, heldout=job.evaluates,
-        note=partial(_say, notes),
+        alike=not job.plan.feeders, note=partial(_say, notes),
     )  # fmt: skip
     prepared = _prepared(job, folder, holders, notes, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
@@ -167,8 +168,8 @@ def _prepared(job: Job, folder: RunFolder, holders: Holders, notes: Console, *, 
     if in_its_middle and (found := kept_prepared(job, folder.captured)) is not None:
         holders.remember(folder.described())
         return found
-    holders.ask()
-    samples = agreed(holders.described)
+    holders.ask(job.plan.feeders or None)  # those with data of their own are all needed
+    samples = joined_descriptions(holders.described) if job.plan.feeders else agreed(holders.described)
     if job.data.description and (text := difference(described_in(job), samples, counts=True)) is not None:
         raise UserError(f"data.description: {job.data.description}: differs from the devices' data: {text}")
     _say(notes, f"capturing {job.model.name} ...")

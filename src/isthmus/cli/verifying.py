@@ -23,10 +23,11 @@ def verify_document(
     plan, fleet = load_plan(document), fleet_of(job)
     if plan.micro_batches in job.counts:
         job = job.cut_into(plan.micro_batches)
+    prepared = prepare(job)
     question = Question(
-        graph=prepare(job).captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
+        graph=prepared.captured.train, fleet=fleet, micro_batch_size=job.micro_batch_size,
         micro_batches=job.training.micro_batches, schedule=job.schedule, period=job.sync.period,
-        state=_state(job), terms=terms_of(job, fleet), recompute=job.plan.recompute,
+        state=_state(job), terms=terms_of(job, fleet, prepared.samples.holders), recompute=job.plan.recompute,
         counts=job.counts, gradients=job.sync.mode == "every-step",
     )  # fmt: skip
     verdict = verify(plan, question)

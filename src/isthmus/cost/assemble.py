@@ -10,16 +10,16 @@ from typing import NamedTuple
 
 import msgspec
 
-from isthmus.cost.compressed import packed_note, repeat_compression
+from isthmus.cost.compressed import copies_of, packed_note, repeat_compression
 from isthmus.cost.in_flight import in_flight_limits
 from isthmus.cost.placement import Placement, place, rooms
 from isthmus.cost.problem import Problem
 from isthmus.cost.recompute import fastest
 from isthmus.cost.steptime import prediction, together
-from isthmus.cost.sync import replica_sync, sync_s
+from isthmus.cost.sync import copies_sync, replica_sync, sync_s
 from isthmus.errors import UserError
 from isthmus.plan import Certificate, Plan, Replica, Schedule, Stage, Sync
-from isthmus.units import format_compute
+from isthmus.units import format_compute, format_share
 
 
 class Layout(NamedTuple):
@@ -92,7 +92,10 @@ def build_replicas(
     placed = [_placed(problem, x) for x in layouts]
     limits = [in_flight_limits(p.problem, p.times, rooms(p)) for p in placed]
     predicted = [prediction(p.times, limit, p.problem.micro_batches) for p, limit in zip(placed, limits, strict=True)]
-    sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
+    if problem.terms.copied:
+        sync = copies_sync(problem.flow, problem.fleet, problem.terms, placed[0].graphs)
+    else:
+        sync = replica_sync(problem.flow, problem.fleet, problem.sync, [(p.order, p.graphs) for p in placed])
     replicas = tuple(_replica(p, limit) for p, limit in zip(placed, limits, strict=True))
     told = [_note(placed, name, (notes or {}).get(name, "")) for name in problem.fleet.names]
     if problem.terms.compression is not None:
@@ -124,6 +127,8 @@ def _check_layouts(problem: Problem, layouts: Sequence[Layout]) -> None:
     for device, uses in Counter(name for x in layouts for name in set(x.order)).items():
         if uses > 1:
             raise UserError(f"plan: got device {device!r} in {uses} replicas, expected one")
+    if len(layouts) > 1 and problem.terms.feeders:
+        raise UserError(f"plan: got {len(layouts)} replicas, expected one, which all holders feed")
     if len(layouts) > 1 and problem.not_summed is not None:
         raise UserError(f"plan: got {len(layouts)} replicas, expected one: {problem.not_summed}")
     got = [x.micro_batches for x in layouts]
@@ -139,8 +144,9 @@ def _placed(problem: Problem, layout: Layout) -> Placement:
 
 
 def _replica(placed: Placement, in_flight: tuple[int, ...]) -> Replica:
+    stages = _stages(placed, in_flight)
     return Replica(
-        stages=_stages(placed, in_flight), edges=placed.edges, shared=placed.shared,
+        stages=stages, copies=copies_of(placed.problem.terms, stages), edges=placed.edges, shared=placed.shared,
         micro_batches=placed.problem.micro_batches, schedule=Schedule(placed.problem.schedule, in_flight),
     )  # fmt: skip
 
@@ -170,12 +176,19 @@ def _stages(placed: Placement, in_flight: Sequence[int]) -> tuple[Stage, ...]:
 
 def _note(replicas: Sequence[Placement], name: str, why: str) -> str:
     reason = f": {why}" if why else ""
-    placed = next((p for p in replicas if name in p.order), None)
+    placed = next((p for p in replicas if name in p.times.device_s), None)
     if placed is None:
         return f"{name} is left out{reason}"
+    if name in placed.problem.terms.feeders[1:]:
+        first = placed.problem.terms.feeders[0]
+        return f"{name} runs what {first} does, on its own data: {_share(placed.problem, name)} of the micro-batches"
     runs = " and ".join(_runs(placed, stage) for stage in placed.times.stages_of[name])
     speed = format_compute(placed.problem.fleet.device(name).sustained_flops_per_s)
     return f"{name} runs {runs} at {speed}, {placed.times.device_s[name]:.3g} s per micro-batch{reason}"
+
+
+def _share(problem: Problem, feeder: str) -> str:
+    return format_share(problem.terms.shares[problem.terms.feeders.index(feeder)])
 
 
 def _runs(placed: Placement, stage: int) -> str:

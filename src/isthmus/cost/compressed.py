@@ -13,7 +13,18 @@ from isthmus.cost.in_flight import Room, in_flight_limits
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import CompressionConfig, Edge, Packing, Plan, Prediction, Replica, Schedule, Stage, StageMemory
+from isthmus.plan import (
+    CompressionConfig,
+    Edge,
+    Packing,
+    Plan,
+    Prediction,
+    Replica,
+    Schedule,
+    Stage,
+    StageMemory,
+    Terms,
+)
 from isthmus.units import format_size
 
 
@@ -92,16 +103,24 @@ def limited_as(problem: Problem, plan: Plan, schedules: Sequence[Schedule]) -> P
             msgspec.structs.replace(stage, memory=_memory(stage, a, b))
             for stage, a, b in zip(replica.stages, was, now, strict=True)
         )
-        for device in {stage.device for stage in stages}:
-            need = sum(stage.memory.total for stage in stages if stage.device == device)
+        workers = (*stages, *copies_of(problem.terms, stages))
+        for device in {stage.device for stage in workers}:
+            need = sum(stage.memory.total for stage in workers if stage.device == device)
             offered = problem.offered_bytes(device)
             if need > offered:
                 raise FleetTooSmall(
                     f"device {device} needs {format_size(need)} with {list(now)} micro-batches in flight, offers "
                     f"{format_size(offered)}{problem.terms.after_headroom}: {need - offered} bytes short"
                 )
-        found.append(msgspec.structs.replace(replica, stages=stages, schedule=schedule))
+        copies = workers[len(stages) :]
+        found.append(msgspec.structs.replace(replica, stages=stages, copies=copies, schedule=schedule))
     return msgspec.structs.replace(plan, replicas=tuple(found))
+
+
+def copies_of(terms: Terms, stages: Sequence[Stage]) -> tuple[Stage, ...]:
+    """Of a chain's stages, the copies that the holders run who feed it beside the first: see `Replica.copies`."""
+    copied = [stages[0], *([stages[-1]] if terms.labels_stay and len(stages) > 1 else [])]
+    return tuple(msgspec.structs.replace(stage, device=feeder) for stage in copied for feeder in terms.feeders[1:])
 
 
 def check_same_problem(problem: Problem, plan: Plan) -> None:
@@ -127,8 +146,9 @@ def _replica(problem: Problem, replica: Replica, edges: tuple[Edge, ...]) -> tup
         for (stage, k), now in zip(held, in_flight, strict=True)
     )
     made = msgspec.structs.replace(
-        replica, stages=stages, edges=edges, schedule=Schedule(replica.schedule.name, in_flight)
-    )
+        replica, stages=stages, copies=copies_of(problem.terms, stages), edges=edges,
+        schedule=Schedule(replica.schedule.name, in_flight),
+    )  # fmt: skip
     return made, prediction(times, in_flight, replica.micro_batches)
 
 

@@ -76,8 +76,11 @@ def recomputing(placed: Placement, recompute: Sequence[bool]) -> Placement:
         raise UserError(f"plan: recompute of stage {stage}: got true, expected false: the problem forbids it")
     changes = zip(placed.flops, placed.recompute, recompute, strict=True)
     flops = tuple((f, b + f * (int(now) - int(was))) for (f, b), was, now in changes)
-    backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b) in zip(placed.order, flops, strict=True))
-    times = replace(placed.times, backward_s=backward_s)
+    if placed.problem.terms.copied:
+        times = pipeline(placed.problem, placed.order, flops, placed.edges, placed.shared)
+    else:
+        backward_s = tuple(compute_s(placed.problem, d, b) for d, (_, b) in zip(placed.order, flops, strict=True))
+        times = replace(placed.times, backward_s=backward_s)
     return _packed(replace(placed, recompute=tuple(recompute), flops=flops, times=times))
 
 
@@ -102,7 +105,7 @@ def rooms(placed: Placement) -> list[Room]:
     problem, found = placed.problem, room_of_each(placed)
     for name, need in shortages(placed, found).items():
         stages = placed.times.stages_of[name]
-        capacity = found[stages[0]].capacity
+        capacity, name = found[stages[0]].capacity, problem.tightest(name)
         which = f"stage {stages[0]}" if len(stages) == 1 else f"stages {' and '.join(map(str, stages))}"
         raise FleetTooSmall(
             f"model {problem.flow.graph.name!r} does not fit fleet {problem.fleet.name!r}: {which} on "
@@ -115,7 +118,7 @@ def rooms(placed: Placement) -> list[Room]:
 def room_of_each(placed: Placement) -> list[Room]:
     """As `rooms`, also where they do not fit."""
     return [
-        Room(placed.problem.offered_bytes(name), size.memory(0, again).total, size.kept(again))
+        Room(placed.problem.offered_bytes(placed.problem.tightest(name)), size.memory(0, again).total, size.kept(again))
         for name, size, again in zip(placed.order, placed.sizes, placed.recompute, strict=True)
     ]
 

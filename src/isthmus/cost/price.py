@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import itertools
 import math
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 
 import msgspec
 
@@ -77,19 +77,21 @@ def is_priced(fleet: Fleet) -> bool:
 def _sent(plan: Plan) -> Iterator[tuple[str, str, float]]:
     """(source, target, bytes per step) of everything that crosses a link; of sums, the mean over a period."""
     for replica in plan.replicas:
-        yield from _sent_inside(replica)
+        yield from _sent_inside(replica, dict(zip(plan.terms.feeders, plan.terms.shares, strict=True)))
     for group in plan.sync.groups:
         share = len(group.iterations) / plan.sync.period
         for source, target, size_bytes in itertools.chain.from_iterable(messages(group)):
             yield source, target, size_bytes * share
 
 
-def _sent_inside(replica: Replica) -> Iterator[tuple[str, str, float]]:
-    names = [stage.device for stage in replica.stages]
-    for edge in replica.edges:
-        yield names[edge.source], names[edge.target], edge.forward_wire_bytes * replica.micro_batches
-        yield names[edge.target], names[edge.source], edge.backward_wire_bytes * replica.micro_batches
-    for parameter in replica.shared:
-        for user in parameter.users:
-            yield names[parameter.owner], names[user], parameter.size_bytes
-            yield names[user], names[parameter.owner], parameter.size_bytes
+def _sent_inside(replica: Replica, shares: Mapping[str, float]) -> Iterator[tuple[str, str, float]]:
+    """Of the micro-batches, a holder's own take the edges of its copies."""
+    names = [stage.device for stage in replica.workers]
+    for edge in replica.worker_edges:
+        ends = names[edge.source], names[edge.target]
+        count = replica.micro_batches * min((shares[name] for name in ends if name in shares), default=1.0)
+        yield ends[0], ends[1], edge.forward_wire_bytes * count
+        yield ends[1], ends[0], edge.backward_wire_bytes * count
+    for parameter, lender, borrower in replica.lent:
+        yield names[lender], names[borrower], parameter.size_bytes
+        yield names[borrower], names[lender], parameter.size_bytes

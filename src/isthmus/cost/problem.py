@@ -119,6 +119,8 @@ class Problem:
         for name in self.terms.data_holders:
             if name not in self.fleet.names:
                 raise unknown_name("device in data_holder", name, self.fleet.names)
+        if self.terms.copied and self.not_summed is not None:
+            raise UserError(f"data_holder: several holders feed one chain, but {self.not_summed}")
         graph = self.flow.graph
         if graph.mode != "train":
             raise UserError(f"graph {graph.name!r}: got mode {graph.mode!r}, expected 'train'")
@@ -133,6 +135,11 @@ class Problem:
     def offered_bytes(self, device: str) -> int:
         """What plans may use of the device's memory."""
         return self.terms.offered_bytes(self.fleet.device(device).memory_bytes)
+
+    def tightest(self, device: str) -> str:
+        """The device with the least memory of those that run what this one does: a stage, or copies of it."""
+        feeders = self.terms.feeders
+        return min(feeders, key=self.offered_bytes) if device in feeders else device
 
     def flops(self, op: Op) -> tuple[int, int]:
         """(forward, backward) FLOPs of one micro-batch; none for free operators.
@@ -161,8 +168,8 @@ class Problem:
 
     @property
     def most_replicas(self) -> int:
-        """Each has a micro-batch at least, and a device that has the data."""
-        if self.not_summed is not None:
+        """Each has a micro-batch at least, and a device that has the data; one where every holder feeds it."""
+        if self.not_summed is not None or self.terms.feeders:
             return 1
         return min(len(self.terms.data_holders or self.fleet.names), self.micro_batches)
 
@@ -196,6 +203,12 @@ class Problem:
         return replace(
             self, fleet=fleet, micro_batches=micro_batches or self.micro_batches, terms=self.terms.among(fleet.names),
         )  # fmt: skip
+
+    @cached_property
+    def written(self) -> tuple[int, ...]:
+        """Positions of the operators that write a buffer, as batch norm its running statistics: such a stage has no
+        copies, each of which would see a part of the samples."""
+        return tuple(k for k, op in enumerate(self.flow.operators) if op.mutates)
 
     @cached_property
     def last_start(self) -> int | None:

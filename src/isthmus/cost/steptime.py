@@ -14,9 +14,10 @@ Eq. 3 differs: it counts latency in the bottleneck term and a stage's receives o
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import cached_property
+from typing import TypeVar
 
 import msgspec
 
@@ -133,6 +134,58 @@ class Pipeline:
         return sum(self.compute_s) + sum(receive) + (micro_batches - 1) * slowest
 
 
+@dataclass(frozen=True, kw_only=True)
+class FedPipeline(Pipeline):
+    """A pipeline whose first stage has copies: as each holder feeds it, and in which part of the micro-batches.
+
+    A micro-batch alone goes the slowest way. Of `n` micro-batches a copy does its part, so that it, its links and its
+    memory hold up the pipeline for that part of the time. Stages and devices are those of the first holder's way.
+    """
+
+    ways: tuple[Pipeline, ...]
+    shares: tuple[float, ...]
+    copied: frozenset[int]
+    """Stages."""
+
+    @cached_property
+    def fill_s(self) -> float:
+        return max(way.fill_s for way in self.ways)
+
+    @cached_property
+    def device_s(self) -> dict[str, float]:
+        return _summed((way.device_s, share) for way, share in zip(self.ways, self.shares, strict=True))
+
+    @cached_property
+    def link_s(self) -> dict[tuple[str, str], float]:
+        return _summed((way.link_s, share) for way, share in zip(self.ways, self.shares, strict=True))
+
+    @cached_property
+    def round_trips_s(self) -> tuple[float, ...]:
+        """Of a copy, times its part: it completes so many of its own micro-batches, and the step so many more."""
+        return tuple(
+            max(
+                way.round_trips_s[stage] * (share if stage in self.copied else 1.0)
+                for way, share in zip(self.ways, self.shares, strict=True)
+            )
+            for stage in range(len(self.devices))
+        )
+
+    def eq3_step_s(self, micro_batches: int) -> float:
+        """Of the slowest way: the paper knows no copies."""
+        return max(way.eq3_step_s(micro_batches) for way in self.ways)
+
+
+Ends = TypeVar("Ends")
+
+
+def _summed(parts: Iterable[tuple[Mapping[Ends, float], float]]) -> dict[Ends, float]:
+    found: dict[Ends, float] = {}
+    for seconds, share in parts:
+        for key, value in seconds.items():
+            found[key] = found.get(key, 0.0) + share * value
+    return found
+
+
 def pipeline(
     problem: Problem,
     devices: Sequence[str],
@@ -142,8 +195,40 @@ def pipeline(
 ) -> Pipeline:
     """Durations of stages with these (forward, backward) FLOPs on these devices; messages have their bytes on the wire.
 
-    Packing and unpacking take no time here: they happen in the lanes that send and receive.
+    Where several holders feed it, the devices are those of the first holder's way. Packing and unpacking take no time
+    here: they happen in the lanes that send and receive.
     """
+    feeders, last = problem.terms.feeders, len(devices) - 1
+    if len(feeders) < 2:
+        return _one_way(problem, devices, flops, edges, shared)
+    copied = frozenset({0, last} if problem.terms.labels_stay else {0})
+    along = [[feeder if stage in copied else d for stage, d in enumerate(devices)] for feeder in feeders]
+    ways = tuple(_one_way(problem, way, flops, edges, ()) for way in along)
+    shares = problem.terms.shares
+    uplinks = _summed((dict(way.uplinks_s), share) for way, share in zip(ways, shares, strict=True))
+    first = ways[0]
+    return FedPipeline(
+        devices=first.devices, forward_s=first.forward_s, backward_s=first.backward_s, edges=first.edges,
+        uplinks_s=tuple(sorted(uplinks.items())), ways=ways, shares=shares, copied=copied,
+        shared_s=sum(
+            _lent_s(problem, devices[p.owner], borrower, p.size_bytes)
+            for p in shared for user in p.users for borrower in {way[user]: None for way in along}
+        ),
+    )  # fmt: skip
+
+
+def _lent_s(problem: Problem, owner: str, user: str, size_bytes: int) -> float:
+    """A shared parameter's value there, and its gradient back."""
+    return transfer_s(problem, owner, user, size_bytes) + transfer_s(problem, user, owner, size_bytes)
+
+
+def _one_way(
+    problem: Problem,
+    devices: Sequence[str],
+    flops: Sequence[tuple[int, int]],
+    edges: Sequence[Edge],
+    shared: Sequence[SharedParameter],
+) -> Pipeline:
     times: list[EdgeTime] = []
     for e in edges:
         there, back = (devices[e.source], devices[e.target]), (devices[e.target], devices[e.source])
@@ -164,10 +249,7 @@ def pipeline(
         backward_s=tuple(compute_s(problem, d, b) for d, (_, b) in zip(devices, flops, strict=True)),
         edges=tuple(times),
         shared_s=sum(
-            transfer_s(problem, devices[p.owner], devices[user], p.size_bytes)
-            + transfer_s(problem, devices[user], devices[p.owner], p.size_bytes)
-            for p in shared
-            for user in p.users
+            _lent_s(problem, devices[p.owner], devices[user], p.size_bytes) for p in shared for user in p.users
         ),
     )
 

@@ -17,7 +17,7 @@ from isthmus.cost.memory import elements, trainable
 from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
-from isthmus.plan import Averages, Collective, Sync, SyncGroup
+from isthmus.plan import Averages, Collective, Sync, SyncGroup, Terms
 from isthmus.plan.collective import rounds
 
 MOST_ORDERED = 5
@@ -40,6 +40,17 @@ def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders
     if policy.outer is None:
         return grouped(flow, fleet, dated, "parameters", period)
     return msgspec.structs.replace(grouped(flow, fleet, dated, "deltas", period), outer=policy.outer)
+
+
+def copies_sync(flow: Flow, fleet: Fleet, terms: Terms, stages: Sequence[StageGraph]) -> Sync:
+    """What the copies of a chain's first stage sum in every step, and where labels stay those of its last."""
+    copied = {0, len(stages) - 1} if terms.labels_stay else {0}
+    names = [
+        op.name
+        for number in sorted(copied) for op in stages[number].variables()
+        if trainable(op) and op.name not in stages[number].borrows
+    ]  # fmt: skip
+    return grouped(flow, fleet, dict.fromkeys(names, (terms.feeders, (0,))), "gradients", 1)
 
 
 def _steps(policy: SyncPolicy, count: int) -> list[int]:

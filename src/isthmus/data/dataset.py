@@ -30,6 +30,11 @@ class ColumnSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     shape: tuple[int, ...] = ()
     limit: int | None = None
 
+    def fits(self, other: ColumnSpec) -> bool:
+        """Whether one column can hold the values of both: ids and classes may have other limits."""
+        alike = (self.dtype, self.shape) == (other.dtype, other.shape)
+        return alike and (self.limit is None) == (other.limit is None)
+
 
 class Dataset(Protocol):
     """A finite set of samples with random access. Equal settings and content give equal batches everywhere."""

@@ -13,6 +13,8 @@ import msgspec
 from isthmus.data.dataset import ColumnSpec, Dataset, Split
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
+from isthmus.plan import OwnSamples
+from isthmus.plan.turns import whole
 
 BYTES_OF = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4,
@@ -38,6 +40,12 @@ class DataDescription(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     digests: dict[str, str] = {}
     """By split, the fingerprint of its samples under the holder's key (`concealed`), in hexadecimal: equal for equal
     data of one holder. Empty where nobody compares."""
+    holders: dict[str, OwnSamples] = {}
+    """Of the data of several holders, each of whom has its own: by name, in their order. The counts above are sums."""
+
+    def heldout_batches(self, size: int) -> int:
+        """Whole micro-batches of held-out samples, each of which is of one holder."""
+        return sum(whole(tuple(h.heldout for h in self.holders.values()) or (self.heldout,), size))
 
 
 def describe(
@@ -108,6 +116,8 @@ def check_description(description: DataDescription, *, heldout: bool) -> None:
         raise UserError(f"columns: got {len(columns)}, expected 1 to {MOST_COLUMNS}")
     for name, column in columns.items():
         _check_column(name, column)
+    if description.holders:
+        raise UserError(f"holders: got {len(description.holders)}, expected none: a device describes its own data")
     counts = {"train": description.train, "heldout": description.heldout}
     for split, count in counts.items():
         least = 1 if split == "train" or heldout else 0
@@ -136,10 +146,11 @@ def _check_column(name: str, column: ColumnSpec) -> None:
 
 def difference(a: DataDescription, b: DataDescription, *, counts: bool) -> str | None:
     """What cannot be where two holders have the same data: the first column, or count of samples, that differs, with
-    both values; None where there is none. Without `counts` each may have as many samples as it likes."""
+    both values; None where there is none. Without `counts` each has samples of its own: as many as it likes, and of ids
+    and classes other ones."""
     for name in sorted({*a.columns, *b.columns}):
         one, other = a.columns.get(name), b.columns.get(name)
-        if one != other:
+        if one != other and (counts or one is None or other is None or not one.fits(other)):
             return f"column {name!r}: {_shown(one)} and {_shown(other)}"
     sizes: Mapping[str, tuple[int, int]] = {"training": (a.train, b.train), "held-out": (a.heldout, b.heldout)}
     for split, (one, other) in sizes.items():

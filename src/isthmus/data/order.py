@@ -7,17 +7,19 @@ Whoever knows (size, seed, shuffle) can name the samples at any range of the str
 from __future__ import annotations
 
 from dataclasses import dataclass
-from functools import lru_cache
+from functools import cached_property, lru_cache
 
 import numpy as np
 import numpy.typing as npt
 
 from isthmus.errors import UserError
+from isthmus.plan.turns import turn
 
 
-@lru_cache(maxsize=4)
-def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
-    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence([seed, epoch])))
+@lru_cache(maxsize=16)
+def _permutation(size: int, seed: int, epoch: int, holder: int) -> npt.NDArray[np.int64]:
+    drawn_from = [seed, epoch, holder] if holder else [seed, epoch]
+    generator = np.random.Generator(np.random.PCG64(np.random.SeedSequence(drawn_from)))
     order = generator.permutation(size)
     order.flags.writeable = False  # callers share the cached array
     return order
@@ -27,13 +29,15 @@ def _permutation(size: int, seed: int, epoch: int) -> npt.NDArray[np.int64]:
 class SampleOrder:
     """An endless stream over `size` samples: position p lies in epoch p // size, which uses each sample once.
 
-    With `shuffle`, each epoch has its own permutation, drawn from (seed, epoch) with numpy's PCG64.
+    With `shuffle`, each epoch has its own permutation, drawn from (seed, epoch) with numpy's PCG64; of the data of a
+    holder that is not the first, from (seed, epoch, holder).
     Raises `UserError` for a size below 1 or a negative seed.
     """
 
     size: int
     seed: int
     shuffle: bool = True
+    holder: int = 0
 
     def __post_init__(self) -> None:
         if self.size < 1:
@@ -51,7 +55,7 @@ class SampleOrder:
         filled = 0
         while filled < count:
             epoch, offset = divmod(start + filled, self.size)
-            part = _permutation(self.size, self.seed, epoch)[offset : offset + count - filled]
+            part = _permutation(self.size, self.seed, epoch, self.holder)[offset : offset + count - filled]
             result[filled : filled + len(part)] = part
             filled += len(part)
         return result
@@ -59,3 +63,34 @@ class SampleOrder:
     def epochs(self, start: int, count: int) -> npt.NDArray[np.int64]:
         """The epochs of the positions start .. start + count - 1, int64 [count]."""
         return np.arange(start, start + count, dtype=np.int64) // self.size
+
+
+@dataclass(frozen=True)
+class JoinedOrder:
+    """The order of several holders' samples: micro-batch after micro-batch, each of one holder, whose turn it is.
+
+    Each holder's samples come in an order of its own, `SampleOrder`'s of its count, drawn from (seed, epoch, holder).
+    With one holder it is `SampleOrder`. Raises `UserError` as that does.
+    """
+
+    counts: tuple[int, ...]
+    seed: int
+    shuffle: bool = True
+
+    def __post_init__(self) -> None:
+        _ = self._orders
+
+    @cached_property
+    def _orders(self) -> tuple[SampleOrder, ...]:
+        return tuple(SampleOrder(count, self.seed, self.shuffle, holder) for holder, count in enumerate(self.counts))
+
+    def own(self, number: int, size: int) -> tuple[SampleOrder, int]:
+        """The order of the holder whose micro-batch `number` of `size` samples is, counted from the run's first, and
+        the position in it of the micro-batch's first sample."""
+        holder, turns = turn(self.counts, number)
+        return self._orders[holder], turns * size
+
+    def indices(self, number: int, size: int) -> npt.NDArray[np.int64]:
+        """The samples of a micro-batch by their places in the joined data: one holder's after those of another."""
+        order, start = self.own(number, size)
+        return order.indices(start, size) + sum(self.counts[: order.holder])

@@ -31,6 +31,12 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     options: dict[str, object] = {}
     description: str = ""
     """A file that says what the data are like, where they are not (`isthmus describe`)."""
+    of: dict[str, dict[str, object]] = {}
+    """By holder, where each has data of its own: options that stand in place of those above."""
+
+    def at(self, holder: str) -> DataSpec:
+        """As one holder reads them."""
+        return msgspec.structs.replace(self, options={**self.options, **self.of.get(holder, {})}, of={})
 
 
 def _text(options: Mapping[str, object], split: Split) -> Dataset:

@@ -18,7 +18,7 @@ from isthmus.plan.outer import Outer
 from isthmus.plan.schedule import Schedule
 from isthmus.plan.terms import Terms
 
-PLAN_VERSION = 5
+PLAN_VERSION = 6
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -114,13 +114,63 @@ class Replica(msgspec.Struct, frozen=True, kw_only=True):
     schedule: Schedule
     loss_stage: int = -1
     """The stage that computes the loss: its index, or -1 for the last."""
+    copies: tuple[Stage, ...] = ()
+    """Where several holders feed the chain: the first stage on each holder but the first, and then so the last stage,
+    where labels stay. A copy does the micro-batches of its holder's data, with the same parameters."""
+
+    @property
+    def workers(self) -> tuple[Stage, ...]:
+        """Whatever runs: the stages, and behind them the copies."""
+        return (*self.stages, *self.copies)
+
+    @property
+    def stage_of(self) -> tuple[int, ...]:
+        """Of each worker, which stage it runs. UserError for a copy of none."""
+        begins = {stage.first: number for number, stage in enumerate(self.stages)}
+        for copy in self.copies:
+            if copy.first not in begins:
+                raise UserError(f"plan: copies: got operators from {copy.first} on, expected those of a stage")
+        return (*range(len(self.stages)), *(begins[copy.first] for copy in self.copies))
+
+    @property
+    def copied(self) -> dict[int, tuple[int, ...]]:
+        """The stages that have copies: of each the numbers of all its workers, in the order of the holders."""
+        chain = self.stage_of
+        several = sorted(set(chain[len(self.stages) :]))
+        return {stage: tuple(w for w, other in enumerate(chain) if other == stage) for stage in several}
+
+    def joined(self, source: int, target: int) -> tuple[tuple[int, int], ...]:
+        """The pairs of workers of two stages that work on the same micro-batches: of two copied ones, each holder's."""
+        copied = self.copied
+        sources, targets = copied.get(source, (source,)), copied.get(target, (target,))
+        if len(sources) > 1 and len(targets) > 1:
+            return tuple(zip(sources, targets, strict=True))
+        return tuple((a, b) for a in sources for b in targets)
+
+    @property
+    def worker_edges(self) -> tuple[Edge, ...]:
+        """The edges between workers."""
+        return tuple(
+            msgspec.structs.replace(edge, source=a, target=b)
+            for edge in self.edges for a, b in self.joined(edge.source, edge.target)
+        )
+
+    @property
+    def lent(self) -> tuple[tuple[SharedParameter, int, int], ...]:
+        """Each shared parameter with the worker that lends it and one that borrows it: of copies that own it the first
+        lends, and all that use it borrow."""
+        copied = self.copied
+        return tuple(
+            (shared, shared.owner, worker)
+            for shared in self.shared for user in shared.users for worker in copied.get(user, (user,))
+        )
 
 
 class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
-    """Parameters that the same stages of different replicas hold, summed together."""
+    """Parameters that the same stages of different replicas hold, or copies of one stage, summed together."""
 
     devices: tuple[str, ...]
-    """One of each replica, in the order of the replicas."""
+    """One of each replica, in the order of the replicas; or the holders whose stages are copies of each other."""
     parameters: tuple[str, ...] = ()
     """Their names in the graph, in its order."""
     size_bytes: NotNegative
@@ -137,7 +187,7 @@ moved since the last outer step."""
 
 
 class Sync(msgspec.Struct, frozen=True, kw_only=True):
-    """What replicas average, with whom and when; no groups with one replica."""
+    """What replicas average, with whom and when, or copies of one stage sum in every step."""
 
     averages: Averages = "gradients"
     period: Positive = 1
@@ -214,8 +264,8 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def devices(self) -> tuple[str, ...]:
-        """Of all stages, replica after replica: as workers are counted."""
-        return tuple(stage.device for replica in self.replicas for stage in replica.stages)
+        """Of all stages and their copies, replica after replica: as workers are counted."""
+        return tuple(stage.device for replica in self.replicas for stage in replica.workers)
 
     @property
     def used(self) -> tuple[str, ...]:

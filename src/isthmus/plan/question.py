@@ -21,7 +21,10 @@ def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, peri
         conditions.append(f"a step of at most {terms.max_step_s:g} s")
     if terms.max_price is not None:
         conditions.append(f"at most {terms.max_price:g} for 1,000 steps")
-    if terms.data_holders:
+    if terms.copied:
+        labels = ", labels too" if terms.labels_stay else ""
+        conditions.append(f"{' and '.join(terms.feeders)} feeding it, each with its own data{labels}")
+    elif terms.data_holders:
         conditions.append(f"data on {_or(terms.data_holders)} only{', labels too' if terms.labels_stay else ''}")
     if terms.memory_headroom:
         conditions.append(f"{format_share(terms.memory_headroom)} of each device's memory left free")

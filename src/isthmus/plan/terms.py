@@ -29,14 +29,24 @@ class CompressionConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         return f"{self.method} at {self.ratio:g}"
 
 
+class OwnSamples(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How many samples one holder has."""
+
+    train: Annotated[int, Meta(ge=1)]
+    heldout: Annotated[int, Meta(ge=0)] = 0
+
+
 class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True, omit_defaults=True):
-    """Raises UserError for labels that must stay where nobody holds the data."""
+    """Raises UserError for labels that must stay where nobody holds the data, or own samples of some holders only."""
 
     objective: Objective = "time"
     """`cost` minimises the price of a step: devices by the hour while it lasts, and bytes that leave priced sites."""
     data_holders: tuple[str, ...] = ()
     """Devices that have the data: each first stage runs on one of them, and sends on every column that later stages
     take. None where every device has the data: then each stage reads its own columns."""
+    own_samples: tuple[OwnSamples, ...] = ()
+    """What each data holder has, where each has samples of its own: then every one of them runs a copy of the first
+    stage, and feeds it to the same chain. None where they have the same data, and any one of them runs it."""
     labels_stay: bool = False
     """The last stage runs on a data holder too, and with it every operator that takes labels."""
     max_step_s: float | None = None
@@ -60,6 +70,25 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
             raise UserError(f"plan.memory_headroom: got {self.memory_headroom:g}, expected at least 0 and less than 1")
         if self.labels_stay and not self.data_holders:
             raise UserError("plan.labels_stay: got true without a data_holder, expected one where the labels stay")
+        if self.own_samples and len(self.own_samples) != len(self.data_holders):
+            expected = f"{len(self.data_holders)}, one per holder"
+            raise UserError(f"terms.own_samples: got {len(self.own_samples)} entries, expected {expected}")
+
+    @property
+    def feeders(self) -> tuple[str, ...]:
+        """The holders that feed one chain, each with data of its own; none where they have the same data."""
+        return self.data_holders if self.own_samples else ()
+
+    @property
+    def copied(self) -> bool:
+        """Whether the first stage has copies, and where labels stay the last."""
+        return len(self.feeders) > 1
+
+    @property
+    def shares(self) -> tuple[float, ...]:
+        """The part of all micro-batches that each of the feeders brings."""
+        total = sum(own.train for own in self.own_samples)
+        return tuple(own.train / total for own in self.own_samples)
 
     @property
     def limited(self) -> bool:
@@ -80,9 +109,11 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
         return msgspec.structs.replace(self, objective=objective, max_step_s=None, max_price=None)
 
     def among(self, devices: Collection[str]) -> Terms:
-        """The terms on a part of the fleet. UserError where it has no data holder."""
+        """The terms on a part of the fleet. UserError where no data holder is in it, or not all that have their own."""
         if not self.data_holders:
             return self
+        if gone := [name for name in self.feeders if name not in devices]:
+            raise UserError(f"data_holder: {gone[0]} has samples that no other device has, and is not there")
         left = tuple(name for name in self.data_holders if name in devices)
         if not left:
             raise UserError(f"data_holder: none of {', '.join(self.data_holders)} is among {', '.join(devices)}")

@@ -23,8 +23,9 @@ from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.chain import chain
 from isthmus.planners.cheapest import unpriced
 from isthmus.planners.even import even
+from isthmus.planners.feeding import fed
 from isthmus.planners.joint import Descent, every_plan
-from isthmus.planners.least import Least, relaxed, settles, with_certificate
+from isthmus.planners.least import Least, of_fed, relaxed, settles, with_certificate
 from isthmus.planners.narrowing import narrowed
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.op_fence import op_fence
@@ -55,6 +56,9 @@ def auto(problem: Problem, score: Score | None = None) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
+    if problem.terms.copied:
+        plan = fed(problem)
+        return msgspec.structs.replace(with_certificate(problem, plan, of_fed(plan)), planner="auto")
     if problem.terms.objective == "cost" and not is_priced(problem.fleet) and not problem.terms.limited:
         return unpriced(problem, auto(problem.timed(), score))
     network, blocks = network_of(problem), Blocks(problem)

@@ -6,6 +6,7 @@ from isthmus.cost import Problem
 from isthmus.plan import Plan
 from isthmus.planners.cheapest import cheapest
 from isthmus.planners.fastest import fastest
+from isthmus.planners.feeding import fed
 
 
 def chain(problem: Problem) -> Plan:
@@ -13,5 +14,7 @@ def chain(problem: Problem) -> Plan:
 
     Raises FleetTooSmall with the device that is short, and by how much.
     """
+    if problem.terms.copied:
+        return fed(problem)
     money = problem.terms.objective == "cost" or problem.terms.limited
     return cheapest(problem) if money else fastest(problem)

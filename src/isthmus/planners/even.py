@@ -19,8 +19,11 @@ def even(problem: Problem) -> Plan:
     names: tuple[str, ...] = problem.fleet.names
     places = legal_places(problem)
     holders, last_start = problem.terms.data_holders, problem.last_start
-    first = next(name for name in names if not holders or name in holders)
-    names = (first, *(name for name in names if name != first))
+    first = problem.terms.feeders[0] if problem.terms.feeders else next(
+        name for name in names if not holders or name in holders
+    )
+    feeders = problem.terms.feeders  # all of them run what the first does
+    names = (first, *(name for name in names if name != first and name not in feeders))
     if last_start is not None and len(names) > 1:  # a data holder comes again at the end
         names, places = (*names, first), [place for place in places if place <= last_start]
     boundaries = even_boundaries(places, len(problem.flow.operators), len(names))
@@ -28,7 +31,7 @@ def even(problem: Problem) -> Plan:
     if last_start is not None:
         order = (*order[:-1], first) if len(order) > 2 else (first,)
         boundaries = boundaries if len(order) > 1 else []
-    why = dict.fromkeys(set(names) - set(order), "the model has no further place to cut")
+    why = dict.fromkeys(set(names) - set(order) - set(feeders), "the model has no further place to cut")
     return build_plan(problem, order, boundaries, planner="even", notes=why)
 
 

@@ -16,6 +16,7 @@ from itertools import pairwise
 
 from isthmus.cost import Problem, build_plan, preference
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
+from isthmus.cost.respect import broken_term
 from isthmus.errors import FleetTooSmall
 from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
@@ -44,8 +45,14 @@ class Proven:
     bound: float
 
 
-def every_pipeline(problem: Problem, network: Network, blocks: Blocks, known: float) -> Proven | None:
-    """The best pipeline, or none that beats `known`; None where there are too many to try."""
+def every_pipeline(
+    problem: Problem, network: Network, blocks: Blocks, known: float, *, judged: Problem | None = None
+) -> Proven | None:
+    """The best pipeline, or none that beats `known`; None where there are too many to try.
+
+    Plans are those of `judged`, by default the problem itself: no pipeline of it does better than in the problem.
+    """
+    judged = judged or problem
     found: list[Candidate] = []
     tariff = _Tariff(problem, network)
     try:
@@ -62,12 +69,15 @@ def every_pipeline(problem: Problem, network: Network, blocks: Blocks, known: fl
             return Proven(best, least)
         looked_at()
         _, devices, cut = heapq.heappop(found)
+        order, boundaries = [network.names[d] for d in devices], blocks.boundaries(cut)
+        if judged is not problem and broken_term(judged, order, boundaries) is not None:
+            continue
         try:
-            plan = build_plan(problem, [network.names[d] for d in devices], blocks.boundaries(cut), planner="chain")
+            plan = build_plan(judged, order, boundaries, planner="chain")
         except FleetTooSmall:
             continue
-        if preference(problem, plan)[0] < least:
-            best, least = keep(plan), preference(problem, plan)[0]
+        if preference(judged, plan)[0] < least:
+            best, least = keep(plan), preference(judged, plan)[0]
     return Proven(best, min([least, *(bound for bound, _, _ in found[:1])]))
 
 

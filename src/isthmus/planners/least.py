@@ -40,14 +40,22 @@ def least(problem: Problem) -> Least:
     """The bound on any plan of the problem, with its own number of micro-batches; where planning is ended early, that
     of the relaxation."""
     problem = _as_minimised(problem)
-    network, blocks = network_of(problem), Blocks(problem)
     part("lower bound")
+    if problem.terms.copied:
+        return of_fed(chain(problem))
+    network, blocks = network_of(problem), Blocks(problem)
     try:
         if narrowed(problem, network, blocks) is problem:
             return _searched(problem, network, blocks)
     except SearchStopped:
         pass
     return relaxed(problem, network, blocks, None)
+
+
+def of_fed(plan: Plan) -> Least:
+    """What is proven where several holders feed one chain: there are no plans of several replicas."""
+    proven = plan.certificate
+    return Least(proven.lower_bound, proven.exact) if proven is not None else Least(0.0, exact=False)
 
 
 def _searched(problem: Problem, network: Network, blocks: Blocks) -> Least:

@@ -165,7 +165,7 @@ class Drift:
 
     def begin(self, plan: Plan, step: int) -> None:
         """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""
-        self._stages = {stage.device: stage for replica in plan.replicas for stage in replica.stages}
+        self._stages = {stage.device: stage for replica in plan.replicas for stage in replica.workers}
         self._first = step + 1
         self._sums.clear()
         self._halves.clear()

@@ -9,7 +9,9 @@ import msgspec
 from isthmus.errors import UserError
 from isthmus.plan.collective import Message, Round, rounds
 from isthmus.plan.plan import Plan, Replica
+from isthmus.plan.turns import whole
 from isthmus.protocol.exchange import GroupView
+from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.worker import StageView
 
 Pair = tuple[int, int]
@@ -30,9 +32,9 @@ def plan_views(
     found: list[StageView] = []
     for replica in plan.replicas:
         first = len(found)
-        inside = range(first, first + len(replica.stages))
+        inside = range(first, first + len(replica.workers))
         edges = None if pairs is None else [(a - first, b - first) for a, b in pairs if a in inside]
-        views = stage_views(replica, clips=clips, counts=counts, eval_edges=edges)
+        views = stage_views(replica, clips=clips, counts=counts, eval_edges=edges, feeding=feeding_of(plan))
         found += [_shifted(view, first) for view in views]
     groups = _groups(plan)
     return tuple(
@@ -41,6 +43,27 @@ def plan_views(
             delay=plan.sync.outer.delay if plan.sync.outer else 0,
         )
         for view in found
+    )  # fmt: skip
+
+
+def feeding_of(plan: Plan) -> Feeding | None:
+    """Who does which micro-batches, where several holders feed a plan's chain. UserError where its copies are not
+    theirs."""
+    own_samples, devices = plan.terms.own_samples, plan.devices
+    copied = [copies for replica in plan.replicas for copies in replica.copied.values()]
+    for copies in copied:
+        held = tuple(devices[worker] for worker in copies)
+        if held != plan.terms.feeders:
+            expected = ", ".join(plan.terms.feeders) or "none: no holder has data of its own"
+            raise UserError(f"plan: copies: got copies of a stage on {', '.join(held)}, expected {expected}")
+    if len(plan.terms.feeders) < 2:
+        return None
+    if len(plan.replicas) > 1 or not copied:
+        raise UserError(f"plan: replicas: got {len(plan.replicas)}, expected one, whose first stage has copies")
+    size = plan.micro_batch_size
+    return Feeding(
+        train=tuple(h.train for h in own_samples), heldout=whole(tuple(h.heldout for h in own_samples), size),
+        micro_batch_size=size, copies=tuple(copied),
     )  # fmt: skip
 
 
@@ -82,29 +105,33 @@ def _among(r: Round, members: Sequence[int]) -> Round:
 
 
 def stage_views(
-    replica: Replica, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None
-) -> tuple[StageView, ...]:
-    """The views of one replica's stages, in order. See `plan_views`."""
-    forward = [(e.source, e.target) for e in replica.edges]
-    evaluation = forward if eval_edges is None else list(eval_edges)
-    shared = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]
+    replica: Replica, *, clips: bool, counts: bool, eval_edges: Iterable[Pair] | None = None,
+    feeding: Feeding | None = None,
+) -> tuple[StageView, ...]:  # fmt: skip
+    """The views of one replica's stages and their copies, as workers are counted. See `plan_views`."""
     _check_limits(replica)
-    _check_pairs("edge", [*forward, *evaluation], len(replica.stages), onward=True)
-    _check_pairs("shared parameter", shared, len(replica.stages))
+    _check_pairs("edge", [(e.source, e.target) for e in replica.edges], len(replica.stages), onward=True)
+    lent = [(p.owner, user) for p in replica.shared for user in p.users if user != p.owner]
+    _check_pairs("shared parameter", lent, len(replica.stages))
+    edges = replica.worker_edges
+    forward = [(e.source, e.target) for e in edges]
+    evaluation = forward if eval_edges is None else list(eval_edges)
+    if not replica.copies:
+        _check_pairs("edge", evaluation, len(replica.stages), onward=True)
     forward_from, forward_to = _neighbours(forward)
-    backward_from, backward_to = _neighbours((e.target, e.source) for e in replica.edges if e.gradients)
+    backward_from, backward_to = _neighbours((e.target, e.source) for e in edges if e.gradients)
     eval_from, eval_to = _neighbours(evaluation)
-    borrows_from, lends_to = _neighbours(shared)
-    loss_stage = _loss_stage(replica)
+    borrows_from, lends_to = _neighbours((a, b) for _, a, b in replica.lent if a != b)
+    chain, loss_stage = replica.stage_of, _loss_stage(replica)
     has_backward = {
-        *(number for number, stage in enumerate(replica.stages) if stage.flops_backward),
+        *(number for number, stage in enumerate(replica.workers) if stage.flops_backward),
         *backward_from, *backward_to, *borrows_from, *lends_to,
     }  # fmt: skip
     return tuple(
         StageView(
             stage=s,
-            stages=len(replica.stages),
-            in_flight=replica.schedule.in_flight[s],
+            stages=len(chain),
+            in_flight=replica.schedule.in_flight[chain[s]],
             forward_from=forward_from.get(s, ()),
             forward_to=forward_to.get(s, ()),
             backward_from=backward_from.get(s, ()),
@@ -114,11 +141,13 @@ def stage_views(
             lends_to=lends_to.get(s, ()),
             borrows_from=borrows_from.get(s, ()),
             trains=s in has_backward,
-            has_loss=s == loss_stage,
+            has_loss=chain[s] == loss_stage,
+            losses=chain.count(loss_stage),
             counts=counts,
             clips=clips,
+            feeding=feeding,
         )
-        for s in range(len(replica.stages))
+        for s in range(len(chain))
     )
 
 

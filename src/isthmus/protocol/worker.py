@@ -22,6 +22,7 @@ backward before forward, then the lowest micro-batch. A late parcel delays only 
 from __future__ import annotations
 
 from collections import deque
+from collections.abc import Sequence
 from typing import Literal
 
 import msgspec
@@ -56,6 +57,7 @@ from isthmus.protocol.events import (
     WorkerInstruction,
 )
 from isthmus.protocol.exchange import Exchange, GroupView
+from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.work import Item
 
 
@@ -84,6 +86,8 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     trains: bool = True
     """Whether this stage has a backward pass at all."""
     has_loss: bool = False
+    losses: int = 1
+    """Workers of its replica that have the loss: several, where that stage has copies."""
     counts: bool = False
     """The loss is a sum over a count that only the loss's stage knows."""
     clips: bool = False
@@ -97,6 +101,17 @@ class StageView(msgspec.Struct, frozen=True, kw_only=True):
     """Steps between the start of a sum and its use."""
     period: int = 1
     """Steps after which the groups' iterations start again."""
+    feeding: Feeding | None = None
+    """Where several holders feed the chain: who does which micro-batches."""
+
+    def of(self, workers: tuple[int, ...], item: Item, micro_batch: int) -> tuple[int, ...]:
+        """Those of some neighbours that work on a micro-batch: of copies of one stage, the one whose turn it is."""
+        return workers if self.feeding is None else self.feeding.present(workers, item, micro_batch)
+
+    def own(self, item: Item) -> Sequence[int]:
+        """The micro-batches of an item that this stage works on."""
+        every = range(item.micro_batches)
+        return every if self.feeding is None else [m for m in every if self.feeding.does(self.stage, item, m)]
 
     @property
     def others(self) -> tuple[int, ...]:
@@ -142,7 +157,10 @@ class Worker:
         self._last = -1
         self._phase: Phase = "idle"
         self._busy = False
+        self._own: Sequence[int] = ()
+        """The item's micro-batches that are done here."""
         self._next_forward = 0
+        """Counts those."""
         self._waiting_backward: list[int] = []
         self._backwards = 0
         self._arrived: dict[tuple[Parcel, int, int], set[int]] = {}
@@ -222,14 +240,22 @@ class Worker:
                 self._waiting_backward.append(micro_batch)
             else:
                 self._backwards += 1
-            out += [Send("forward", s, item, micro_batch) for s in self.view.forward_to]
-            if self.view.counts and self.view.has_loss and self._next_forward == self._item.micro_batches:
-                out += [Send("count", s, item) for s in self.view.others]
+            out += [Send("forward", s, item, micro_batch) for s in self._of(self.view.forward_to, micro_batch)]
+            self._counted(out)
         elif work == "B":
             self._backwards += 1
-            out += [Send("backward", s, item, micro_batch) for s in self.view.backward_to]
+            out += [Send("backward", s, item, micro_batch) for s in self._of(self.view.backward_to, micro_batch)]
         else:
-            out += [Send("forward", s, item, micro_batch) for s in self.view.eval_to]
+            out += [Send("forward", s, item, micro_batch) for s in self._of(self.view.eval_to, micro_batch)]
+
+    def _counted(self, out: list[WorkerInstruction]) -> None:
+        """Tell the count of the loss, once the last forward of a step is done here."""
+        if self.view.counts and self.view.has_loss and self._next_forward == len(self._own):
+            out += [Send("count", s, self._index) for s in self.view.others]
+
+    def _of(self, workers: tuple[int, ...], micro_batch: int) -> tuple[int, ...]:
+        assert self._item is not None, "a micro-batch belongs to an item"
+        return self.view.of(workers, self._item, micro_batch)
 
     def _updated(self, item: int, out: list[WorkerInstruction]) -> None:
         if self.view.averages == "gradients":
@@ -305,7 +331,10 @@ class Worker:
             self._phase = "settling"  # sums that are on the way are kept too, once they are complete
             return
         self._phase = "tasklets"
+        self._own = self.view.own(item)
         out += [Send("shared", s, item.index) for s in self.view.lends_to]
+        if item.kind == "train" and not self._own:
+            self._counted(out)
 
     def _start(self, phase: Phase, instruction: WorkerInstruction, out: list[WorkerInstruction]) -> None:
         self._phase = phase
@@ -316,11 +345,11 @@ class Worker:
         """Start the best ready tasklet, or leave the phase when there are none left."""
         item = self._item
         assert item is not None, "tasklets belong to an item"
-        if item.kind == "eval" and self._next_forward == item.micro_batches:
+        if item.kind == "eval" and self._next_forward == len(self._own):
             self._phase = "idle"
             self._finish(item.index, out)
             self._advance(out)
-        elif item.kind == "train" and self._backwards == item.micro_batches:
+        elif item.kind == "train" and self._backwards == len(self._own):
             self._phase = "gathering"
             out += [Send("shared_gradient", s, item.index) for s in self.view.borrows_from]
         elif (micro_batch := self._ready_backward(item.index)) is not None:
@@ -328,28 +357,31 @@ class Worker:
             self._busy = True
             out.append(Compute("B", item.index, micro_batch))
         elif self._forward_ready(item):
+            micro_batch = self._own[self._next_forward]
             self._next_forward += 1
             self._busy = True
-            out.append(Compute("F" if item.kind == "train" else "E", item.index, self._next_forward - 1))
+            out.append(Compute("F" if item.kind == "train" else "E", item.index, micro_batch))
 
     def _ready_backward(self, item: int) -> int | None:
-        ready = (m for m in self._waiting_backward if self._has("backward", item, self.view.backward_from, m))
+        sources = self.view.backward_from
+        ready = (m for m in self._waiting_backward if self._has("backward", item, self._of(sources, m), m))
         return min(ready, default=None)
 
     def _forward_ready(self, item: Item) -> bool:
         train = item.kind == "train"
-        if self._next_forward == item.micro_batches:
+        if self._next_forward == len(self._own):
             return False
         if train and len(self._waiting_backward) >= self.view.in_flight:
             return False
-        sources = self.view.forward_from if train else self.view.eval_from
+        micro_batch = self._own[self._next_forward]
+        sources = self._of(self.view.forward_from if train else self.view.eval_from, micro_batch)
         return self._has("shared", item.index, self.view.borrows_from) and self._has(
-            "forward", item.index, sources, self._next_forward
+            "forward", item.index, sources, micro_batch
         )
 
     def _gathered(self) -> bool:
-        needs_count = self.view.counts and not self.view.has_loss
-        count_here = not needs_count or bool(self._arrived.get(("count", self._index, -1)))
+        due = self.view.losses - self.view.has_loss if self.view.counts else 0
+        count_here = len(self._arrived.get(("count", self._index, -1), ())) >= due
         return count_here and self._has("shared_gradient", self._index, self.view.lends_to)
 
     def _has(self, parcel: Parcel, item: int, sources: tuple[int, ...], micro_batch: int = -1) -> bool:

@@ -50,7 +50,7 @@ class Costs:
 
 def _tasklet_seconds(plan: Plan, fleet: Fleet, options: SimulationOptions) -> dict[tuple[int, Work], float]:
     seconds: dict[tuple[int, Work], float] = {}
-    for worker, stage in enumerate(stage for replica in plan.replicas for stage in replica.stages):
+    for worker, stage in enumerate(stage for replica in plan.replicas for stage in replica.workers):
         flops_per_s = fleet.device(stage.device).sustained_flops_per_s
         forward = options.durations.get((worker, "F"), stage.flops_forward / flops_per_s)
         seconds[worker, "F"] = forward
@@ -64,14 +64,13 @@ def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
     sizes: defaultdict[tuple[Parcel, int, int], int] = defaultdict(int)
     first = 0
     for replica in plan.replicas:
-        for edge in replica.edges:
+        for edge in replica.worker_edges:
             sizes["forward", first + edge.source, first + edge.target] += edge.forward_wire_bytes
             sizes["backward", first + edge.target, first + edge.source] += edge.backward_wire_bytes
-        for parameter in replica.shared:
-            for user in parameter.users:
-                sizes["shared", first + parameter.owner, first + user] += parameter.size_bytes
-                sizes["shared_gradient", first + user, first + parameter.owner] += parameter.size_bytes
-        first += len(replica.stages)
+        for parameter, lender, borrower in replica.lent:
+            sizes["shared", first + lender, first + borrower] += parameter.size_bytes
+            sizes["shared_gradient", first + borrower, first + lender] += parameter.size_bytes
+        first += len(replica.workers)
     return dict(sizes)
 
 

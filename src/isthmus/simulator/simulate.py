@@ -304,18 +304,19 @@ def _shares(plan: Plan, spec: RunSpec) -> list[Share]:
     """Of each worker. An only replica does all, whatever number of micro-batches it was planned for."""
     counts = [r.micro_batches for r in plan.replicas] if len(plan.replicas) > 1 else [spec.micro_batches]
     each = zip(shares(counts, spec.micro_batch_size), plan.replicas, strict=True)
-    return [share for share, replica in each for _ in replica.stages]
+    return [share for share, replica in each for _ in replica.workers]
 
 
 def _workers_of(plan: Plan) -> dict[str, list[int]]:
     """By device. It may run several stages of one replica, but no two that follow each other."""
-    replica_of = [number for number, replica in enumerate(plan.replicas) for _ in replica.stages]
+    replica_of = [number for number, replica in enumerate(plan.replicas) for _ in replica.workers]
+    chain = [stage for replica in plan.replicas for stage in replica.stage_of]
     found: dict[str, list[int]] = {}
     for worker, device in enumerate(plan.devices):
         found.setdefault(device, []).append(worker)
     for device, workers in found.items():
         for a, b in itertools.pairwise(workers):
-            if replica_of[a] != replica_of[b] or b == a + 1:
+            if replica_of[a] != replica_of[b] or chain[b] == chain[a] + 1:
                 raise UserError(
                     f"plan: stages {a} and {b} are both on device {device!r}, expected stages of one replica that are "
                     "no neighbours"

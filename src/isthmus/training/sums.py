@@ -157,3 +157,13 @@ def summed(parameters: Parameters, share: float | None, outer: Outer | None, sav
     if share is None:
         return GradientSum(parameters)
     return ParameterSum(parameters, share) if outer is None else DeltaSum(parameters, share, outer, saved)
+
+
+def add_in_order(own: Tensor, here: int, arrived: Mapping[int, Tensor]) -> None:
+    """Add to what this worker has what others sent, in the order of workers. So copies of a stage with a micro-batch
+    each sum as a loop over micro-batches does, to the bit."""
+    parts = {**arrived, here: own.clone()}
+    first, *others = sorted(parts)
+    own.copy_(parts[first])
+    for worker in others:
+        own += parts[worker]

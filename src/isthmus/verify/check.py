@@ -32,8 +32,11 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
 
     `effort` is a share of the work that the search for plans below the bound may be.
 
-    Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
+    Raises UserError where the graph itself cannot be planned, or the plan is of a kind that is not checked; what is
+    wrong with the document is in the verdict.
     """
+    if question.terms.copied or any(replica.copies for replica in plan.replicas):
+        raise UserError("plan: copies: several holders feed the chain: no plan of that kind can be checked so far")
     ledger, reading = Ledger(), Reading(question)
     graphs = _cut_as_stated(ledger, plan, reading) if _structure(ledger, plan, reading) else None
     if graphs is None:

@@ -63,7 +63,7 @@ class Deployment:
         self.protection = protection(prepared, plan, self.stages, terms_of(self.job, fleet).data_holders)
         counts = [replica.micro_batches for replica in plan.replicas]
         each = zip(shares(counts, self.job.micro_batch_size), plan.replicas, strict=True)
-        self._shares = [share for share, replica in each for _ in replica.stages]
+        self._shares = [share for share, replica in each for _ in replica.workers]
         self._shapes = {
             op.target: op.outputs[0].shape_at(self.job.micro_batch_size)
             for pair in self.stages for op in pair.train.variables()
@@ -102,13 +102,14 @@ class Deployment:
 
     def _chosen_mirrors(self) -> dict[str, str]:
         """Per device who keeps a copy of its snapshots: the neighbour with the best link to it. None where other
-        replicas hold the same: all steps long, or at the end of each period, but for what optimizers remember."""
+        replicas or copies hold the same: all steps long, or at the end of each period, but for what optimizers
+        remember."""
         if len(self.plan.replicas) > 1 or not self.job.runtime.snapshots:
             return {}
         devices, found = self.plan.devices, dict[str, str]()
         for device, pair in self.by_device.items():
             near = [devices[stage] for stage in sorted(self._others(pair))]
-            if near and pair.written:
+            if near and pair.written and not pair.view.groups:
                 found[device] = max(near, key=lambda d: self.fleet.link(device, d).bandwidth_bytes_per_s)
         return found
 
@@ -176,7 +177,7 @@ class Deployment:
         placeholders = {op.target: op for op in graph.ops if op.kind == "placeholder"}
         positions = self._norm_positions()
         found: dict[str, Assignment] = {}
-        stages = (stage for replica in self.plan.replicas for stage in replica.stages)
+        stages = (stage for replica in self.plan.replicas for stage in replica.workers)
         for stage, pair in zip(stages, self.stages, strict=True):
             view = pair.view
             found[stage.device] = Assignment(
@@ -187,7 +188,8 @@ class Deployment:
                 engine=self._engine(self._shares[view.stage]), recompute=stage.recompute,
                 released=self.protection.released.get(view.stage), frozen=self.protection.freezes(view.stage),
                 discloses=not self.protection.trains_raw(view.stage),
-                data=self.job.data, shuffle=self.job.training.shuffle, train_samples=self._prepared.samples.train,
+                data=self.job.data.at(stage.device), shuffle=self.job.training.shuffle,
+                train_samples=self._prepared.samples.train,
                 neighbours=self._neighbours(pair, addresses),
                 emulation=self._emulation(stage),
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
@@ -253,8 +255,8 @@ class Deployment:
         )
 
     def saves(self, pair: StagePair) -> tuple[str, ...] | None:
-        """Replicas with equal parameters differ in the buffers that their forwards write."""
-        if pair.view.first == 0 or self.plan.sync.averages != "gradients":
+        """Replicas with equal parameters differ in the buffers that their forwards write, which no copy has."""
+        if (pair.view.first == 0 and not pair.copy) or self.plan.sync.averages != "gradients":
             return None
         return tuple(sorted(pair.written - {*pair.owned, LOSS_SCALE}))
 
@@ -289,11 +291,12 @@ class Deployment:
         """How the plan packs what one stage sends another: values, or gradients of what came from there."""
         first = 0
         for replica in self.plan.replicas:
-            for edge in replica.edges:
-                packed = edge.forward_compression if source < target else edge.backward_compression
+            for edge in replica.worker_edges:
+                there = (first + edge.source, first + edge.target) == (source, target)
+                packed = edge.forward_compression if there else edge.backward_compression
                 if packed is not None and {first + edge.source, first + edge.target} == {source, target}:
                     return packed.packing
-            first += len(replica.stages)
+            first += len(replica.workers)
         return None
 
     def _window(self, a: int, b: int) -> int:
@@ -313,8 +316,8 @@ class Deployment:
         first = 0
         for replica in self.plan.replicas:
             ends = {a - first, b - first}
-            total += 4 * sum(p.size_bytes for p in replica.shared if ends <= {p.owner, *p.users})
-            first += len(replica.stages)
+            total += 4 * sum(p.size_bytes for p, *between in replica.lent if ends == set(between))
+            first += len(replica.workers)
         return total
 
     # What devices need, and say

@@ -7,7 +7,7 @@ mean nothing to the coordinator (`isthmus.runtime.identity.concealed`).
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Collection, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterator, Mapping, Sequence
 from typing import Protocol
 
 import msgspec
@@ -76,7 +76,7 @@ class Holders:
         here = self._asks.here(self._candidates if devices is None else devices, every=devices is not None)
         asked = [device for device in here if device not in self.described]
         failures: dict[str, IsthmusError] = {}
-        for device, found in self._asks.describe(asked, self._data, heldout=self._heldout).items():
+        for device, found in self._described(asked):
             try:
                 self._take(device, found)
             except Unequal:
@@ -87,6 +87,13 @@ class Holders:
             raise next(iter(failures.values()))
         for failure in failures.values():
             self._note(f"{failure}; it is given no part that reads data")
+
+    def _described(self, devices: Sequence[str]) -> Iterator[tuple[str, DataDescription | IsthmusError]]:
+        if self._alike:
+            yield from self._asks.describe(devices, self._data, heldout=self._heldout).items()
+            return
+        for device in devices:
+            yield from self._asks.describe([device], self._data.at(device), heldout=self._heldout).items()
 
     def remember(self, described: Mapping[str, DataDescription]) -> None:
         """What was found before, by another process."""

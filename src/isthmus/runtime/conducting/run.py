@@ -73,7 +73,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
 def run_spec(prepared: Prepared, start_step: int = 0) -> RunSpec:
     job, t = prepared.job, prepared.job.training
     samples = min(t.eval_samples, prepared.samples.heldout)
-    count = samples // job.micro_batch_size
+    count = min(samples // job.micro_batch_size, prepared.samples.heldout_batches(job.micro_batch_size))
     if t.eval_every and not count:
         raise UserError(
             f"training.eval_samples: {samples} held-out samples are fewer than a micro-batch ({job.micro_batch_size})"
@@ -274,7 +274,7 @@ class TrainingScript:
             self.peaks[device] = peak
         pair, replica = self.now.by_device[device], self.now.replica(device)
         stage = f"stage-{pair.view.stage - pair.view.first}"
-        if not replica:
+        if not replica and not pair.copy:
             self._writer.write(item.step, stage, state)
         elif state:
             own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}

@@ -25,6 +25,8 @@ class StagePair(msgspec.Struct, frozen=True):
     evaluation: StageGraph
     scales: bool = False
     """Whether it has a loss scale."""
+    copy: bool = False
+    """Whether another device runs the same stage, and gives its state."""
 
     @property
     def owned(self) -> tuple[str, ...]:
@@ -45,7 +47,7 @@ class StagePair(msgspec.Struct, frozen=True):
 def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
     """UserError for a device that runs several stages: that can be planned and simulated, not yet run."""
     for replica in plan.replicas:
-        for device, uses in Counter(stage.device for stage in replica.stages).items():
+        for device, uses in Counter(stage.device for stage in replica.workers).items():
             if uses > 1:
                 raise UserError(
                     f"{source}: device {device!r} runs {uses} stages, expected one: a run takes one stage per device "
@@ -68,16 +70,42 @@ def stage_pairs(
     train: list[StageGraph] = []
     evaluation: list[StageGraph] = []
     for replica in plan.replicas:
-        ours, theirs = _cut(replica, flow, eval_flow, first=len(train))
-        train += ours
-        evaluation += theirs
+        first = len(train)
+        ours, theirs = _cut(replica, flow, eval_flow, first)
+        train += _of_workers(replica, ours, first)
+        evaluation += _of_workers(replica, theirs, first)
     edges = {(c.source, c.target) for stage in evaluation for c in stage.sends}
     counts = captured.train.count is not None
+    copies = [worker >= len(r.stages) for r in plan.replicas for worker in range(len(r.workers))]
     views = plan_views(plan, clips=clips, skips=skips, counts=counts, eval_edges=sorted(edges))
     return tuple(
-        StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e, scales)
-        for view, t, e in zip(views, train, evaluation, strict=True)
+        StagePair(msgspec.structs.replace(view, has_loss=t.loss is not None), t, e, scales, copy)
+        for view, t, e, copy in zip(views, train, evaluation, copies, strict=True)
     )
+
+
+def _of_workers(replica: Replica, stages: Sequence[StageGraph], first: int) -> Sequence[StageGraph]:
+    """The stages and their copies, each with values that come from and go to every copy of its neighbours. Of stages
+    that own a shared parameter the first lends it, to all that use it."""
+    if not replica.copies:
+        return stages
+    chain, found = replica.stage_of, list[StageGraph]()
+    for worker, stage in enumerate(chain):
+        graph, copied = stages[stage], worker >= len(stages)
+        crossings = [
+            msgspec.structs.replace(c, source=first + a, target=first + b)
+            for c in (*graph.receives, *graph.sends)
+            for a, b in replica.joined(c.source - first, c.target - first)
+        ]
+        borrowers = {
+            name: [w for w, other in enumerate(chain) if first + other in users] for name, users in graph.lends.items()
+        }
+        found.append(msgspec.structs.replace(
+            graph, index=first + worker, receives=tuple(c for c in crossings if c.target == first + worker),
+            sends=tuple(c for c in crossings if c.source == first + worker),
+            lends={} if copied else {name: tuple(first + w for w in workers) for name, workers in borrowers.items()},
+        ))  # fmt: skip
+    return found
 
 
 def _cut(

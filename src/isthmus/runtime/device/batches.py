@@ -9,11 +9,11 @@ from torch import Tensor
 
 from isthmus.accelerators import HOST
 from isthmus.accelerators.staging import Cargo, Way
-from isthmus.data import Dataset, SampleOrder
+from isthmus.data import Dataset, JoinedOrder, SampleOrder
 from isthmus.data.augmented import batch_at
-from isthmus.data.dataset import Indices
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
+from isthmus.plan.turns import turn
 from isthmus.protocol.work import Item
 from isthmus.runtime.device.ways import Ways
 from isthmus.runtime.messages.assignment import Assignment
@@ -32,15 +32,34 @@ class Batches:
         self._accelerator = HOST if ways is None else ways.accelerator
         self._up = None if ways is None else ways.way("up")
         self._size = assignment.engine.micro_batch_size
-        self._order = SampleOrder(assignment.train_samples, assignment.engine.seed, assignment.shuffle)
+        seed, shuffle = assignment.engine.seed, assignment.shuffle
+        self._order = SampleOrder(assignment.train_samples, seed, shuffle)
+        feeding = assignment.view.feeding
+        self._joined = JoinedOrder(feeding.train, seed, shuffle) if feeding is not None else None
 
     def samples(self, item: Item, micro_batch: int) -> list[int]:
-        """Which samples a micro-batch is of: any stage can tell, whether it reads data or not."""
-        return [int(index) for index in self._indices(item, micro_batch)]
+        """Which samples a micro-batch is of: any stage can tell, whether it reads data or not. Where several holders
+        feed the chain, training samples are numbered through, one holder's after those of another."""
+        if item.kind != "train":
+            return list(self._held_out(item, micro_batch))
+        if self._joined is not None:
+            return self._joined.indices(self._first(item, micro_batch) // self._size, self._size).tolist()
+        return self._order.indices(self._first(item, micro_batch), self._size).tolist()
 
-    def _indices(self, item: Item, micro_batch: int) -> Indices:
-        start = item.first_sample + micro_batch * self._size
-        return self._order.indices(start, self._size) if item.kind == "train" else range(start, start + self._size)
+    def _first(self, item: Item, micro_batch: int) -> int:
+        return item.first_sample + micro_batch * self._size
+
+    def _place(self, item: Item, micro_batch: int) -> tuple[SampleOrder, int]:
+        """Of a training micro-batch, the order of whoever reads it, and the position of its first sample."""
+        first = self._first(item, micro_batch)
+        return (self._order, first) if self._joined is None else self._joined.own(first // self._size, self._size)
+
+    def _held_out(self, item: Item, micro_batch: int) -> range:
+        """In the data of whoever reads them."""
+        first, feeding = self._first(item, micro_batch), self._assignment.view.feeding
+        if feeding is not None:
+            first = turn(feeding.heldout, first // self._size).number * self._size
+        return range(first, first + self._size)
 
     def columns(self, stage: StageGraph, item: Item, micro_batch: int) -> dict[Ref, Tensor]:
         """This stage's own columns of one micro-batch: raw data never leaves the device that reads it."""
@@ -52,10 +71,9 @@ class Batches:
         data = self._data[split]
         try:
             if split == "train":
-                start = item.first_sample + micro_batch * self._size
-                found = batch_at(data, self._order, start, self._size, stage.columns)
+                found = batch_at(data, *self._place(item, micro_batch), self._size, stage.columns)
             else:
-                found = data.batch(self._indices(item, micro_batch), stage.columns)
+                found = data.batch(self._held_out(item, micro_batch), stage.columns)
         except Exception as e:
             raise_if_jobs(f"data {self._assignment.data.kind!r}", e)
             raise

@@ -33,7 +33,25 @@ def stage_data(
             found["heldout"] = known.get("heldout") or _as_described(assignment, "heldout", key)
         for dataset in found.values():
             len(dataset)  # what is read on first use is read here
+    _check_holding(assignment, found)
     return found
+
+
+def _check_holding(assignment: Assignment, found: Mapping[str, Dataset]) -> None:
+    """UserError where a holder that feeds the chain with its own data has not as many samples as all reckon with."""
+    feeding, view = assignment.view.feeding, assignment.view
+    if feeding is None or not found:
+        return
+    holder = next(copies.index(view.stage) for copies in feeding.copies if view.stage in copies)
+    expected = {"train": feeding.train[holder], "heldout": feeding.heldout[holder]}
+    got = {
+        split: len(dataset) if split == "train" else len(dataset) // feeding.micro_batch_size
+        for split, dataset in found.items()
+    }
+    for split, count in got.items():
+        if count != expected[split]:
+            what = "samples" if split == "train" else "whole micro-batches"
+            raise UserError(f"data ({split}): this device has {count} {what}, the plan was made for {expected[split]}")
 
 
 def _as_described(assignment: Assignment, split: Split, key: bytes) -> Dataset:

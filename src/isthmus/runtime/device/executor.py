@@ -65,7 +65,7 @@ from isthmus.training.engine import Engine, received_spec, sent_spec
 from isthmus.training.privatized import Privatizer
 from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot
-from isthmus.training.sums import Parameters, Summed, summed
+from isthmus.training.sums import Parameters, Summed, add_in_order, summed
 
 SWITCH_S = 0.0005
 """How long a lane waits at most for the interpreter: with Python's 5 ms, what a link brought or took would often wait
@@ -145,7 +145,7 @@ class Executor:
         self._all_finite = True
         """The loss and gradients of the item that was collected last."""
         self._count: float | None = None
-        """Of the item's loss: this replica's, or after a sum of gradients that of all."""
+        """Of the item's loss: this replica's, or after a sum of gradients with other replicas that of all."""
         self._buffers = {g.group: _buffer(assignment, g, engine, saved) for g in assignment.groups}
         self._rounds = {g.group: g.rounds for g in assignment.view.groups}
         self._state: Snapshot | None = None
@@ -319,35 +319,35 @@ class Executor:
         self._take_shared(work.item)
         inputs = self._batches.columns(stage, item, work.micro_batch)
         view = self.assignment.view
-        for source in view.forward_from if training else view.eval_from:
+        for source in view.of(view.forward_from if training else view.eval_from, item, work.micro_batch):
             tensors = self.links.take("forward", source, work.item, work.micro_batch)
             inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
-        if training and not work.micro_batch:
+        if training and work.micro_batch == view.own(item)[0]:
             self.links.reshape(item.step)
         with self._tasklets.tasklet(work.work, work.item, work.micro_batch, self._least_s(work)):
             out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
             covered = self._private.forward(number, out, training=training) if self._private is not None else {}
             if training:
                 self._finite.forward(number, inputs, out | covered)
-        for target in view.forward_to if training else view.eval_to:
+        for target in view.of(view.forward_to if training else view.eval_to, item, work.micro_batch):
             leaves = out if self._private is None or not self._private.covers(target) else out | covered
             crossing = sent_spec(stage, target)
             self._outgoing["forward", target, work.micro_batch] = {label(c.value): leaves[c.value] for c in crossing}
 
     def _backward(self, work: Compute) -> None:
         stage = self.assignment.train
-        view = self.assignment.view
+        view, item = self.assignment.view, self._items[work.item]
         came: dict[int, dict[Ref, Tensor]] = {}
-        for target in sorted(view.backward_from, reverse=True):
+        for target in sorted(view.of(view.backward_from, item, work.micro_batch), reverse=True):
             due = [c.value for c in sent_spec(stage, target) if c.gradient]
             tensors = self.links.take("backward", target, work.item, work.micro_batch)
             came[target] = dict(zip(due, tensors, strict=True))
-        number = self._items[work.item].first_micro_batch + work.micro_batch
+        number = item.first_micro_batch + work.micro_batch
         with self._tasklets.tasklet("B", work.item, work.micro_batch, self._least_s(work)):
             arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
             gradients = self.engine.backward(number, arrived)
             self._finite.backward(number, gradients)
-        for source in view.backward_to:
+        for source in view.of(view.backward_to, item, work.micro_batch):
             due = [c.value for c in received_spec(stage, source) if c.gradient]
             self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
 
@@ -399,8 +399,11 @@ class Executor:
         """This replica's sums are complete: the count of its loss is known, and what borrowers of parameters summed."""
         view = self.assignment.view
         if view.counts:
-            source = next((s for s in view.others if self.links.holds("count", s, item)), None)
-            self._count = self.engine.count if source is None else self.links.take_number("count", source, item)
+            others = [s for s in view.others if self.links.holds("count", s, item)]
+            told = {s: self.links.take_number("count", s, item) for s in others}
+            if view.has_loss:
+                told[view.stage] = self.engine.count
+            self._count = sum(told[s] for s in sorted(told))
         for user in sorted(view.lends_to, reverse=True):
             names = [n for n, users in self.assignment.train.lends.items() if user in users]
             arrived = self.links.take("shared_gradient", user, item)
@@ -422,18 +425,25 @@ class Executor:
     def _merge(self, merge: Merge) -> None:
         flat, turn = self._buffers[merge.group].flat, self._rounds[merge.group][merge.round]
         self.links.hold()
+        arrived: dict[int, Tensor] = {}
         for message in sorted(turn.receives, key=lambda m: m.other):
             first, last = message.parts.span(flat.numel())
-            arrived = self.links.take_parts(merge.group, merge.round, message.other, merge.item)
-            if turn.adds:
-                flat[first:last] += arrived
+            found = self.links.take_parts(merge.group, merge.round, message.other, merge.item)
+            if not turn.adds:
+                flat[first:last] = found
+            elif self.assignment.view.feeding is None:
+                flat[first:last] += found
             else:
-                flat[first:last] = arrived
+                arrived[message.other] = found
+        if arrived:
+            first, last = turn.receives[0].parts.span(flat.numel())  # what arrives in a round is of one stretch
+            add_in_order(flat[first:last], self.assignment.view.stage, arrived)
 
     def _take(self, groups: Sequence[int]) -> None:
         self._hold()
         counts = [self._buffers[group].take() for group in groups]
-        if self.assignment.view.counts and self.assignment.view.averages == "gradients":
+        view = self.assignment.view
+        if view.counts and view.averages == "gradients" and view.feeding is None:  # copies know the whole count
             self._count = counts[0]
 
     def _collect(self, item: int) -> bool:
@@ -462,7 +472,8 @@ class Executor:
         """Those of all parameters of the model, in its own order."""
         assert self._norms is not None, "norms are known after collect"
         positions, stage = self.assignment.norm_positions, self.assignment.view.stage
-        norms = torch.zeros(sum(len(p) for p in positions.values()), device=self._norms.device)
+        count = 1 + max((place for where in positions.values() for place in where), default=-1)
+        norms = torch.zeros(count, device=self._norms.device)
         for other, where in positions.items():
             if other not in self._norm_places:
                 self._norm_places[other] = to_device(self.engine.accelerator, torch.tensor(where, dtype=torch.int64))

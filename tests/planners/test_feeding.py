@@ -1,0 +1,58 @@
+"""Chains that several holders feed: priced with every copy, and found as brute force finds them."""
+
+from __future__ import annotations
+
+import contextlib
+import itertools
+import random
+from collections.abc import Iterator
+
+import pytest
+from plan_cases import problem_of, random_graph
+from term_cases import priced_fleet
+
+from isthmus.cost import Problem, build_plan, preference
+from isthmus.errors import FleetTooSmall, UserError
+from isthmus.graph import cuts
+from isthmus.plan import Objective, OwnSamples, Plan, Terms
+from isthmus.planners import plan as make_plan
+
+
+def fed_problem(
+    seed: int, devices: int, *, holders: int = 2, labels_stay: bool = False, objective: Objective = "time",
+    memory: int = 1 << 40, operators: int = 6,
+) -> Problem:  # fmt: skip
+    rng = random.Random(seed)
+    fleet = priced_fleet(seed, devices, memory=[memory] * devices)
+    terms = Terms(
+        objective=objective, data_holders=fleet.names[:holders], labels_stay=labels_stay,
+        own_samples=tuple(OwnSamples(train=rng.randint(1, 9), heldout=1) for _ in range(holders)),
+    )  # fmt: skip
+    return problem_of(random_graph(seed, operators), fleet, micro_batches=rng.choice([2, 4, 6]), terms=terms)
+
+
+def every_chain(problem: Problem) -> Iterator[Plan]:
+    first, *copies = problem.terms.feeders
+    others = [name for name in problem.fleet.names if name not in (first, *copies)]
+    places = [cut.position for cut in cuts(problem.flow)]
+    for size in range(len(others) + 1):
+        for between in itertools.permutations(others, size):
+            ends = [()] if not size or not problem.terms.labels_stay else [(first,)]
+            for end in ends:
+                order = (first, *between, *end)
+                for boundaries in itertools.combinations(places, len(order) - 1):
+                    with contextlib.suppress(FleetTooSmall, UserError):
+                        yield build_plan(problem, order, boundaries, planner="brute")
+
+
+@pytest.mark.parametrize("objective", ["time", "cost"])
+@pytest.mark.parametrize("labels_stay", [False, True])
+@pytest.mark.parametrize("seed", range(4))
+def test_the_chain_is_as_good_as_the_best_of_all(seed: int, labels_stay: bool, objective: Objective) -> None:
+    problem = fed_problem(seed, 4, labels_stay=labels_stay, objective=objective)
+    best = min(preference(problem, plan)[0] for plan in every_chain(problem))
+    for planner in ("chain", "auto"):
+        made = make_plan(planner, problem)
+        assert preference(problem, made)[0] == pytest.approx(best, rel=1e-9)
+        assert made.certificate is not None
+        assert made.certificate.lower_bound <= best * (1 + 1e-9)

@@ -1,0 +1,156 @@
+"""Runs that several holders feed, each with other files, and the plain loop over the joined data."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+import torch
+from torch import Tensor
+
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec, JoinedDataset, JoinedOrder, load_dataset
+from isthmus.data.dataset import Split
+from isthmus.job import Job, PlanConfig, Prepared, prepare
+from isthmus.plan import Plan
+from isthmus.plan.turns import turn, whole
+from isthmus.protocol import Item
+from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
+from isthmus.training.optim import Optimizers
+from isthmus.training.plain import plain_loss, plain_step, plain_update
+
+from .jobs import final_weights, fleet_of, job_of, random_cut
+
+GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 2}
+
+
+def texts(folder: Path, sizes: Sequence[int]) -> DataSpec:
+    """Each holder's own text of so many bytes."""
+    draw = np.random.default_rng(0)
+    for number, size in enumerate(sizes):
+        (folder / f"text{number}").write_bytes(draw.integers(32, 127, size, dtype=np.uint8).tobytes())
+    own: dict[str, dict[str, object]] = {
+        f"d{n}": {"files": str(folder / f"text{n}")} for n in range(len(sizes))
+    }
+    return DataSpec(kind="text", options={"files": "none", "sequence_length": 16, "holdout": 0.2}, of=own)
+
+
+def fed_job(name: str, config: Mapping[str, object], data: DataSpec, holders: int, **training: object) -> Job:
+    job = job_of(name, config, data, **training)  # pyright: ignore[reportArgumentType]
+    terms = PlanConfig(data_holder=tuple(f"d{n}" for n in range(holders)), holders_data="own")
+    return msgspec.structs.replace(job, plan=terms)
+
+
+def fed_run(prepared: Prepared, devices: int, boundaries: Sequence[int], folder: Path, watcher: Watcher) -> Plan:
+    """The holders first, then so many devices in all."""
+    holders = len(prepared.job.plan.feeders)
+    fleet = fleet_of(devices)
+    order = ["d0", *(f"d{n}" for n in range(holders, devices))]
+    plan = build_plan(prepared.problem(fleet), order, boundaries, planner="test")
+    outcome = train(prepared, plan, fleet, folder, RunOptions(emulate=False), watcher)
+    assert outcome.outcome == "done"
+    return plan
+
+
+class Plain:
+    """The plain loop on the joined data, in the order that the holders' counts give."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.job, self._samples = prepared.job, prepared.samples
+        torch.manual_seed(self.job.training.seed)
+        self.module = prepared.build()
+        self.config = self.job.engine()
+        self._optimizers = Optimizers(self.config.optimizers, dict(self.module.named_parameters()))
+        self._sets = {split: self._joined(split) for split in ("train", "heldout")}
+        self._order = JoinedOrder(
+            tuple(h.train for h in self._samples.holders.values()), self.job.training.seed, self.job.training.shuffle
+        )
+
+    def _joined(self, split: Split) -> JoinedDataset:
+        return JoinedDataset([load_dataset(self.job.data.at(name), split) for name in self.job.plan.feeders])
+
+    def _batch(self, split: str, indices: object) -> dict[str, Tensor]:
+        found = self._sets[split]
+        return found.batch(indices, list(found.columns))  # pyright: ignore[reportArgumentType]
+
+    def step(self, step: int) -> float:
+        count, size = self.config.micro_batches, self.config.micro_batch_size
+        batches = [self._batch("train", self._order.indices(step * count + m, size)) for m in range(count)]
+        loss, _ = plain_step(self.module, batches, self.config)
+        plain_update(self.module, self._optimizers, step, self.config, loss)
+        return loss
+
+    def heldout(self, count: int) -> float:
+        size, counts = self.config.micro_batch_size, tuple(h.heldout for h in self._samples.holders.values())
+        batches: list[dict[str, Tensor]] = []
+        for number in range(count):
+            holder, own = turn(whole(counts, size), number)
+            first = sum(counts[:holder]) + own * size
+            batches.append(self._batch("heldout", range(first, first + size)))
+        return plain_loss(self.module, batches)
+
+
+class Followed:
+    """Losses of a run."""
+
+    def __init__(self) -> None:
+        self.losses: list[float | None] = []
+        self._heldout: dict[int, list[tuple[float, int]]] = {}
+        self.watcher = Watcher(advanced=self._advanced)
+
+    def _advanced(self, item: Item, loss: float | None, spans: object) -> None:
+        if item.kind == "train":
+            self.losses.append(loss)
+        elif loss is not None:
+            self._heldout.setdefault(item.step, []).append((loss, item.micro_batches))
+
+    def heldout(self, step: int) -> float:
+        parts = self._heldout[step]
+        return sum(loss * count for loss, count in parts) / sum(count for _, count in parts)
+
+
+def check_equal(prepared: Prepared, followed: Followed, folder: Path, *, bits: bool = False) -> None:
+    """To what the plain loop makes of the joined data: to the bit, or as far as the order of sums allows."""
+    plain = Plain(prepared)
+    expected = [plain.step(step) for step in range(prepared.job.training.steps)]
+    assert followed.losses[0] == expected[0], "before the first update all is equal to the bit"
+    assert followed.losses == (expected if bits else pytest.approx(expected, rel=1e-6))
+    weights, own = final_weights(folder), dict(plain.module.named_parameters())
+    assert own.keys() <= weights.keys()
+    rtol, atol = (0.0, 0.0) if bits else (1e-5, 1e-6)
+    for name, value in own.items():
+        torch.testing.assert_close(weights[name], value.detach(), rtol=rtol, atol=atol)
+    if prepared.job.training.eval_every:
+        heldout = plain.heldout(run_spec(prepared).eval_micro_batches)
+        assert followed.heldout(prepared.job.training.steps) == pytest.approx(heldout, rel=1e-6)
+
+
+def test_two_holders_and_a_device_without_data_equal_the_plain_loop(tmp_path: Path) -> None:
+    """Tied embeddings, clipped gradients, three of four micro-batches from the larger holder."""
+    config = GPT | {"tie_embedding": True}
+    data = texts(tmp_path, [3000, 1200])
+    job = fed_job("gpt", config, data, 2, steps=3, eval_every=3, eval_samples=1000, clip_norm=0.1)
+    prepared, followed = prepare(job), Followed()
+    plan = fed_run(prepared, 3, random_cut(prepared, 2, seed=3), tmp_path / "run", followed.watcher)
+    assert plan.devices == ("d0", "d2", "d1")
+    assert [group.devices for group in plan.sync.groups] == [("d0", "d1")]
+    check_equal(prepared, followed, tmp_path / "run")
+
+
+def test_with_a_micro_batch_of_each_holder_a_step_all_is_equal_to_the_bit(tmp_path: Path) -> None:
+    """Three holders, no other device in the middle but two; the sum over micro-batches is that over copies."""
+    data = texts(tmp_path, [1000, 1000, 1000])
+    job = fed_job("gpt", GPT, data, 3, steps=3, batch_size=6, micro_batches=3)
+    prepared, followed = prepare(job), Followed()
+    fed_run(prepared, 5, random_cut(prepared, 3, seed=5), tmp_path / "run", followed.watcher)
+    check_equal(prepared, followed, tmp_path / "run", bits=True)
+
+
+def test_without_other_devices_each_holder_runs_the_whole_model(tmp_path: Path) -> None:
+    job = fed_job("gpt", GPT, texts(tmp_path, [2500, 1500]), 2, eval_every=2, eval_samples=1000)
+    prepared, followed = prepare(job), Followed()
+    fed_run(prepared, 2, [], tmp_path / "run", followed.watcher)
+    check_equal(prepared, followed, tmp_path / "run")
