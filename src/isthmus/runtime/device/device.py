@@ -7,6 +7,7 @@ With `--leash` it ends when its standard input closes: when whoever started it d
 from __future__ import annotations
 
 import argparse
+import gc
 import os
 import queue
 import signal
@@ -310,6 +311,8 @@ class Device:
 
     def _check_room(self, planned: int) -> None:
         """An accelerator whose memory is less than the plan thinks is known before the stage is made."""
+        if self._accelerator.asynchronous:
+            gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
         found = self._accelerator.memory()
         self._before = found.allocated
         self._accelerator.reset_peak()
