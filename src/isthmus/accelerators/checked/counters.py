@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import threading
 from collections import Counter
-from collections.abc import Generator
+from collections.abc import Collection, Generator
 from typing import Literal
 
 import msgspec
@@ -36,10 +36,10 @@ class Counts(msgspec.Struct, frozen=True, kw_only=True):
 class Counters:
     """Of one device, by thread. The caller holds the lock."""
 
-    def __init__(self) -> None:
+    def __init__(self, refused: Collection[Wait]) -> None:
         self._numbers: dict[int, Counter[str]] = {}
         self._places: dict[int, Counter[str]] = {}
-        self._refused: Counter[Wait] = Counter()
+        self._refused: Counter[Wait] = Counter(refused)
 
     def add(self, name: str, number: int = 1) -> None:
         thread = threading.get_ident()

@@ -9,7 +9,7 @@ from typing import cast
 import torch
 
 from isthmus.accelerators.checked.counters import Counters
-from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes
+from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes, refused
 from isthmus.accelerators.checked.memory import Memory
 from isthmus.accelerators.checked.order import LOCK, Allocation, CheckedStream, Clock, Point, join
 
@@ -21,7 +21,7 @@ class Device:
         self.index = index
         self.default = CheckedStream(index)
         self.streams = [self.default]
-        self.counters = Counters()
+        self.counters = Counters(refused(index))
         self.memory = Memory(f"{KIND}:{index}", memory_bytes(index))
         self.random_state = torch.Generator().manual_seed(index).get_state()
         """Of its random numbers: those that the CPU would draw from this state."""

@@ -1,19 +1,23 @@
-"""How much memory an emulated device has and when it fails, as the environment says.
+"""How much memory an emulated device has, when it fails and what it refuses, as the environment says.
 
     ISTHMUS_CHECKED_MEMORY=64MiB            each device
     ISTHMUS_CHECKED_MEMORY=1GiB,64MiB@1     device 1 less than the others
     ISTHMUS_CHECKED_FAULT=after:200@1       device 1 fails in its 200th operator, and from then on
+    ISTHMUS_CHECKED_REFUSE=implicit copy    an implicit copy raises; so does, by this name, a host synchronization
 """
 
 from __future__ import annotations
 
 import os
+from typing import cast
 
-from isthmus.errors import UserError
+from isthmus.accelerators.checked.counters import Wait
+from isthmus.errors import UserError, check_choice
 from isthmus.units import parse_size
 
 MEMORY = "ISTHMUS_CHECKED_MEMORY"
 FAULT = "ISTHMUS_CHECKED_FAULT"
+REFUSE = "ISTHMUS_CHECKED_REFUSE"
 DEFAULT_BYTES = 4 * 2**30
 _AFTER = "after:"
 
@@ -34,14 +38,27 @@ def failing_kernel(index: int) -> int:
     return int(number)
 
 
+def refused(index: int) -> set[Wait]:
+    parts = _parts(REFUSE)
+    found = {*parts.get(None, ()), *parts.get(index, ())}
+    for text in found:
+        check_choice(REFUSE, text, Wait)
+    return cast("set[Wait]", found)
+
+
 def _of(variable: str, index: int) -> str:
     """What it says of this device, or else of each."""
-    found = ""
+    parts = _parts(variable)
+    return parts.get(index, parts.get(None, ("",)))[-1]
+
+
+def _parts(variable: str) -> dict[int | None, tuple[str, ...]]:
+    """By the device that it is said of; None of each."""
+    found: dict[int | None, tuple[str, ...]] = {}
     for part in filter(None, os.environ.get(variable, "").split(",")):
         text, _, of = part.partition("@")
         if of and not of.isdecimal():
             raise UserError(f"{variable}: got {part!r}, expected the number of a device after '@'")
-        if of and int(of) == index:
-            return text.strip()
-        found = found if of else text.strip()
+        index = int(of) if of else None
+        found[index] = (*found.get(index, ()), text.strip())
     return found

@@ -21,6 +21,7 @@ MOST_DEVICES = 64
 ON_CPU = torch._C.DispatchKeySet(torch._C.DispatchKey.CPU)
 _EXTENSION_DEVICE, _UNSIGNED = 12, 1
 _FLASH = 1
+_COMPOSED = ("CompositeExplicitAutograd", "CompositeExplicitAutogradNonFunctional", "CompositeImplicitAutograd")
 _registered: list[object] = []
 """Libraries of kernels, and the memory of the first tensor of each device: for good."""
 
@@ -97,10 +98,9 @@ def add_kernels(
         own.impl(name, kernel, "AutogradPrivateUse1")
     has = torch._C._dispatch_has_kernel_for_dispatch_key
     for full in torch._C._dispatch_get_registrations_for_dispatch_key("CPU"):
-        if has(full, "CompositeExplicitAutograd") or has(full, "CompositeImplicitAutograd"):
-            name = full.removeprefix("aten::")
-            if name != full:
-                own.impl(name, _bound(fallback, name), "PrivateUse1")
+        name = full.removeprefix("aten::")
+        if name not in kernels and name != full and any(has(full, key) for key in _COMPOSED):
+            own.impl(name, _bound(fallback, name), "PrivateUse1")
     _registered.extend((everything, own))
 
 

@@ -40,8 +40,7 @@ _aten = torch.ops.aten
 _VIEWS = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "_unsafe_view"}
 """Operators of backends that compute nothing."""
 _INDEXED = {"index", "index_put_", "_index_put_impl_"}
-"""Their indices may lie on the host. Where they are of bools, the host waits to know how many are true; for the first
-of these operators torch has asked for `nonzero` before."""
+"""Their indices may lie on the host. Where they are of bools, the host waits to know how many are true."""
 _libraries: list[torch.library.Library] = []
 
 
@@ -63,7 +62,6 @@ class _Facts(NamedTuple):
     """Whether the host must know values to go on."""
     random: bool
     indexed: bool
-    masked: bool
 
 
 @cache
@@ -76,7 +74,6 @@ def _facts(op: OpOverload) -> _Facts:
         tuple(write for _, write in arguments), tuple(numbers_refused(op)),
         {name: i for i, (name, _) in enumerate(arguments)},
         name in _VIEWS, told and not indexed, torch.Tag.nondeterministic_seeded in op.tags, indexed,
-        indexed and name != "index",
     )  # fmt: skip
 
 
@@ -112,7 +109,7 @@ class _Call:
                 self._host_tensor = value
             return value
         self._of(device(value.device.index))
-        if self._facts.masked and value.dtype in (torch.bool, torch.uint8) and self._lowered:
+        if self._facts.indexed and value.dtype in (torch.bool, torch.uint8) and self._lowered:
             self._waits = True
         # What an operator gives its shape gets new memory: to enlarge the tensor's own would move it.
         host = torch.empty_like(value, device="cpu") if write and not value.numel() else as_host(value)
