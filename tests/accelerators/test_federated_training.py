@@ -6,7 +6,6 @@ from pathlib import Path
 
 import pytest
 import torch
-from tests.federated.populations import Run
 
 from isthmus.accelerators import Accelerator, open_accelerator
 from isthmus.accelerators.checked import open_checked
@@ -14,6 +13,7 @@ from isthmus.federated.evaluation import Evaluation
 from isthmus.federated.history import RoundLine
 from isthmus.federated.job import load_federated_job
 from isthmus.runtime.federated.run import FederatedRun
+from tests.federated.populations import Run
 
 KINDS = ("checked:0", "auto")
 """The emulated one has the CPU's bits; hardware sums in its own order."""

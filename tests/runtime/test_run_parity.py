@@ -21,7 +21,7 @@ from .jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of,
 GPT = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 3, "heads": 2}
 
 
-def _pairs(folder: Path) -> DataSpec:
+def pairs(folder: Path) -> DataSpec:
     path = folder / "pairs.jsonl"
     rows = [
         {"premise": f"the {i} dogs run " * (1 + i % 3), "hypothesis": f"{i} animals move", "label": i % 3}
@@ -52,7 +52,7 @@ CASES: dict[str, tuple[str, dict[str, object], Callable[[Path], DataSpec], int, 
     "hf-gpt2-2": ("hf-gpt2", GPT2, lambda _: CAUSAL, 2, False),
     "hf-llama-6": ("hf-llama", LLAMA, lambda _: CAUSAL, 6, True),
     "unet-3": ("unet", {"channels": 1, "classes": 10, "width": 8, "depth": 2}, lambda _: DIGITS, 3, False),
-    "hf-bert-3": ("hf-bert-classifier", BERT, _pairs, 3, False),
+    "hf-bert-3": ("hf-bert-classifier", BERT, pairs, 3, False),
     "hf-resnet-3": ("hf-resnet", RESNET, images, 3, False),
 }
 """Model, options, data, devices, and whether every sum has the order of eager autograd.

@@ -23,7 +23,7 @@ from isthmus.accelerators.host import GENERATOR
 from isthmus.errors import InternalError, UserError
 
 
-class _CheckedEvent(Event):
+class CheckedEvent(Event):
     def __init__(self, on: Device, clock: Clock, *, timed: bool) -> None:
         self.clock = clock
         self.at_s = time.monotonic()
@@ -52,7 +52,7 @@ class _CheckedEvent(Event):
             host_waits(self.clock)
 
     def seconds_to(self, later: Event) -> float:
-        if not isinstance(later, _CheckedEvent) or not (self._timed and later._timed):
+        if not isinstance(later, CheckedEvent) or not (self._timed and later._timed):
             raise InternalError("expected two timed events of one accelerator")
         if not (self._known() and later._known()):
             raise InternalError("the time between two events is known once both are done")
@@ -96,10 +96,10 @@ class Checked:
         with LOCK:
             stream = self._device.current
             stream.catch_up()
-            return _CheckedEvent(self._device, dict(stream.clock), timed=timed)
+            return CheckedEvent(self._device, dict(stream.clock), timed=timed)
 
     def wait(self, event: Event) -> None:
-        if not isinstance(event, _CheckedEvent):
+        if not isinstance(event, CheckedEvent):
             raise InternalError(f"got an event of {type(event).__name__}, expected one of {KIND}")
         with LOCK:
             join(self._device.current.clock, event.clock)

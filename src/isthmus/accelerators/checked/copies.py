@@ -13,9 +13,7 @@ from torch import Tensor
 from isthmus.accelerators.checked.devices import Device, device
 from isthmus.accelerators.checked.misuse import HostBufferInUse, Misuse
 from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, Allocation, Clock, Point, join
-from isthmus.accelerators.checked.tensors import allocation_of, as_host, host_buffer_of, is_checked
-
-_POISON = 0xFF
+from isthmus.accelerators.checked.tensors import UNWRITTEN, allocation_of, as_host, host_buffer_of, is_checked
 
 
 class _Deferred:
@@ -75,7 +73,7 @@ class _Down(_Deferred):
 
     def __init__(self, point: Point, buffer: Tensor, memory: Tensor, used: tuple[Allocation, ...]) -> None:
         super().__init__(point, buffer, memory.to(buffer.dtype, copy=True), used)
-        bits = torch.full((buffer.numel() * buffer.element_size(),), _POISON, dtype=torch.uint8)
+        bits = torch.full((buffer.numel() * buffer.element_size(),), UNWRITTEN, dtype=torch.uint8)
         buffer.copy_(bits.view(buffer.dtype).view(buffer.shape))
         self._poison = _bits(buffer).clone()
 

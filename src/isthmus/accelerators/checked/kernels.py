@@ -26,6 +26,7 @@ from isthmus.accelerators.checked.internals import (
 )
 from isthmus.accelerators.checked.order import LOCK, Point
 from isthmus.accelerators.checked.tensors import (
+    UNWRITTEN,
     allocation_of,
     as_device,
     as_host,
@@ -242,7 +243,7 @@ def _unwritten(host: Tensor, where: torch.device | None) -> Tensor:
         on.check_alive()
     storage = host.untyped_storage()
     if storage.nbytes():
-        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(0xFF)
+        torch.empty(0, dtype=torch.uint8).set_(storage).fill_(UNWRITTEN)
     return as_device(host, on, None)
 
 

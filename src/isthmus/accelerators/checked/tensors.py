@@ -15,6 +15,8 @@ from isthmus.accelerators.checked.order import LOCK, Allocation, CheckedStream, 
 from isthmus.errors import InternalError
 
 _aten = torch.ops.aten
+UNWRITTEN = 0xFF
+"""A byte of memory that holds nothing yet: floating-point numbers of such bytes are NaN."""
 _allocations: dict[int, Allocation] = {}
 """Of tensors and host buffers, by address."""
 _seeds: dict[tuple[int, torch.dtype], Tensor] = {}
@@ -38,7 +40,7 @@ def host_buffer_of(tensor: Tensor) -> Allocation | None:
 
 
 def host_buffer(size: int) -> Tensor:
-    tensor = torch.empty(max(size, 1), dtype=torch.uint8)
+    tensor = torch.full((max(size, 1),), UNWRITTEN, dtype=torch.uint8)
     storage = tensor.untyped_storage()
     _allocations[storage.data_ptr()] = Allocation(size, None, None)
     weakref.finalize(storage, _allocations.pop, storage.data_ptr(), None).atexit = False
