@@ -5,12 +5,17 @@ from __future__ import annotations
 import os
 from pathlib import Path
 
+import msgspec
 import pytest
 import torch
 
+from isthmus.cli import joining
+from isthmus.cli.joining import _of_rank  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import UserError
 from isthmus.job import prepare
-from isthmus.runtime.device.island_ranks import island_here
+from isthmus.runtime.device.island_ranks import Island, island_here
+from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service import probing
 from tests.runtime.jobs import DIGITS, final_weights, job_of, plain_run
 from tests.sync.torchrun import start_torchrun
 
@@ -25,15 +30,40 @@ def test_an_environment_that_is_torchruns_only_in_part(tmp_path: Path, monkeypat
         island_here(tmp_path)
 
 
+def test_each_rank_takes_the_accelerator_of_its_number(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    island = Island(folder=tmp_path, rank=3, count=4, local=2, number=1)
+    assert _of_rank("cpu", island) == _of_rank("auto", island) == "cpu"
+    monkeypatch.setattr(joining, "accelerator_names", lambda: ("cuda:0", "cuda:1"))
+    monkeypatch.setattr(joining, "resolve_accelerator", lambda name, field: "cpu" if name == "cpu" else "cuda:0")
+    assert _of_rank("auto", island) == _of_rank("cuda", island) == "cuda:1"
+    with pytest.raises(UserError, match="got 'cuda:0' for 2 ranks, expected a kind"):
+        _of_rank("cuda:0", island)
+    with pytest.raises(UserError, match="with 2 of cuda for 3 ranks, expected one for each"):
+        _of_rank("auto", msgspec.structs.replace(island, local=3))
+
+
+def test_a_place_whose_ranks_share_out_the_weights_has_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
+    speed = probing._Speed(1e9, 2e9, 8 << 30)  # pyright: ignore[reportPrivateUsage]
+    monkeypatch.setattr(probing, "_speed", lambda threads: speed)
+    whole = Place(ranks=8, local_ranks=4)
+    assert probing.compute_speed("p", 1, whole).memory_bytes == 2 << 30
+    parts = probing.compute_speed("p", 1, msgspec.structs.replace(whole, sharded=True))
+    assert parts.memory_bytes == 16 << 30
+    assert "--sharded" in msgspec.structs.replace(whole, sharded=True).options()
+
+
+@pytest.mark.parametrize("options", [(), ("--shard",)])
 @pytest.mark.skipif(not os.environ.get("ISTHMUS_FAULTS"), reason="takes long: make test-faults runs it")
-def test_an_island_trains_with_another_device_as_the_plain_loop_does(fleet: Fleet, tmp_path: Path) -> None:
+def test_an_island_trains_with_another_device_as_the_plain_loop_does(
+    fleet: Fleet, tmp_path: Path, options: tuple[str, ...]
+) -> None:
     devices = Devices(fleet, tmp_path, ("d0",))
     ticket = tmp_path / "ticket"
     ticket.touch(0o600)
     ticket.write_text(fleet.state.ticket())
     script = tmp_path / "join.py"
     script.write_text("from isthmus.cli import main\nmain()\n")
-    options = ("--name", "d1", "--ticket-file", str(ticket), "--state", str(tmp_path / "island"))
+    options = ("--name", "d1", "--ticket-file", str(ticket), "--state", str(tmp_path / "island"), *options)
     with start_torchrun(2, script, "join", *options):
         outcome, losses = _train(fleet, tmp_path / "run")
     devices.stop()

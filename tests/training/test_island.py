@@ -5,7 +5,7 @@ from __future__ import annotations
 import math
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from typing import cast
 
 import msgspec
@@ -17,19 +17,23 @@ from torch.nn import functional
 from zoo import X, model
 
 from isthmus.errors import UserError
-from isthmus.graph import Flow, assign, cuts, partition
+from isthmus.graph import Flow, Ref, assign, cuts, partition
 from isthmus.graph.mixing import mixes
 from isthmus.runtime.device.island_ranks import begin_session, end_session
 from isthmus.training.checkpoint import OPTIMIZER
-from isthmus.training.engine import EngineConfig, TorchEngine
-from isthmus.training.island import IslandEngine, Ranks, StageSetUp
+from isthmus.training.engine import Engine, EngineConfig, TorchEngine
+from isthmus.training.island import IslandEngine
 from isthmus.training.optim import OptimizerConfig
+from isthmus.training.ranks import Ranks, StageSetUp
+from isthmus.training.sharded import ShardedEngine
+from isthmus.training.sharded_island import ShardedIsland
 
 CONFIG = EngineConfig(
     optimizers=(OptimizerConfig(name="sgd", lr=0.1, momentum=0.9),),  # Adam makes steps of gradients that are but noise
     micro_batches=2, micro_batch_size=4, clip_norm=1.0, steps=3,
 )  # fmt: skip
 STEPS = 3
+Batches = Callable[[int], list[dict[Ref, Tensor]]]
 OTHER_RANK = """
 import sys
 from pathlib import Path
@@ -45,12 +49,13 @@ class Watched(IslandEngine):
     def train(self) -> object:
         return self._engine.train
 
-    @property
-    def owned(self) -> tuple[str, ...]:
-        return self._engine.owned
-
     def gradients(self) -> dict[str, Tensor]:
         return self._engine.gradients()
+
+
+class WatchedParts(Watched, ShardedIsland):
+    def gradients(self) -> dict[str, Tensor]:
+        return ShardedIsland.gradients(self)
 
 
 class Guarded(nn.Module):
@@ -91,8 +96,9 @@ def _trained(pipeline: Pipeline, data: list[list[dict[str, Tensor]]]) -> tuple[l
     return losses, pipeline.state()
 
 
+@pytest.mark.parametrize("sharded", [False, True])
 @pytest.mark.parametrize("name", ["gpt-tied", "unet", "Counted"])
-def test_two_ranks_train_as_one(ranks: Ranks, name: str) -> None:
+def test_two_ranks_train_as_one(ranks: Ranks, name: str, sharded: bool) -> None:
     """Skips, tied parameters and a counted loss; the island has the stage with the data, one in the middle, or the one
     with the loss."""
     build, columns = model(name)
@@ -104,8 +110,10 @@ def test_two_ranks_train_as_one(ranks: Ranks, name: str) -> None:
     expected_losses, expected = _trained(alone, data)
     for stage in range(len(alone.stages)):
         shared = Pipeline(captured, boundaries, weights_of(build, captured), CONFIG)
-        made = StageSetUp(train=shared.stages[stage], evaluation=shared.eval_stages[stage], config=CONFIG)
-        engine = Watched(made, weights_of(build, captured), ranks)
+        made = StageSetUp(
+            train=shared.stages[stage], evaluation=shared.eval_stages[stage], config=CONFIG, sharded=sharded
+        )
+        engine = (WatchedParts if sharded else Watched)(made, weights_of(build, captured), ranks)
         shared.engines[stage] = cast(TorchEngine, engine)
         losses, state = _trained(shared, data)
         assert losses == pytest.approx(expected_losses, rel=1e-6)
@@ -191,6 +199,64 @@ def test_a_value_over_all_samples_of_an_earlier_stage_is_the_same_on_all_ranks(r
     shared.engines[1] = cast(TorchEngine, Watched(made, weights, ranks))
     losses, _ = _trained(shared, data)
     assert losses == pytest.approx(expected_losses, rel=1e-6)
+
+
+def _uncut(name: str, config: EngineConfig = CONFIG) -> tuple[StageSetUp, dict[str, Tensor], Batches]:
+    """The whole model as one stage, its weights, and a step's micro-batches."""
+    build, columns = model(name)
+    captured = capture_of(build, columns)
+    weights = weights_of(build, captured)
+    pipeline = Pipeline(captured, [], weights, config)
+    made = StageSetUp(train=pipeline.stages[0], evaluation=pipeline.eval_stages[0], config=config, sharded=True)
+
+    def inputs(step: int) -> list[dict[Ref, Tensor]]:
+        found = batches(columns, config.micro_batches, config.micro_batch_size, step)
+        return [{Ref(pipeline.placeholders[column]): value for column, value in batch.items()} for batch in found]
+
+    return made, weights, inputs
+
+
+def test_parameters_are_whole_only_while_they_are_needed(ranks: Ranks) -> None:
+    made, weights, inputs = _uncut("gpt-tied")
+    island = ShardedIsland(made, weights, ranks)
+    engine = cast(ShardedEngine, island._engine)  # pyright: ignore[reportPrivateUsage]
+    trained = {name: weights[name] for name in engine.owned}
+    held = sum(p.numel() for p in engine._master.values())  # pyright: ignore[reportPrivateUsage]
+    assert sum(w.numel() for w in trained.values()) <= 2 * held < sum(w.numel() + 2 for w in trained.values())
+    island.forward(0, 0, inputs(0)[0])
+    alive = engine._alive  # pyright: ignore[reportPrivateUsage]
+    assert alive and all(kept.expired() for _, kept in alive.values()), "after the forward"
+    island.backward(0, [])
+    assert all(kept.expired() for _, kept in engine._alive.values()), "after the backward"  # pyright: ignore[reportPrivateUsage]
+
+
+def test_parts_go_on_from_what_whole_parameters_were_saved_as(ranks: Ranks) -> None:
+    """AdamW, whose state has two tensors and a count; replicas' sums, too, see whole gradients and put whole values."""
+    config = msgspec.structs.replace(CONFIG, optimizers=(OptimizerConfig(name="adamw", lr=0.01, eps=1e-3),))
+    made, weights, inputs = _uncut("gpt", config)
+    alone = TorchEngine(made.train, made.evaluation, config, weights)
+    island: Engine = ShardedIsland(made, weights, ranks)
+    for step in range(3):
+        for m, batch in enumerate(inputs(step)):
+            for engine in (alone, island):
+                engine.forward(step, m, batch)
+                engine.backward(m, [])
+        names = list(alone.trainable)
+        totals = []
+        for engine in (alone, island):
+            sums = engine.take_gradients(names)
+            engine.add_gradients({name: 2 * value for name, value in sums.items() if value is not None})
+            norms = engine.collect(engine.count)
+            totals.append(norms)
+            engine.update(step, norms)
+            assert engine.take_loss() is not None
+        torch.testing.assert_close(totals[0], totals[1], rtol=1e-5, atol=1e-7)
+        island.set_parameters(island.parameters(names))
+        saved = island.state()
+        assert saved.keys() == alone.state().keys()
+        for name, value in alone.state().items():
+            torch.testing.assert_close(saved[name], value, rtol=1e-4, atol=1e-6, msg=name)
+        island = ShardedIsland(made, weights | saved, ranks)
 
 
 @pytest.mark.parametrize(("name", "size", "words"), [("gpt", 3, "multiple of 2"), ("cnn", 4, "batch norm")])

@@ -46,6 +46,9 @@ def join(
     relayed: Annotated[
         bool, typer.Option("--relayed", help="Listen for nobody: other devices come by way of the coordinator.")
     ] = False,
+    shard: Annotated[
+        bool, typer.Option("--shard", help="Under torchrun: each rank holds a part of a stage's weights, not all.")
+    ] = False,
     data: Annotated[
         Path | None, typer.Option("--data", help="Folder with this device's data: jobs name files in it, no others.")
     ] = None,
@@ -72,7 +75,7 @@ def join(
         raise UserError(f"--data {data}: not a folder")
     place = Place(
         host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data,
-        data_kinds=joining.kinds_of(data_kinds), memory_bytes=joining.memory_of(memory),
+        data_kinds=joining.kinds_of(data_kinds), memory_bytes=joining.memory_of(memory), sharded=shard,
     )  # fmt: skip
     asked = joining.Joining(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site,

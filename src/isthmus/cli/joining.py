@@ -12,7 +12,7 @@ from pathlib import Path
 import msgspec
 import typer
 
-from isthmus.accelerators import AUTO, accelerator_names, resolve_accelerator
+from isthmus.accelerators import AUTO, accelerator_names, open_accelerator, resolve_accelerator
 from isthmus.cli import options
 from isthmus.cli.options import state_folder
 from isthmus.data import dataset_kinds
@@ -20,7 +20,7 @@ from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.federated.offer import SiteConfig, load_site
-from isthmus.runtime.device.island_ranks import attend, island_here
+from isthmus.runtime.device.island_ranks import Island, attend, island_here
 from isthmus.runtime.federated.site import RETRIES_S, SiteWorkshop
 from isthmus.runtime.identity import Ticket, decode_ticket, read_ticket
 from isthmus.runtime.processes.launcher import Place
@@ -109,23 +109,47 @@ def join(joining: Joining) -> int:
     if island is not None and joining.site is not None:
         raise UserError("--site: got one under torchrun, expected a site that trains in one process")
     if island is not None and island.rank:
-        if joining.place.memory_bytes is not None:
-            limit_memory(joining.place.memory_bytes // island.local)
-        attend(island, say)
+        accelerator = open_accelerator(_of_rank(joining.device, island), "--device")
+        memory_bytes = joining.place.memory_bytes
+        if memory_bytes is not None and accelerator.device.type == "cpu":  # a driver maps more than it uses
+            limit_memory(memory_bytes // island.local)
+        attend(island, say, accelerator=accelerator)
     place = joining.place
     if island is not None:
         place = msgspec.structs.replace(
             place, island=island.folder.absolute(), ranks=island.count, local_ranks=island.local
         )
+    elif place.sharded:
+        raise UserError("--shard: got it without torchrun, which starts the ranks that share a stage's weights")
     if joining.site is not None:
         config = load_site(joining.site)
         check_kind(config.data, place.data_kinds, foreign=False)
         return _attend(config, joining, folder, patience_s, say)
-    place = _computing(place, resolve_accelerator(joining.device, "--device"), "--device")
+    device = joining.device if island is None else _of_rank(joining.device, island)
+    place = _computing(place, resolve_accelerator(device, "--device"), "--device")
     membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]
     say(f"{membership.name} computes on {place.hardware}")
     Agent(folder, membership, place, patience_s=patience_s, say=say).run()
     return 0
+
+
+def _of_rank(device: str, island: Island) -> str:
+    """Of the accelerators that a rank may compute on, by kind or `auto`, its own. UserError for fewer than ranks."""
+    first = resolve_accelerator(device, "--device")
+    kind = first.partition(":")[0]
+    if kind == "cpu" or island.local == 1:
+        return first
+    if ":" in device:
+        raise UserError(f"--device: got {device!r} for {island.local} ranks, expected a kind, as {kind!r}")
+    here = [name for name in accelerator_names() if name.partition(":")[0] == kind]
+    if not here:  # a kind that is made when it is asked for
+        return f"{kind}:{island.number}"
+    if len(here) < island.local:
+        raise UserError(
+            f"--device: got {device!r} with {len(here)} of {kind} for {island.local} ranks, expected one for each: "
+            "start fewer, or with --device cpu"
+        )
+    return here[island.number]
 
 
 def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:

@@ -248,7 +248,7 @@ class TorchEngine:
     def _run(self, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
         due = {c.value for c in self.train.receives if c.gradient}
         leaves = {ref: t.detach().requires_grad_() for ref, t in start.inputs.items() if ref in due}
-        values = {Ref(name): t for name, t in self._variables.items()}
+        values = self._values("train")
         values |= {ref: t.clone() for ref, t in start.written.items()}
         values |= start.inputs
         values |= leaves
@@ -309,14 +309,17 @@ class TorchEngine:
                 self._gradients[name] = gradient.clone()
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        # Not detached: some kernels are chosen by requires_grad, even where no gradient is taken.
-        values = {Ref(name): t for name, t in self._variables.items()}
+        values = self._values("eval")
         values |= {Ref(name): values[Ref(name)].clone() for op in self.evaluation.ops for name in op.mutates}
         values |= inputs
         with torch.no_grad():
             self._eval_program.run(values, 0, micro_batch)
         self._tally("eval", values, self.evaluation)
         return {c.value: values[c.value] for c in self.evaluation.sends}
+
+    def _values(self, mode: Literal["train", "eval"]) -> dict[Ref, Tensor]:
+        """Of the variables. Not detached: some kernels are chosen by requires_grad, even where no gradient is taken."""
+        return {Ref(name): t for name, t in self._variables.items()}
 
     def _tally(self, mode: Literal["train", "eval"], values: Mapping[Ref, Tensor], stage: StageGraph) -> None:
         if stage.loss is not None:

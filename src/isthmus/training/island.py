@@ -9,9 +9,7 @@ the program sees. It hands out the shares of what arrives, puts together what le
 
 Reduce and broadcast move the bytes of an all-reduce; so the optimizer, clipping and averaging between replicas are
 rank 0's alone, and the others hold no state. (Rejected: an update on each rank, which all that changes parameters
-would have to be told.) Sharding within an island would be another engine behind the same interface.
-
-What travels are raw tensors behind msgpack headers: torch's own object collectives pickle.
+would have to be told.) Where a stage is too large for one rank, each owns its part of all of that: `sharded_island`.
 """
 
 from __future__ import annotations
@@ -21,104 +19,20 @@ from typing import Literal
 
 import msgspec
 import torch
-import torch.distributed as dist
 from torch import Tensor
 
+from isthmus.accelerators.copies import all_to_device
 from isthmus.errors import StepError, UserError
 from isthmus.graph.mixing import mixes
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
 from isthmus.training.engine import EngineConfig, TorchEngine
+from isthmus.training.ranks import Command, Ranks, StageSetUp, Tensors
+from isthmus.training.sharded import ShardedEngine
 
-
-class StageSetUp(msgspec.Struct, frozen=True, kw_only=True):
-    """What a rank needs to know to build its engine."""
-
-    train: StageGraph
-    evaluation: StageGraph
-    config: EngineConfig
-    """Of the device as a whole."""
-    recompute: bool = False
-    frozen: bool = False
-    threads: int = 1
-    """Torch threads of each rank."""
-
-
-class _Piece(msgspec.Struct, frozen=True):
-    """One tensor that follows a command."""
-
-    name: str
-    dtype: str
-    shape: tuple[int, ...]
-
-
-Kind = Literal["stage", "forward", "backward", "evaluate", "sum", "values", "answer", "end"]
-
-
-class _Command(msgspec.Struct, frozen=True, kw_only=True):
-    kind: Kind
-    step: int = 0
-    micro_batch: int = 0
-    groups: tuple[tuple[_Piece, ...], ...] = ()
-    """Of a backward, a group for each consumer stage; else one."""
-    names: tuple[str, ...] = ()
-    """Of a sum: parameters (op names)."""
-    loss_scale: float = 1.0
-    """Of a backward, where the loss has one."""
-    stage: StageSetUp | None = None
-    told: tuple[float, float] | None = None
-    """Of an answer: loss and count of the share."""
-    failed: tuple[str, str] | None = None
-    """Of an answer: what raised, and why."""
-
-
+NORMS = "norms"
 Result = tuple[dict[str, Tensor], "tuple[float, float] | None"]
 """Values by label; loss and count, where the stage has the loss."""
-Tensors = Sequence[Mapping[str, Tensor]]
-
-
-class Ranks:
-    """The process group, for commands and tensors between rank 0 and another one. Errors of the group are raised as
-    they come: a rank that is gone ends the device."""
-
-    def __init__(self) -> None:
-        self.rank, self.count = dist.get_rank(), dist.get_world_size()
-
-    def say(self, to: int, command: _Command, tensors: Tensors = ()) -> None:
-        pieces = tuple(
-            tuple(_Piece(name, str(t.dtype).removeprefix("torch."), tuple(t.shape)) for name, t in group.items())
-            for group in tensors
-        )
-        header = msgspec.msgpack.encode(msgspec.structs.replace(command, groups=pieces))
-        dist.send(torch.tensor([len(header)]), to)
-        dist.send(torch.frombuffer(bytearray(header), dtype=torch.uint8), to)
-        for group in tensors:
-            for tensor in group.values():
-                if tensor.numel():
-                    dist.send(tensor.contiguous(), to)
-
-    def hear(self, source: int) -> tuple[_Command, list[dict[str, Tensor]]]:
-        length = torch.zeros(1, dtype=torch.int64)
-        dist.recv(length, source)
-        header = torch.empty(int(length), dtype=torch.uint8)
-        dist.recv(header, source)
-        command = msgspec.msgpack.decode(header.numpy().tobytes(), type=_Command)
-        groups: list[dict[str, Tensor]] = []
-        for pieces in command.groups:
-            found: dict[str, Tensor] = {}
-            for piece in pieces:
-                found[piece.name] = torch.empty(piece.shape, dtype=getattr(torch, piece.dtype))
-                if found[piece.name].numel():
-                    dist.recv(found[piece.name], source)
-            groups.append(found)
-        return command, groups
-
-    def end(self) -> None:
-        """From rank 0: the others are done."""
-        for rank in range(1, self.count):
-            self.say(rank, _Command(kind="end"))
-
-
 def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
     """UserError for a stage whose samples cannot be shared out."""
     if config.micro_batch_size % ranks:
@@ -176,15 +90,17 @@ class _Share:
             made.config, micro_batch_size=made.config.micro_batch_size // ranks.count,
             micro_batches=made.config.micro_batches * ranks.count,  # a mean over its samples counts as so much less
         )  # fmt: skip
-        self.engine = TorchEngine(
-            made.train, made.evaluation, config, weights, recompute=made.recompute, frozen=made.frozen
-        )
+        kind = ShardedEngine if made.sharded else TorchEngine
+        self.engine = kind(
+            made.train, made.evaluation, config, weights, accelerator=ranks.accelerator, recompute=made.recompute,
+            frozen=made.frozen,
+        )  # fmt: skip
         self._ranks = ranks
 
-    def run(self, command: _Command, given: Tensors) -> Result:
+    def run(self, command: Command, given: Tensors) -> Result:
         """A forward, a backward or an evaluation."""
         number = command.micro_batch * self._ranks.count + self._ranks.rank  # no two draw the same random numbers
-        inputs = [_by_ref(group) for group in given]
+        inputs = [_by_ref(all_to_device(self._ranks.accelerator, group)) for group in given]
         match command.kind:
             case "forward":
                 return _labelled(self.engine.forward(command.step, number, inputs[0])), self.engine.take_loss()
@@ -201,10 +117,31 @@ class _Share:
         for dtype in dict.fromkeys(g.dtype for g in found.values()):
             alike = {name: g for name, g in found.items() if g.dtype == dtype}
             flat = torch.cat([g.reshape(-1) for g in alike.values()])
-            dist.reduce(torch.view_as_real(flat) if flat.is_complex() else flat, 0)
+            flat = self._ranks.collectives.sum_to_first(flat)
             if self._ranks.rank == 0:
                 parts = zip(alike.items(), flat.split([g.numel() for g in alike.values()]), strict=True)
                 self.engine.add_gradients({name: part.view_as(g) for (name, g), part in parts})
+
+    def keep(self, command: Command, given: Tensors) -> None:
+        """What changes the parts of a `ShardedEngine`, or puts them together."""
+        engine = self.engine
+        assert isinstance(engine, ShardedEngine), f"{command.kind} is for parts"
+        tensors = all_to_device(self._ranks.accelerator, given[0]) if given else {}
+        match command.kind:
+            case "collect":
+                engine.collect(command.count)
+            case "update":
+                engine.update(command.step, tensors.get(NORMS))
+            case "skip":
+                engine.skip_update()
+            case "state":
+                engine.state()
+            case "whole":
+                engine.whole(command.what, command.names)
+            case "add":
+                engine.add_gradients(tensors)
+            case _:
+                engine.set_parameters(tensors)
 
 
 def serve(ranks: Ranks) -> None:
@@ -221,14 +158,18 @@ def serve(ranks: Ranks) -> None:
             case "sum":
                 share.sum(command.names)
             case "values":
-                share.engine.set_shared(groups[0])
-            case _:
+                share.engine.set_shared(all_to_device(ranks.accelerator, groups[0]))
+            case "forward" | "backward" | "evaluate":
                 try:
                     values, told = share.run(command, groups)
                 except StepError as e:  # every island would say the same: it is no reason to end this one
-                    ranks.say(0, _Command(kind="answer", failed=(e.what, e.reason)), [{}])
+                    if isinstance(share.engine, ShardedEngine):
+                        raise RuntimeError(str(e)) from e  # but the others may be waiting for this rank's parts
+                    ranks.say(0, Command(kind="answer", failed=(e.what, e.reason)), [{}])
                 else:
-                    ranks.say(0, _Command(kind="answer", told=told), [values])
+                    ranks.say(0, Command(kind="answer", told=told), [values])
+            case _:
+                share.keep(command, groups)
 
 
 class IslandEngine:
@@ -241,7 +182,7 @@ class IslandEngine:
         specs = _specs(made.train, made.evaluation)
         self._axes = {name: batch_axis(spec, size, ranks.count) for name, spec in specs.items()}
         self._ranks = ranks
-        self._tell(_Command(kind="stage", stage=made), [weights])
+        self._tell(Command(kind="stage", stage=made), [weights])
         self._own = _Share(made, weights, ranks)
         self._engine = self._own.engine
         self.accelerator = self._engine.accelerator
@@ -252,22 +193,22 @@ class IslandEngine:
         self._summed = True
         """Whether what the ranks have added up is at rank 0."""
 
-    def _tell(self, command: _Command, tensors: Tensors = ()) -> None:
+    def _tell(self, command: Command, tensors: Tensors = ()) -> None:
         for rank in range(1, self._ranks.count):
             self._ranks.say(rank, command, tensors)
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        return self._on_all(_Command(kind="forward", step=step, micro_batch=micro_batch), [inputs])
+        return self._on_all(Command(kind="forward", step=step, micro_batch=micro_batch), [inputs])
 
     def backward(self, micro_batch: int, gradients: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         self._summed = False
         scale = self.loss_scale.value if self.loss_scale is not None else 1.0
-        return self._on_all(_Command(kind="backward", micro_batch=micro_batch, loss_scale=scale), gradients)
+        return self._on_all(Command(kind="backward", micro_batch=micro_batch, loss_scale=scale), gradients)
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
-        return self._on_all(_Command(kind="evaluate", micro_batch=micro_batch), [inputs])
+        return self._on_all(Command(kind="evaluate", micro_batch=micro_batch), [inputs])
 
-    def _on_all(self, command: _Command, given: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
+    def _on_all(self, command: Command, given: Sequence[Mapping[Ref, Tensor]]) -> dict[Ref, Tensor]:
         backward = command.kind == "backward"
         groups = [self._shares(_labelled(group), once=backward) for group in given]
         for rank in range(1, self._ranks.count):
@@ -277,11 +218,14 @@ class IslandEngine:
         try:
             results.append(self._own.run(command, [group[0] for group in groups]))
         except StepError as e:
+            if isinstance(self._engine, ShardedEngine):
+                self._ranks.broken = True
+                raise
             failed = e
         for rank in range(1, self._ranks.count):  # all answers, so that none is taken for that of a later command
             answer, (values,) = self._ranks.hear(rank)
             failed = failed or (StepError(*answer.failed) if answer.failed else None)
-            results.append((values, answer.told))
+            results.append((all_to_device(self.accelerator, values), answer.told))
         if failed is not None:
             raise failed
         told = [one for _, one in results if one is not None]
@@ -319,17 +263,18 @@ class IslandEngine:
         if self._summed:
             return
         self._summed = True
-        names = tuple(self._engine.trainable)
+        engine = self._engine
+        names = [n for n in engine.trainable if not (isinstance(engine, ShardedEngine) and engine.is_shared_out(n))]
         found = self._engine.take_gradients(names)
         there = {name: g for name, g in found.items() if g is not None}
         self._engine.add_gradients(there)
         if there:
-            self._tell(_Command(kind="sum", names=tuple(there)))
+            self._tell(Command(kind="sum", names=tuple(there)))
             self._own.sum(tuple(there))
 
     def _spread(self, names: Sequence[str]) -> None:
         """The others compute with these parameters from now on."""
-        self._tell(_Command(kind="values"), [self._engine.shared_values(names)])
+        self._tell(Command(kind="values"), [self._engine.shared_values(names)])
 
     @property
     def count(self) -> float:

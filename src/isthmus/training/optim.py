@@ -17,6 +17,8 @@ from isthmus.accelerators.copies import to_device
 from isthmus.errors import UserError
 from isthmus.training.outer import OUTER_KEYS
 
+STEP = "step"
+"""Of what optimizers keep of a parameter: how often they updated it, on the CPU. All else has its elements."""
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -92,7 +94,7 @@ class Optimizers:
             found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             found = {k: v for k, v in found.items() if k not in OUTER_KEYS}
             # AdamW counts its steps on the CPU, wherever the parameter is
-            kept = {k: v.clone() if k == "step" else to_device(accelerator, v).clone() for k, v in found.items()}
+            kept = {k: v.clone() if k == STEP else to_device(accelerator, v).clone() for k, v in found.items()}
             if kept:
                 owners[id(parameter)].state[parameter] = kept
 

@@ -76,9 +76,10 @@ from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reaching import Reacher
 from isthmus.training.engine import Engine, TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory, shortage
-from isthmus.training.island import IslandEngine, Ranks, StageSetUp
 from isthmus.training.layout import header_of
 from isthmus.training.privatized import Privatizer
+from isthmus.training.ranks import Ranks, StageSetUp
+from isthmus.training.sharded_island import island_engine
 from isthmus.training.snapshot import Part, Snapshot, by_part, joined
 from isthmus.units import format_size
 
@@ -102,6 +103,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     island: Path | None = None
     """Where this process meets the other ranks of the device, if there are any."""
     ranks: int = 1
+    sharded: bool = False
+    """Each of them holds its part of a stage's weights."""
     accelerator: str = "cpu"
     """Where it computes, as `open_accelerator` takes it."""
     data_kinds: tuple[str, ...] | None = None
@@ -327,12 +330,12 @@ class Device:
                 train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute,
                 frozen=assignment.frozen,
             )
-        self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks)
+        self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks, self._accelerator)
         made = StageSetUp(
             train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
-            frozen=assignment.frozen, threads=assignment.threads,
+            frozen=assignment.frozen, threads=assignment.threads, sharded=self._site.sharded,
         )  # fmt: skip
-        return IslandEngine(made, values, self._ranks)
+        return island_engine(made, values, self._ranks)
 
     def _give_up(self) -> None:
         """Let go of the stage; its state stays in memory, if it is that of a whole step."""
@@ -347,7 +350,11 @@ class Device:
         if executor is None:
             return
         executor.links.abandon()
-        live = executor.live()
+        if self._ranks is not None and self._ranks.broken:
+            end_session(self._ranks)
+            self._ranks = live = None
+        else:
+            live = executor.live()
         if live is not None:
             step, state = live
             # On the host: the next stage needs the accelerator's memory.
@@ -445,6 +452,7 @@ def main(arguments: Sequence[str]) -> None:
     parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
     parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
     parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
+    parser.add_argument("--sharded", action="store_true", help="each of them holds its part of a stage's weights")
     parser.add_argument("--accelerator", default="cpu", help="where it computes: cpu, cuda:0, ...")
     parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
     parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
@@ -461,7 +469,7 @@ def main(arguments: Sequence[str]) -> None:
         device=options.device, host=options.host, port=options.port, address=options.address,
         identity=Identity(options.identity) if options.identity is not None else None,
         trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
-        accelerator=options.accelerator,
+        sharded=options.sharded, accelerator=options.accelerator,
         data_kinds=None if options.data_kind is None else tuple(options.data_kind),
     )  # fmt: skip
     try:

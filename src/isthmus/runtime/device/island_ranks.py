@@ -19,9 +19,12 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
+from isthmus.accelerators import HOST, Accelerator
 from isthmus.errors import UserError
 from isthmus.runtime.identity.files import private_folder, write_private
-from isthmus.training.island import Ranks, serve
+from isthmus.training.collectives import backends_for
+from isthmus.training.island import serve
+from isthmus.training.ranks import Ranks
 
 MEETING_S = 60.0
 """How long ranks wait for each other at the beginning of a session."""
@@ -40,6 +43,8 @@ class Island(msgspec.Struct, frozen=True, kw_only=True):
     count: int
     local: int
     """Ranks on this machine."""
+    number: int = 0
+    """Of this rank, among those."""
 
 
 def island_here(state: Path) -> Island | None:
@@ -47,30 +52,34 @@ def island_here(state: Path) -> Island | None:
     if "WORLD_SIZE" not in os.environ:
         return None
     try:
-        rank, count, local = (int(os.environ[n]) for n in ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE"))
+        names = ("RANK", "WORLD_SIZE", "LOCAL_WORLD_SIZE", "LOCAL_RANK")
+        rank, count, local, number = (int(os.environ[n]) for n in names)
     except (KeyError, ValueError) as e:
         raise UserError(f"WORLD_SIZE is set without {e}: start `isthmus join` by torchrun, or unset it") from None
     run = os.environ.get("TORCHELASTIC_RUN_ID", "none")
     name = str(os.getppid()) if run == "none" else "".join(c for c in run if c.isalnum())
-    return Island(folder=private_folder(state) / f"island-{name}", rank=rank, count=count, local=local)
+    return Island(folder=private_folder(state) / f"island-{name}", rank=rank, count=count, local=local, number=number)
 
 
-def begin_session(folder: Path, count: int) -> Ranks:
+def begin_session(folder: Path, count: int, accelerator: Accelerator = HOST) -> Ranks:
     """On rank 0, once per process. RuntimeError when the others do not come."""
     private_folder(folder)
     name = secrets.token_hex(8)
     write_private(folder / _CURRENT, name.encode())
-    return _met(folder, name, 0, count)
+    return _met(folder, name, 0, count, accelerator)
 
 
 def end_session(ranks: Ranks) -> None:
-    """On rank 0. Ranks that are gone are not missed."""
+    """On rank 0. Ranks that are gone are not missed, and those that wait for a collective hear nothing else."""
     with contextlib.suppress(RuntimeError):
-        ranks.end()
+        if not ranks.broken:
+            ranks.end()
     dist.destroy_process_group()
 
 
-def attend(island: Island, say: Callable[[str], None], *, sessions: float = math.inf) -> None:
+def attend(
+    island: Island, say: Callable[[str], None], *, accelerator: Accelerator = HOST, sessions: float = math.inf
+) -> None:
     """On the other ranks: one session after another, for as long as the process lives, or so many."""
     private_folder(island.folder)
     last, done = "", 0
@@ -82,15 +91,15 @@ def attend(island: Island, say: Callable[[str], None], *, sessions: float = math
         last, done = name, done + 1
         say(f"rank {island.rank} of {island.count} is at work")
         try:
-            with _session(island, name) as ranks:
+            with _session(island, name, accelerator) as ranks:
                 serve(ranks)
         except RuntimeError as e:  # torch's, for whatever happens to rank 0
             say(f"rank {island.rank}: {' '.join(str(e).split())[:200]}")
 
 
 @contextlib.contextmanager
-def _session(island: Island, name: str) -> Generator[Ranks]:
-    ranks = _met(island.folder, name, island.rank, island.count)
+def _session(island: Island, name: str, accelerator: Accelerator) -> Generator[Ranks]:
+    ranks = _met(island.folder, name, island.rank, island.count, accelerator)
     try:
         yield ranks
     finally:
@@ -104,12 +113,13 @@ def _current(folder: Path) -> str:
         return ""
 
 
-def _met(folder: Path, name: str, rank: int, count: int) -> Ranks:
+def _met(folder: Path, name: str, rank: int, count: int, accelerator: Accelerator) -> Ranks:
     if os.environ.get("LOCAL_WORLD_SIZE", str(count)) == str(count):
         os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine: nothing listens beyond it
     store = dist.FileStore(str(folder / name), count)
     store.set_timeout(datetime.timedelta(seconds=MEETING_S))
     dist.init_process_group(
-        "gloo", store=store, rank=rank, world_size=count, timeout=datetime.timedelta(seconds=IDLE_S)
-    )
-    return Ranks()
+        backends_for(accelerator.device.type), store=store, rank=rank, world_size=count,
+        timeout=datetime.timedelta(seconds=IDLE_S),
+    )  # fmt: skip
+    return Ranks(accelerator)

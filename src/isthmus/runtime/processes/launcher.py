@@ -38,6 +38,8 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
     ranks: int = 1
     local_ranks: int = 1
     """Of them, on this machine."""
+    sharded: bool = False
+    """Each of them holds its part of a stage's weights."""
     accelerator: str = "cpu"
     """Where it computes, as `isthmus.accelerators` names it."""
     hardware: str = ""
@@ -63,7 +65,7 @@ class Place(msgspec.Struct, frozen=True, kw_only=True):
             found += ["--memory", str(self.memory_bytes // self.local_ranks)]
         for kind in self.data_kinds or ():
             found += ["--data-kind", kind]
-        flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed}
+        flags = {"--trusted-network": self.trusted_network, "--relayed": self.relayed, "--sharded": self.sharded}
         return [*found, *(flag for flag, given in flags.items() if given)]
 
     def safety(self) -> list[str]:

@@ -133,8 +133,9 @@ def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s:
 
 
 def compute_speed(probe: str, threads: int, place: Place) -> Computes:
-    """Of all ranks together: those of this machine at the same time, other machines as this one. Each of them holds
-    the stage's weights, so a machine's memory counts as shared by its ranks."""
+    """Of all ranks together: those of this machine at the same time, other machines as this one. A machine's memory is
+    shared by its ranks. Each of them holds the stage's weights, so what one has counts; or its part of everything, if
+    they are sharded, and what all have counts."""
     try:
         with ThreadPoolExecutor(place.local_ranks) as pool:
             found = list(pool.map(_speed, [threads] * place.local_ranks))
@@ -144,7 +145,8 @@ def compute_speed(probe: str, threads: int, place: Place) -> Computes:
     return Computes(
         run=probe, flops_per_s=machines * sum(one.flops_per_s for one in found),
         peak_flops_per_s=machines * sum(one.peak_flops_per_s for one in found),
-        memory_bytes=min(memory_bytes, place.memory_bytes or memory_bytes) // place.local_ranks,
+        memory_bytes=min(memory_bytes, place.memory_bytes or memory_bytes) // place.local_ranks
+        * (place.ranks if place.sharded else 1),
     )  # fmt: skip
 
 
