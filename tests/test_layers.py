@@ -33,8 +33,8 @@ PUBLIC = {
     "is_hugging_face model_names save_hugging_face",
     "plan": "ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective Outer "
     "OwnSamples Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage "
-    "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight load_plan "
-    "question_in_words read_spent save_plan",
+    "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight "
+    "format_epsilon load_plan question_in_words read_spent save_plan",
     "planners": "ENTRY_POINTS INTERRUPTED Least Observer Planner SearchStopped can_price check_honoured cut_short "
     "describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",

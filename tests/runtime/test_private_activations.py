@@ -11,6 +11,7 @@ import msgspec
 import pytest
 import torch
 
+from isthmus.cli.status import progressed
 from isthmus.cost import build_plan
 from isthmus.errors import UserError
 from isthmus.graph import Flow
@@ -21,9 +22,10 @@ from isthmus.runtime.conducting.leaving import Protection, leaving_text, protect
 from isthmus.runtime.conducting.run import Watcher
 from isthmus.runtime.conducting.spending import Ledger, opened_ledger
 from isthmus.runtime.conducting.stages import stage_pairs
+from isthmus.runtime.service.job_queue import Submitted
 from isthmus.training.accounting import epsilon_of, squared_mu
 
-from .commands import edited, write_job
+from .commands import edited, isthmus, refused, write_job
 from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run, run
 
 NET = "tests.runtime.noisy_models:net"
@@ -107,6 +109,38 @@ def test_a_stage_whose_samples_depend_on_each_other_sends_nothing(tmp_path: Path
     with pytest.raises(UserError, match=r"value 'softmax' of device 'd0' changes for a sample when another one"):
         run(prepared, [after(prepared, "softmax")], tmp_path)
     assert read_spent(tmp_path) is None
+
+
+def test_commands_say_what_leaves_and_what_it_told(tmp_path: Path) -> None:
+    path = tmp_path / "job.toml"
+    path.write_text(f"""
+name = "noisy"
+fleet = "laptop"
+planner = "even"
+run_dir = "{tmp_path}"
+model = {{ name = "{NET}" }}
+data = {{ kind = "digits" }}
+plan = {{ data_holder = "laptop-0" }}
+privacy = {{ activations = {{ clip = 1.5, epsilon = 20, labels = "public" }} }}
+training = {{ steps = 4, batch_size = 600, micro_batches = 2 }}
+runtime = {{ emulate = false }}
+""")
+    planned = isthmus("plan", path)
+    assert "Values that leave laptop-0 for laptop-1 are clipped to 1.5 per sample (32 numbers)" in planned.out
+    done = isthmus("train", path, "--json")
+    assert done.code == 0, done
+    assert "epoch 1: each sample's local epsilon is" in done.err
+    told = msgspec.json.decode(done.out)["privacy"]
+    assert told["epsilon"] == pytest.approx(20)  # of the two passes that are planned
+    assert told["by_epoch"] == pytest.approx([told["by_epoch"][0], 20])
+    shown = progressed(Submitted(
+        number=1, name="noisy", kind="pipeline", document=msgspec.json.encode({"training": {"steps": 4}}),
+        directory=str(tmp_path), state="running", folder=str(tmp_path / "noisy"), detail="", submitted_s=0.0,
+        began_s=0.0, ended_s=None,
+    ))  # fmt: skip
+    assert shown.privacy == "epsilon 20 at delta 1e-05 after 2 epochs"
+    edited(path, ("privacy = {", "hooks = {} #"), ("steps = 4", "steps = 5"))
+    refused(isthmus("train", path, "--resume"), 2, "privacy.activations: got none", "after 2 epochs")
 
 
 # Which values, how much noise

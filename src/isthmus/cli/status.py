@@ -80,12 +80,13 @@ def _status(queue: JobQueue, folder: Path) -> Status:
     running = next((job for job in jobs if job.state == "running"), None)
     return Status(
         coordinator=news if news is not None and news.fresh else None,
-        running=_progressed(running) if running is not None else None,
+        running=progressed(running) if running is not None else None,
         waiting=tuple(job.number for job in jobs if job.state == "queued"),
     )
 
 
-def _progressed(job: Submitted) -> Progressed:
+def progressed(job: Submitted) -> Progressed:
+    """By the run's folder."""
     document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
     folder = Path(job.folder)
     if job.kind == "federated":

@@ -23,7 +23,7 @@ from isthmus.plan.plan import (
 )
 from isthmus.plan.question import question_in_words
 from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
-from isthmus.plan.spent import SPENT, Spent, Stretch, read_spent
+from isthmus.plan.spent import SPENT, Spent, Stretch, format_epsilon, read_spent
 from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 from isthmus.plan.terms import CompressionConfig, Objective, OwnSamples, Terms
 
@@ -31,6 +31,6 @@ __all__ = [
     "SCHEDULES", "SPENT", "ActivationNoise", "Averages", "Certificate", "Collective", "Compression",
     "CompressionConfig", "Edge", "Objective", "Outer", "OwnSamples", "Packing", "Plan", "PlanPeriod", "Prediction",
     "Replica", "Schedule", "SharedParameter", "Spent", "Stage", "StageMemory", "Stretch", "Sync", "SyncGroup",
-    "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "load_plan",
+    "SyncIteration", "SyncPlan", "SyncWorker", "Tasklet", "Terms", "classic_in_flight", "format_epsilon", "load_plan",
     "question_in_words", "read_spent", "save_plan",
 ]  # fmt: skip

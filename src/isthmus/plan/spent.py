@@ -11,6 +11,11 @@ from isthmus.errors import UserError
 SPENT = "privacy.json"
 
 
+def format_epsilon(epsilon: float) -> str:
+    """Three digits; "12,345" where they would need an exponent."""
+    return f"{epsilon:.3g}" if epsilon < 999.5 else f"{epsilon:,.0f}"
+
+
 class Stretch(msgspec.Struct, frozen=True, kw_only=True):
     """Positions of the data order whose samples left a holder, each once."""
 
@@ -37,9 +42,9 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     heldout_mu_squared: float = 0.0
 
     def __str__(self) -> str:
-        heldout = f"; held-out samples {self.heldout_epsilon:.3g}" if self.heldout_epsilon else ""
+        heldout = f"; held-out samples {format_epsilon(self.heldout_epsilon)}" if self.heldout_epsilon else ""
         epochs = f"{len(self.by_epoch)} epoch{'' if len(self.by_epoch) == 1 else 's'}"
-        return f"epsilon {self.epsilon:.3g} at delta {self.delta:g} after {epochs}{heldout}"
+        return f"epsilon {format_epsilon(self.epsilon)} at delta {self.delta:g} after {epochs}{heldout}"
 
 
 def read_spent(folder: Path) -> Spent | None:

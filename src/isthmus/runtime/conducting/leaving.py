@@ -19,7 +19,7 @@ from isthmus.graph.mixing import mixes, sample_axis
 from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing
 from isthmus.job import Prepared, terms_of
-from isthmus.plan import ActivationNoise, Plan
+from isthmus.plan import ActivationNoise, Plan, format_epsilon
 from isthmus.runtime.conducting.stages import StagePair, stage_pairs
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, squared_mu
 from isthmus.training.privatized import Boundary, Released
@@ -130,12 +130,12 @@ def _described(prepared: Prepared, plan: Plan, found: Protection) -> Iterator[st
         epsilon_of(squared_mu(found.noise_multiplier, found.train * count), noise.delta) for count in (1, passes)
     )
     yield (
-        f"Local privacy of each training sample at delta {noise.delta:g}: epsilon {one:.3g} per epoch, "
-        f"{all_passes:.3g} after {passes}."
+        f"Local privacy of each training sample at delta {noise.delta:g}: epsilon "
+        f"{format_epsilon(one)} per epoch, {format_epsilon(all_passes)} after {passes}."
     )
     if evaluations:
         spent = epsilon_of(squared_mu(found.noise_multiplier, found.heldout * evaluations), noise.delta)
-        yield f"Of each held-out sample: epsilon {spent:.3g} after {evaluations} evaluations."
+        yield f"Of each held-out sample: epsilon {format_epsilon(spent)} after {evaluations} evaluations."
     names = ", ".join(dict.fromkeys(plan.devices[worker] for worker in sorted(found.raw)))
     if noise.weights == "frozen":
         yield f"Weights on {names} stay as they are; those behind the noise learn."

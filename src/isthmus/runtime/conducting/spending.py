@@ -11,7 +11,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan import SPENT, ActivationNoise, Spent, Stretch, read_spent
+from isthmus.plan import SPENT, ActivationNoise, Spent, Stretch, format_epsilon, read_spent
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.leaving import Protection
 from isthmus.training.accounting import epsilon_of, spent_by_epoch, squared_mu
@@ -80,7 +80,7 @@ class Ledger:
         if item.kind != "train" or passes == item.step * batch // self._size:
             return ""
         told = epsilon_of(spent_by_epoch(self._stretches, self._size)[passes - 1], self._delta)
-        return f"epoch {passes}: each sample's local epsilon is {told:.3g} at delta {self._delta:g}"
+        return f"epoch {passes}: each sample's local epsilon is {format_epsilon(told)} at delta {self._delta:g}"
 
     def close(self) -> Spent:
         """Exactly what was sent is on record."""
