@@ -12,7 +12,7 @@ from torch import Tensor
 
 from isthmus.accelerators.checked.devices import Device, device
 from isthmus.accelerators.checked.misuse import HostBufferInUse, Misuse
-from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, Allocation, Clock, Point, join
+from isthmus.accelerators.checked.order import HOST_ORDER, LOCK, Allocation, Clock, Point, join, span_of
 from isthmus.accelerators.checked.tensors import UNWRITTEN, allocation_of, as_host, host_buffer_of, is_checked
 
 
@@ -128,7 +128,7 @@ def _up(source: Tensor, target: Tensor, non_blocking: bool) -> None:
         buffer = host_buffer_of(source)
         point = on.launch("copy to the device", kernel=False)
         stream = on.current
-        allocation_of(target).access(stream, point, write=True)
+        allocation_of(target).access(stream, point, write=True, span=span_of(target))
         if buffer is not None:
             buffer.access(stream, point, write=False)
         if non_blocking and buffer is not None and source.shape == target.shape:
@@ -146,7 +146,7 @@ def _down(source: Tensor, target: Tensor, non_blocking: bool) -> None:
         buffer = host_buffer_of(target)
         point = on.launch("copy to the host", kernel=False)
         stream = on.current
-        allocation_of(source).access(stream, point, write=False)
+        allocation_of(source).access(stream, point, write=False, span=span_of(source))
         if buffer is not None:
             buffer.access(stream, point, write=True)
         if non_blocking and buffer is not None and source.shape == target.shape:
@@ -182,6 +182,6 @@ def _across(source: Tensor, target: Tensor) -> None:
             join(here.current.clock, there.current.clock)
             join(there.current.clock, here.current.clock)
             here.counters.wait("implicit copy", f"to device {there.index}", source.numel() * source.element_size())
-        allocation_of(source).access(here.current, point, write=False)
-        allocation_of(target).access(here.current, point, write=True)
+        allocation_of(source).access(here.current, point, write=False, span=span_of(source))
+        allocation_of(target).access(here.current, point, write=True, span=span_of(target))
     as_host(target).copy_(as_host(source))

@@ -24,7 +24,7 @@ from isthmus.accelerators.checked.internals import (
     name_of,
     numbers_refused,
 )
-from isthmus.accelerators.checked.order import LOCK, Point
+from isthmus.accelerators.checked.order import LOCK, Point, span_of
 from isthmus.accelerators.checked.tensors import (
     UNWRITTEN,
     allocation_of,
@@ -138,7 +138,7 @@ class _Call:
         with LOCK:
             point = on.launch(str(self._op))
             for tensor, _, write in self._lowered:
-                allocation_of(tensor).access(on.current, point, write=write)
+                allocation_of(tensor).access(on.current, point, write=write, span=span_of(tensor))
             if self._waits:
                 host_waits(on.current.clock)
                 on.counters.wait("host synchronization", str(self._op))

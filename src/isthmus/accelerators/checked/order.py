@@ -11,6 +11,7 @@ import threading
 from typing import NamedTuple, Protocol
 
 import torch
+from torch import Tensor
 
 from isthmus.accelerators.accelerator import Stream
 from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly
@@ -102,37 +103,75 @@ class Pending(Protocol):
     def land(self) -> None: ...
 
 
+Span = tuple[int, int]
+"""From a byte of an allocation to the one after the last."""
+
+
+def span_of(tensor: Tensor) -> Span:
+    """What a tensor reaches of its memory, gaps included."""
+    size = tensor.element_size()
+    start = int(tensor.storage_offset()) * size
+    if not tensor.numel():
+        return start, start
+    steps = sum((n - 1) * int(step) for n, step in zip(tensor.shape, tensor.stride(), strict=True))
+    return start, start + (1 + steps) * size
+
+
+class _Access(NamedTuple):
+    point: Point
+    span: Span
+
+    def within(self, span: Span) -> bool:
+        return span[0] <= self.span[0] and self.span[1] <= span[1]
+
+    def meets(self, span: Span) -> bool:
+        return self.span[0] < span[1] and span[0] < self.span[1]
+
+
 class Allocation:
-    """Memory of the device, or a host buffer, and who accesses it."""
+    """Memory of the device, or a host buffer, and who accesses which part of it."""
 
     def __init__(self, size: int, storage: torch.UntypedStorage | None, owner: CheckedStream | None) -> None:
         """`storage` is the host memory that stands for the device's."""
         self.size = size
         self.storage = storage
         self.owner = owner
-        self.written: Point | None = None
-        self.reads: dict[int, Point] = {}
+        self._writes: list[_Access] = []
+        self._reads: list[_Access] = []
         self.used_on: set[int] = set()
         self.pending: list[Pending] = []
 
-    def access(self, stream: CheckedStream, point: Point, *, write: bool) -> None:
-        """DataRace where an earlier access is not known to be done. Copies that this must come after are made."""
-        for earlier in (self.written, *self.reads.values()) if write else (self.written,):
-            if earlier is not None and not stream.after(earlier):
+    @property
+    def written(self) -> Point | None:
+        """Last."""
+        return self._writes[-1].point if self._writes else None
+
+    def made(self, point: Point | None) -> None:
+        """All of it is written by an operator that nothing can come before."""
+        self._writes = [] if point is None else [_Access(point, (0, max(self.size, 1)))]
+
+    def access(self, stream: CheckedStream, point: Point, *, write: bool, span: Span | None = None) -> None:
+        """DataRace where an earlier access to the same bytes is not known to be done. Copies that this must come after
+        are made. Without a span it is all of the memory."""
+        span = span or (0, max(self.size, 1))
+        for earlier in (*self._writes, *(self._reads if write else ())):
+            if earlier.meets(span) and not stream.after(earlier.point):
                 raise DataRace(
-                    f"{point} {'writes' if write else 'reads'} what {earlier} "
-                    f"{'writes' if earlier is self.written else 'reads'}: expected an event between them"
+                    f"{point} {'writes' if write else 'reads'} what {earlier.point} "
+                    f"{'writes' if earlier in self._writes else 'reads'}: expected an event between them"
                 )
         for copy in tuple(self.pending):
             copy.land()
+        access = _Access(point, span)
         if write:
-            self.written = point
-            self.reads = {}
+            self._writes = [*(w for w in self._writes if not w.within(span)), access]
+            self._reads = [r for r in self._reads if not r.within(span)]
         else:
-            self.reads[stream.number] = point
+            others = (r for r in self._reads if r.point.stream != stream.number or not r.within(span))
+            self._reads = [*others, access]
 
     def outstanding(self) -> list[Point]:
         """Last accesses of streams that neither own it nor have said that they use it."""
-        points = [p for p in (self.written, *self.reads.values()) if p is not None]
+        points = [access.point for access in (*self._writes, *self._reads)]
         owner = self.owner.number if self.owner is not None else 0
         return [p for p in points if p.stream != owner and p.stream not in self.used_on]

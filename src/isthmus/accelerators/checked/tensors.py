@@ -77,7 +77,7 @@ def _owned(
 ) -> torch.UntypedStorage:
     address = storage.data_ptr()
     allocation = Allocation(storage.nbytes(), storage, owner)
-    allocation.written = point
+    allocation.made(point)
     made = storage_at(address, storage.nbytes(), torch.device(KIND, on.index))
     _allocations[address] = allocation
     weakref.finalize(made, _drop, address, on).atexit = False
