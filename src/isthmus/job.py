@@ -296,7 +296,7 @@ def load_job(path: Path) -> Job:
 
 
 def fleet_of(job: Job) -> Fleet:
-    """UserError for a fleet that is not there, or lacks a device that is to change."""
+    """UserError for a fleet that is not there, or lacks a device that is to change or a data holder."""
     fleet = resolve_fleet(job.fleet)
     fleet = fleet.thin(job.devices) if job.devices is not None else fleet
     for number, change in enumerate(job.runtime.changes):
@@ -304,23 +304,31 @@ def fleet_of(job: Job) -> Fleet:
             changed(fleet, [change], change.step)
         except UserError as e:
             raise UserError(f"runtime.changes[{number}]: {e}") from None
+    for name in job.plan.holders:
+        try:
+            fleet.located(name)
+        except UserError as e:
+            thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
+            raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {e}") from None
     return fleet
 
 
 def terms_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Terms:
-    """What the job asks of a plan on this fleet; `own_samples` are those of holders whose data are their own, once they
-    are known. UserError for a data holder that is not there."""
+    """What the job asks of a plan on this fleet, of which devices may have been lost; `own_samples` are those of holders
+    whose data are their own, once they are known. UserError where no data holder is left, or one with data of its own
+    is not."""
     found: list[str] = []
     for name in job.plan.holders:
-        try:
+        with contextlib.suppress(UserError):
             found += fleet.located(name)
-        except UserError as error:
-            thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
-            raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {error}") from None
+    if job.plan.holders and not found:
+        raise UserError(f"plan.data_holder: none of the data holders is there: {', '.join(job.plan.holders)}")
     feeders = job.plan.feeders
     for name in feeders:
         if name not in fleet.names:
-            raise UserError(f"plan.data_holder: got region {name!r}, expected devices: each has data of its own")
+            region = any(device.region == name for device in fleet.devices)
+            what = f"got region {name!r}, expected devices" if region else f"device {name!r} is not there"
+            raise UserError(f"plan.data_holder: {what}: each has data of its own")
     holders = feeders or tuple(name for name in fleet.names if name in found)
     return Terms(
         objective=job.plan.objective, data_holders=holders,

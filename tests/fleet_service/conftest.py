@@ -11,6 +11,7 @@ import pytest
 from isthmus.runtime.identity import Authority, Identity
 from isthmus.runtime.service import agent, service
 
+from .holders import Joined
 from .parties import Fleet, certified, serving
 
 
@@ -48,3 +49,10 @@ def pool() -> Iterator[ThreadPoolExecutor]:
 def fleet(tmp_path: Path) -> Iterator[Fleet]:
     with serving(tmp_path / "fleet") as made:
         yield made
+
+
+@pytest.fixture
+def joined(fleet: Fleet, tmp_path: Path) -> Iterator[Joined]:
+    found = Joined(fleet, tmp_path)
+    yield found
+    found.end()

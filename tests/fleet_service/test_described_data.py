@@ -2,11 +2,8 @@
 
 from __future__ import annotations
 
-import threading
-from collections.abc import Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
 
 from isthmus.data import DataSpec
@@ -15,53 +12,10 @@ from isthmus.runtime.conducting.holders import Holders, agreed
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.concealed import concealed, proof
 from isthmus.runtime.messages.data import Compare
-from isthmus.runtime.processes.launcher import Place
-from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.comparing import MOST_UNPROVED, DataAnswers
 
-from .parties import Fleet, outcomes, soon
-
-SPEC = DataSpec(kind="npz", options={"path": "samples.npz", "holdout": 0.25})
-
-
-def write_samples(folder: Path, seed: int = 0, count: int = 40, width: int = 4) -> Path:
-    folder.mkdir(parents=True, exist_ok=True)
-    drawn = np.random.default_rng(seed)
-    x = drawn.standard_normal((count, width), dtype=np.float32)
-    np.savez(folder / "samples.npz", x=x, labels=drawn.integers(0, 3, count))
-    return folder
-
-
-class Joined:
-    """Devices of a fleet, each with a folder of its own."""
-
-    def __init__(self, fleet: Fleet, root: Path) -> None:
-        self.fleet, self._root = fleet, root
-        self.said: list[str] = []
-        self._agents: list[tuple[Agent, threading.Thread]] = []
-
-    def add(self, name: str, data: Path | None, kinds: tuple[str, ...] | None = None) -> None:
-        membership = join_fleet(self.fleet.ticket(), {name: self._root / name}, 10.0)[name]
-        place = Place(data=data, data_kinds=kinds)
-        agent = Agent(self._root / name, membership, place, patience_s=10.0, say=self.said.append)
-        thread = threading.Thread(target=outcomes, args=(agent.run,), daemon=True)
-        self._agents.append((agent, thread))
-        thread.start()
-        soon(lambda: name in self.fleet.service.present)
-
-    def end(self) -> None:
-        for agent, _ in self._agents:
-            agent.stop()
-        for _, thread in self._agents:
-            thread.join(15)
-            assert not thread.is_alive()
-
-
-@pytest.fixture
-def joined(fleet: Fleet, tmp_path: Path) -> Iterator[Joined]:
-    found = Joined(fleet, tmp_path)
-    yield found
-    found.end()
+from .holders import SPEC, Joined, write_samples
+from .parties import soon
 
 
 def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: Path) -> None:
@@ -70,7 +24,7 @@ def test_equal_data_are_found_equal_and_others_named(joined: Joined, tmp_path: P
     holders = Holders(joined.fleet.service.asks(), SPEC, ("a", "b", "c"), heldout=True)
     holders.ask(["a", "b"])
     found = agreed(holders.described)
-    assert (found.train, found.heldout, found.columns["x"].shape) == (30, 10, (4,))
+    assert (found.train, found.heldout, found.columns["pixel_values"].shape) == (30, 10, (4,))
     digests = {d: holders.described[d].digests["train"] for d in ("a", "b")}
     assert digests["a"] != digests["b"], "each under its own key"
     with pytest.raises(UserError, match="data: devices 'a' and 'c' have different training samples"):

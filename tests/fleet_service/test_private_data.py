@@ -1,0 +1,168 @@
+"""A coordinator in an empty folder: holders read their own files, other devices have none, and nobody is told them."""
+
+from __future__ import annotations
+
+import io
+import sys
+import threading
+from pathlib import Path
+
+import msgspec
+import pytest
+import torch
+from rich.console import Console
+
+from isthmus.cli import training
+from isthmus.cli.folder import RunFolder
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec
+from isthmus.data.description import describe
+from isthmus.errors import UserError
+from isthmus.fleet import dump_fleet
+from isthmus.graph import Flow, cuts
+from isthmus.job import Job, PlanConfig, Prepared, prepare
+from tests.runtime.jobs import final_weights, fleet_of, job_of, plain_run
+
+from .holders import SPEC, Joined, write_samples
+from .parties import soon
+
+MLP = {"features": 4, "width": 8, "layers": 3, "classes": 3}
+_opened: list[str] = []
+_watches = threading.Event()
+
+
+def _note(event: str, arguments: tuple[object, ...]) -> None:
+    if event == "open" and _watches.is_set():
+        _opened.append(str(arguments[0]))
+
+
+@pytest.fixture
+def opened() -> object:
+    """Every file that this process opens, in whatever thread: coordinator and agents."""
+    if _note not in _hooked:
+        sys.addaudithook(_note)
+        _hooked.append(_note)
+    _opened.clear()
+    _watches.set()
+    yield _opened
+    _watches.clear()
+
+
+_hooked: list[object] = []
+
+
+def make_job(folder: Path, *, labels_stay: bool, steps: int, holders: tuple[str, ...]) -> Job:
+    fleet = folder / "fleet.toml"
+    fleet.write_text(dump_fleet(fleet_of(3)))
+    job = job_of("mlp", dict(MLP), SPEC, steps=steps, eval_every=2, eval_samples=4, save_every=2)
+    terms = PlanConfig(data_holder=holders, labels_stay=labels_stay)
+    return msgspec.structs.replace(job, plan=terms, fleet=str(fleet), name="private", planner="chain")
+
+
+def plan_file(job: Job, prepared: Prepared, devices: tuple[str, ...], folder: Path) -> Path:
+    problem = prepared.problem(fleet_of(3))
+    legal = [cut.position for cut in cuts(Flow(prepared.captured.train, columns_first=True))]
+    last = problem.last_start or legal[-1]
+    boundaries = [legal[len(legal) // 3], last][-(len(devices) - 1) :]
+    plan = build_plan(problem, list(devices), boundaries, planner="test")
+    path = folder / "plan.json"
+    path.write_bytes(msgspec.json.encode(plan))
+    return path
+
+
+def at(job: Job, folder: Path) -> Job:
+    """The job on files in a folder, for the plain loop."""
+    spec = DataSpec(kind="npz", options={**SPEC.options, "path": str(folder / "samples.npz")})
+    return msgspec.structs.replace(job, data=spec)
+
+
+def equals_plain(run: Path, job: Job, folder: Path) -> None:
+    here = at(job, folder)
+    module, _ = plain_run(here, prepare(here))
+    saved = final_weights(run)
+    for name, value in module.named_parameters():
+        assert torch.equal(saved[name], value), name
+
+
+@pytest.fixture
+def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """The empty folder in which it runs."""
+    folder = tmp_path / "coordinator"
+    folder.mkdir()
+    monkeypatch.chdir(folder)
+    return folder
+
+
+def go(job: Job, joined: Joined, run: Path, plan: Path | None = None, *, resume: bool = False) -> str:
+    said = io.StringIO()
+    choices = training.Choices(run=run, crew=joined.fleet.service, plan=plan, resume=resume)
+    console = Console(file=said, width=200)
+    code = training.train(job, choices, console, console)
+    assert code == 0, said.getvalue()
+    return said.getvalue()
+
+
+def test_a_coordinator_without_data_trains_and_resumes(
+    joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
+) -> None:
+    """First and last stage with two holders of the same samples, between them a device without any. A file of the same
+    name where the coordinator runs is none of its business."""
+    for name, data in (("d0", "one"), ("d1", None), ("d2", "two")):
+        joined.add(name, write_samples(tmp_path / data) if data is not None else None)
+    write_samples(coordinator, seed=9, width=5)
+    job = make_job(tmp_path, labels_stay=True, steps=4, holders=("d0", "d2"))
+    described = describe(at(job, tmp_path / "one").data, heldout=True)
+    plan = plan_file(job, prepare(job, described), ("d0", "d1", "d2"), tmp_path)
+    opened.clear()
+    go(job, joined, tmp_path / "run", plan)
+    longer = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=8))
+    go(longer, joined, tmp_path / "run", resume=True)
+    assert opened, "the spy sees something"
+    assert not [path for path in opened if path.endswith(".npz")]
+    equals_plain(tmp_path / "run", longer, tmp_path / "one")
+    kept = RunFolder(tmp_path / "run").described()
+    assert kept.keys() == {"d0", "d2"} and kept["d0"].digests != kept["d2"].digests
+    write_samples(tmp_path / "one", seed=1)
+    with pytest.raises(UserError, match="data: devices 'd0' and 'd2' have different training samples"):
+        go(longer, joined, tmp_path / "other", plan)
+    write_samples(tmp_path / "two", seed=1)
+    more = msgspec.structs.replace(longer, training=msgspec.structs.replace(job.training, steps=12))
+    with pytest.raises(UserError, match="resume: data: device 'd0' has other training samples"):
+        go(more, joined, tmp_path / "run", resume=True)
+
+
+def reached(run: Path, step: int) -> None:
+    soon(lambda: run.is_dir() and any(p.step >= step for p in RunFolder(run).losses()), 60)
+
+
+def test_a_holder_that_comes_late_is_compared_and_takes_over(
+    joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
+) -> None:
+    for name, data in (("d0", "one"), ("d1", None)):
+        joined.add(name, write_samples(tmp_path / data) if data is not None else None)
+    job = make_job(tmp_path, labels_stay=False, steps=400, holders=("d0", "d2"))
+    described = describe(at(job, tmp_path / "one").data, heldout=True)
+    plan = plan_file(job, prepare(job, described), ("d0", "d1"), tmp_path)
+    opened.clear()
+    run, said = tmp_path / "run", list[str]()
+    running = threading.Thread(target=lambda: said.append(go(job, joined, run, plan)), daemon=True)
+    running.start()
+    reached(run, 3)
+    joined.add("d2", write_samples(tmp_path / "two"))
+    soon(lambda: sum("described data" in line for line in joined.said) == 2)
+    reached(run, 30)
+    joined.remove("d0")
+    running.join(120)
+    assert not running.is_alive() and said, "it went on with the other holder"
+    assert not [path for path in opened if path.endswith(".npz")]
+    equals_plain(run, job, tmp_path / "one")
+
+
+def test_without_a_device_that_can_read_the_data_there_is_no_run(
+    joined: Joined, tmp_path: Path, coordinator: Path
+) -> None:
+    joined.add("d0", tmp_path)
+    job = make_job(tmp_path, labels_stay=False, steps=4, holders=("d0",))
+    with pytest.raises(UserError, match=r"device 'd0': npz option 'path': no file samples.npz"):
+        go(job, joined, tmp_path / "run")
+    assert not (tmp_path / "run").exists()
