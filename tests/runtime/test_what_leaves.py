@@ -1,0 +1,109 @@
+"""What is written to connections while a run goes on: devices in threads, every frame of all of them recorded."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Generator, Sequence
+from pathlib import Path
+
+import msgspec
+import numpy as np
+import pytest
+
+from isthmus.cost import build_plan
+from isthmus.data import DataSpec, load_dataset
+from isthmus.graph import Flow, cuts
+from isthmus.job import PlanConfig, prepare
+from isthmus.runtime.conducting.crew import Call, LocalCrew, NoWork, Work
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
+from isthmus.runtime.device.device import Device, Site
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.transport.channel import SocketChannel, frame
+from isthmus.runtime.transport.listener import Listener
+from isthmus.runtime.transport.reception import Reception
+
+from .jobs import fleet_of, job_of, plain_run
+
+FIRST_CLASS, CLASSES, FEATURES = 100, 200, 8
+
+
+class _Working(NoWork):
+    def starting(self, device: str) -> bool:
+        return True
+
+
+class ThreadCrew(LocalCrew, frozen=True, kw_only=True):
+    """Devices in threads of this process."""
+
+    @contextlib.contextmanager
+    def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
+        listener = Listener(self.host, patience_s=call.patience_s)
+        listener.start(reception.greet)
+
+        def work(name: str) -> None:
+            Device((self.host, listener.port), Site(device=name), call.run, call.patience_s).work()
+
+        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in call.devices]
+        for thread in threads:
+            thread.start()
+        try:
+            yield _Working()
+            for thread in threads:
+                thread.join(30)
+                assert not thread.is_alive()
+        finally:
+            listener.close()
+
+
+def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
+    """To whom every frame goes that this process sends from now on, and its bytes."""
+    found: list[tuple[str, bytes]] = []
+    send, send_chunk = SocketChannel.send, SocketChannel.send_chunk
+
+    def record(self: SocketChannel, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
+        found.append((self.other, b"".join(bytes(piece) for piece in frame(message, payload))))
+        return send(self, message, payload)
+
+    def record_chunk(self: SocketChannel, chunk: memoryview) -> None:
+        found.append((self.other, bytes(chunk)))
+        send_chunk(self, chunk)
+
+    monkeypatch.setattr(SocketChannel, "send", record)
+    monkeypatch.setattr(SocketChannel, "send_chunk", record_chunk)
+    return found
+
+
+@pytest.mark.parametrize("labels_stay", [True, False])
+def test_no_sample_leaves_and_labels_do_only_where_the_job_lets_them(
+    labels_stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    draw = np.random.default_rng(0)
+    pixels = draw.standard_normal((40, FEATURES), dtype=np.float32)
+    labels = draw.integers(FIRST_CLASS, CLASSES, 40)
+    np.savez(tmp_path / "samples.npz", pixel_values=pixels, labels=labels)
+    spec = DataSpec(kind="npz", options={"path": str(tmp_path / "samples.npz"), "holdout": 0.2})
+    mlp: dict[str, object] = {"features": FEATURES, "width": 8, "layers": 3, "classes": CLASSES}
+    job = job_of("mlp", mlp, spec, steps=6, eval_every=2, eval_samples=8, save_every=2)
+    holders = ("d0", "d2") if labels_stay else ("d0",)
+    job = msgspec.structs.replace(job, plan=PlanConfig(data_holder=holders, labels_stay=labels_stay))
+    prepared, fleet = prepare(job), fleet_of(3)
+    problem = prepared.problem(fleet)
+    legal = [cut.position for cut in cuts(Flow(prepared.captured.train, columns_first=True))]
+    boundaries = [legal[len(legal) // 3], problem.last_start or legal[-1]]
+    plan = build_plan(problem, fleet.names, boundaries, planner="test")
+    frames, losses = recorded(monkeypatch), list[float | None]()
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, crew=ThreadCrew()), watcher)
+    assert outcome.outcome == "done", outcome.reason
+    sent = b"".join(told for _, told in frames)
+    assert len(sent) > 10_000, "the recorder sees something"
+    assert not [row for row in pixels if row.tobytes() in sent], "no raw sample"
+    # Between holders labels may travel: both have them.
+    away = b"".join(told for to, told in frames if not labels_stay or to not in ("device 'd0'", "device 'd2'"))
+    assert len(away) > 10_000
+    found = [label for label in set(labels.tolist()) if np.int64(label).tobytes() in away]
+    assert (not found) is labels_stay, f"labels that were sent: {found}"
+    fingerprints = [load_dataset(spec, split).fingerprint.encode() for split in ("train", "heldout")]
+    assert not [f for f in fingerprints if f in sent or bytes.fromhex(f.decode()) in sent]
+    assert losses == pytest.approx(plain_run(job, prepared)[1], rel=1e-6)
