@@ -314,9 +314,9 @@ def fleet_of(job: Job) -> Fleet:
 
 
 def terms_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Terms:
-    """What the job asks of a plan on this fleet, of which devices may have been lost; `own_samples` are those of holders
-    whose data are their own, once they are known. UserError where no data holder is left, or one with data of its own
-    is not."""
+    """What the job asks of a plan on this fleet, of which devices may have been lost; `own_samples` are those of
+    holders whose data are their own, once they are known. UserError where no data holder is left, or one with data of
+    its own is not."""
     found: list[str] = []
     for name in job.plan.holders:
         with contextlib.suppress(UserError):

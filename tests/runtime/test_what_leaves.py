@@ -12,14 +12,14 @@ import numpy as np
 import pytest
 
 from isthmus.cost import build_plan
-from isthmus.data import DataSpec, load_dataset
+from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.graph import Flow, cuts
-from isthmus.job import PlanConfig, prepare
+from isthmus.job import Job, PlanConfig, prepare
 from isthmus.runtime.conducting.crew import Call, LocalCrew, NoWork, Work
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.device.device import Device, Site
 from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.transport.channel import SocketChannel, frame
+from isthmus.runtime.transport.channel import PREFIX, SocketChannel, frame
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception
 
@@ -57,21 +57,25 @@ class ThreadCrew(LocalCrew, frozen=True, kw_only=True):
 
 
 def recorded(monkeypatch: pytest.MonkeyPatch) -> list[tuple[str, bytes]]:
-    """To whom every frame goes that this process sends from now on, and its bytes."""
+    """To whom every frame goes that this process sends from now on, and its bytes but for the lengths in front."""
     found: list[tuple[str, bytes]] = []
-    send, send_chunk = SocketChannel.send, SocketChannel.send_chunk
+    send = SocketChannel.send
 
     def record(self: SocketChannel, message: AnyMessage, payload: Sequence[memoryview] = ()) -> int:
-        found.append((self.other, b"".join(bytes(piece) for piece in frame(message, payload))))
+        found.append((self.other, b"".join(bytes(piece) for piece in frame(message, payload))[PREFIX.size :]))
         return send(self, message, payload)
 
-    def record_chunk(self: SocketChannel, chunk: memoryview) -> None:
-        found.append((self.other, bytes(chunk)))
-        send_chunk(self, chunk)
-
     monkeypatch.setattr(SocketChannel, "send", record)
-    monkeypatch.setattr(SocketChannel, "send_chunk", record_chunk)
     return found
+
+
+def micro_batches_of_labels(job: Job) -> list[bytes]:
+    """Of training and of evaluations, as they would travel."""
+    train, heldout = (load_dataset(job.data, split) for split in ("train", "heldout"))
+    size, order = job.micro_batch_size, SampleOrder(len(train), job.training.seed, job.training.shuffle)
+    used = [(train, order.indices(start, size)) for start in range(0, job.training.steps * 8, size)]
+    used += [(heldout, np.arange(start, start + size)) for start in range(0, job.training.eval_samples, size)]
+    return [data.batch(indices, ["labels"])["labels"].numpy().tobytes() for data, indices in used]
 
 
 @pytest.mark.parametrize("labels_stay", [True, False])
@@ -102,8 +106,8 @@ def test_no_sample_leaves_and_labels_do_only_where_the_job_lets_them(
     # Between holders labels may travel: both have them.
     away = b"".join(told for to, told in frames if not labels_stay or to not in ("device 'd0'", "device 'd2'"))
     assert len(away) > 10_000
-    found = [label for label in set(labels.tolist()) if np.int64(label).tobytes() in away]
-    assert (not found) is labels_stay, f"labels that were sent: {found}"
+    found = [pair for pair in micro_batches_of_labels(job) if pair in away]
+    assert (not found) is labels_stay, f"{len(found)} micro-batches' labels were sent"
     fingerprints = [load_dataset(spec, split).fingerprint.encode() for split in ("train", "heldout")]
     assert not [f for f in fingerprints if f in sent or bytes.fromhex(f.decode()) in sent]
     assert losses == pytest.approx(plain_run(job, prepared)[1], rel=1e-6)
