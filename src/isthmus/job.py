@@ -31,6 +31,7 @@ from isthmus.models import ModelSpec, as_eager, build_model
 from isthmus.plan import SCHEDULES, ActivationNoise, CompressionConfig, Objective, OwnSamples, Terms
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
+from isthmus.training.kernels import Kernels
 from isthmus.training.optim import LearningRate, OptimizerConfig
 from isthmus.training.preflight import check_limits, check_optimizers, check_types
 from isthmus.training.scaling import LossScaling
@@ -142,6 +143,11 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     device: str | dict[str, str] = "cpu"
     """Where device processes compute: `cpu`, `cuda:0`, ..., or `auto`, which deals this machine's accelerators out in
     turn. A table has a name per device; those that it leaves out take the CPU. Machines that join say it themselves."""
+    tf32: bool | None = None
+    """Whether float32 products and convolutions may use TF32, where the hardware has it; by default as torch does: in
+    convolutions alone."""
+    deterministic: bool = False
+    """Whether equal inputs give equal bits on accelerators too: operators without such a kernel are refused."""
     patience: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3
@@ -230,6 +236,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
             optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
             micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
             non_finite=t.non_finite, loss_scaling=t.loss_scaling,
+            kernels=Kernels(tf32=self.runtime.tf32, deterministic=self.runtime.deterministic),
         )  # fmt: skip
 
 

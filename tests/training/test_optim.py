@@ -70,3 +70,31 @@ def test_state_of_a_fresh_optimizer_is_empty_and_round_trips():
     other.load(state)
     assert {k: v.tolist() for k, v in other.state().items()} == {k: v.tolist() for k, v in state.items()}
     assert other.state()["optimizer.a.exp_avg"] is not state["optimizer.a.exp_avg"]
+
+
+@pytest.mark.parametrize("name", ["sgd", "adamw"])
+def test_fused_optimizers_go_on_from_others_states_and_back(name: str):
+    """By default the CPU has the bits that torch's own loop has."""
+    options = {"name": name, "lr": 0.01, "momentum": 0.9 if name == "sgd" else 0.0, "weight_decay": 0.1}
+    generator = torch.Generator().manual_seed(0)
+    start, gradients = torch.randn(30, generator=generator), torch.randn(3, 30, generator=generator)
+    found = {}
+    for order in ((False, False, False), ("auto", "auto", "auto"), (False, True, False), (True, False, True)):
+        parameter, state = nn.Parameter(start.clone()), {}
+        for fused, gradient in zip(order, gradients, strict=True):
+            optimizers = Optimizers([OptimizerConfig(fused=fused, **options)], {"w": parameter})
+            optimizers.load(state)
+            parameter.grad = gradient.clone()
+            optimizers.step(1.0)
+            state = optimizers.state()
+        found[order] = parameter.detach()
+    plain, alike, *fused = found.values()
+    assert torch.equal(plain, alike)
+    for value in fused:
+        torch.testing.assert_close(value, plain, rtol=1e-6, atol=1e-7)
+
+
+def test_fused_is_refused_where_torch_has_none():
+    parameter = nn.Parameter(torch.empty(3, device="meta"))
+    with pytest.raises(UserError, match="fused: got true for meta, which has none"):
+        Optimizers([OptimizerConfig(fused=True)], {"w": parameter})

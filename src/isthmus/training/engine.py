@@ -18,6 +18,7 @@ from isthmus.graph.partition import Crossing, StageGraph
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES
+from isthmus.training.kernels import Kernels
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
 from isthmus.training.program import Program
 from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
@@ -37,6 +38,8 @@ class EngineConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     seed: int = 0
     non_finite: OnNonFinite = "stop"
     """With `skip` a loss that is not finite has gradients of NaN: every stage and replica that they reach knows it."""
+    kernels: Kernels = Kernels()
+    """Of the process: whoever makes an engine sees to it."""
     loss_scaling: LossScaling | None = None
     """Gradients are computed larger than they are, as float16 needs it; steps that are not finite are left out."""
 

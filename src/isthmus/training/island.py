@@ -151,6 +151,7 @@ def serve(ranks: Ranks) -> None:
         command, groups = heard
         if command.stage is not None:
             torch.set_num_threads(command.stage.threads)
+            command.stage.config.kernels.use(ranks.accelerator)
             share = _Share(command.stage, groups[0], ranks)
             continue
         assert share is not None, "a stage comes first"

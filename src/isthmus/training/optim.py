@@ -18,7 +18,9 @@ from isthmus.errors import UserError
 from isthmus.training.outer import OUTER_KEYS
 
 STEP = "step"
-"""Of what optimizers keep of a parameter: how often they updated it, on the CPU. All else has its elements."""
+"""Of what optimizers keep of a parameter: how often they updated it. All else has its elements."""
+FUSED_KINDS = ("cuda", "xpu", "mps")
+"""Accelerators for which torch has fused optimizers."""
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]
 
@@ -35,6 +37,8 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     betas: tuple[Share, Share] = (0.9, 0.999)
     eps: NotNegative = 1e-8
     weight_decay: NotNegative = 0.0
+    fused: bool | Literal["auto"] = "auto"
+    """One kernel for all parameters; auto: on accelerators whose torch has it. Its bits are others."""
 
 
 class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -93,10 +97,14 @@ class Optimizers:
             prefix = f"optimizer.{name}."
             found = {k.removeprefix(prefix): v for k, v in state.items() if k.startswith(prefix)}
             found = {k: v for k, v in found.items() if k not in OUTER_KEYS}
-            # AdamW counts its steps on the CPU, wherever the parameter is
-            kept = {k: v.clone() if k == STEP else to_device(accelerator, v).clone() for k, v in found.items()}
-            if kept:
-                owners[id(parameter)].state[parameter] = kept
+            if found:
+                owner = owners[id(parameter)]
+                # AdamW counts its steps on the CPU, wherever the parameter is, unless it is fused
+                counts_here = not owner.defaults.get("fused")
+                owner.state[parameter] = {
+                    k: v.clone() if k == STEP and counts_here else to_device(accelerator, v).clone()
+                    for k, v in found.items()
+                }
 
 
 def choose(configs: Sequence[OptimizerConfig], parameter: str) -> int:
@@ -108,14 +116,20 @@ def choose(configs: Sequence[OptimizerConfig], parameter: str) -> int:
 
 
 def _make(config: OptimizerConfig, parameters: list[nn.Parameter]) -> torch.optim.Optimizer:
+    kind = parameters[0].device.type
+    fused = kind in FUSED_KINDS if config.fused == "auto" else config.fused
+    if config.fused is True and kind not in (*FUSED_KINDS, "cpu"):
+        raise UserError(f"optimizer: fused: got true for {kind}, which has none: expected false or 'auto'")
+    # None: torch chooses between a loop and kernels for many tensors, by device
     if config.name == "sgd":
         return torch.optim.SGD(
             parameters, lr=config.lr, momentum=config.momentum,
-            nesterov=config.nesterov, weight_decay=config.weight_decay,
+            nesterov=config.nesterov, weight_decay=config.weight_decay, fused=fused or None,
         )  # fmt: skip
     return torch.optim.AdamW(
-        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay
-    )
+        parameters, lr=config.lr, betas=config.betas, eps=config.eps, weight_decay=config.weight_decay,
+        fused=fused or None,
+    )  # fmt: skip
 
 
 NO_GRADIENT = -1.0

@@ -325,6 +325,8 @@ class Device:
 
     def _engine(self, assignment: Assignment, values: Mapping[str, Tensor]) -> Engine:
         train, evaluation, config = assignment.train, assignment.evaluation, assignment.engine
+        if note := config.kernels.use(self._accelerator):
+            print(f"device {self._site.device}: {note}", file=sys.stderr, flush=True)
         if self._site.island is None:
             return TorchEngine(
                 train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute,
