@@ -9,13 +9,13 @@ from pathlib import Path
 import msgspec
 from gpu_cases import FAR, Case, fleet_of, plan_of
 from hidden import copies_hidden, sends_hidden
-from stage_memory import StageBytes, measured_bytes
 
 from isthmus.cost.calibration import Warmup, calibrate
 from isthmus.cost.memory import elements
 from isthmus.fleet import Fleet, corrected
 from isthmus.job import Prepared, prepare
 from isthmus.plan import Plan
+from isthmus.report import StageMemoryUse, memory_use
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.places import local_places
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
@@ -39,7 +39,7 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     sends_hidden: float | None
     copies_hidden: float | None
     """None where nothing is copied."""
-    memory: tuple[StageBytes, ...]
+    memory: tuple[StageMemoryUse, ...]
 
     @property
     def error(self) -> float:
@@ -47,16 +47,16 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
 
     @property
     def memory_error(self) -> float:
-        """Of the stage whose memory is furthest from what the plan says."""
-        return max((s.error for s in self.memory), key=abs)
+        """What the plan says over what was taken, less 1, of the stage that is furthest off."""
+        return max((stage.predicted_bytes / stage.peak_bytes - 1 for stage in self.memory), key=abs)
 
 
-def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> Trace:
+def run_plan(prepared: Prepared, plan: Plan, fleet: Fleet) -> tuple[Trace, tuple[StageMemoryUse, ...]]:
     crew = LocalCrew(places=local_places(prepared.job.runtime.device, fleet.names))
     with tempfile.TemporaryDirectory() as folder:
         outcome = train(prepared, plan, fleet, Path(folder), RunOptions(crew=crew), Watcher())
     check_outcome(outcome)
-    return Trace(source="runtime", run="gpu", spans=outcome.spans)
+    return Trace(source="runtime", run="gpu", spans=outcome.spans), memory_use(plan, outcome.peaks)
 
 
 def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
@@ -66,7 +66,7 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
     for shares in case.warmups:
         plan = plan_of(prepared, fleet, shares)
         print(f"  warm-up with shares {shares} ...", file=sys.stderr)
-        warmups.append(Warmup(plan, run_plan(brief, plan, fleet)))
+        warmups.append(Warmup(plan, run_plan(brief, plan, fleet)[0]))
     calibration = calibrate(warmups)
     equal = (1,) * case.stages
     # The plan's limits of micro-batches in flight come of the speeds that were found.
@@ -77,12 +77,11 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
         overheads=Overheads(tasklet_s=calibration.tasklet_s, handover_s=calibration.handover_s),
     )  # fmt: skip
     predicted_s = steady_step_s(simulate(plan, fleet, run_spec(prepared), options))
-    trace = run_plan(prepared, plan, fleet)
+    trace, memory = run_plan(prepared, plan, fleet)
     step_s = steady_step_s(trace)
     return Pipeline(
         key=case.key, size=case.size, when=when, device=hardware, step_s=step_s, predicted_s=predicted_s,
         parameters=sum(elements(op) for op in prepared.captured.train.ops if op.kind == "parameter"),
         tokens_per_s=case.tokens / step_s,
-        sends_hidden=sends_hidden(trace), copies_hidden=copies_hidden(trace),
-        memory=measured_bytes(prepared, plan, device),
+        sends_hidden=sends_hidden(trace), copies_hidden=copies_hidden(trace), memory=memory,
     )  # fmt: skip

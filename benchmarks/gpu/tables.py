@@ -44,7 +44,7 @@ def pipelines_table(rows: Sequence[Pipeline]) -> Table:
     _add_missing(table, (case.key for case in FULL), rows)
     table.caption = (
         "sends hidden: of the shorter of sending and computing, the share beside the other; memory model: predicted "
-        "against reserved, of the stage that is furthest off"
+        "against taken, of the stage that is furthest off"
     )
     return table
 

@@ -18,7 +18,7 @@ from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, client_data
 from isthmus.federated.site import OwnData
 from tests.data.pictures import picture_folder
-from tests.runtime.commands import isthmus
+from tests.runtime.commands import isthmus, refused
 
 CROP = [{"name": "RandomCrop", "size": 6}]
 
@@ -111,3 +111,13 @@ def test_executors_draw_the_samples_of_a_round_as_one_process_does(tmp_path: Pat
     (tmp_path / "job.toml").write_text(shared)
     alone, together = (weights(tmp_path / "job.toml", tmp_path / scheme, scheme) for scheme in ("sp", "ours"))
     assert alone.keys() == together.keys() and all(torch.equal(alone[name], together[name]) for name in alone)
+
+
+def test_an_executor_says_which_image_is_damaged(tmp_path: Path) -> None:
+    picture_folder(tmp_path / "png", classes=2, each=10)
+    (tmp_path / "png" / "class-1" / "3.png").write_bytes(b"damaged")
+    options = f'path = "{tmp_path}/png"\nmode = "L"\nholdout = 0'
+    shared = JOB.format(kind="image-folder", options=options, partition="[partition]\nclients = 3")
+    (tmp_path / "job.toml").write_text(shared)
+    done = isthmus("train", tmp_path / "job.toml", "--scheme", "ours", "--run", tmp_path / "run")
+    refused(done, 2, "class-1/3.png (sample 13): cannot be decoded")

@@ -16,7 +16,7 @@ from collections.abc import Callable
 
 from torch import Tensor
 
-from isthmus.errors import IsthmusError, PeerError, UserError
+from isthmus.errors import IsthmusError, PeerError, StepError, UserError
 from isthmus.federated.worksite import Worksite
 from isthmus.protocol.federated_events import (
     Begin,
@@ -203,7 +203,8 @@ def take_part(channel: SocketChannel, name: str, run: str, patience_s: float, ac
     try:
         act(post)
     except Exception as e:
-        fault = "user" if isinstance(e, UserError) else "other" if isinstance(e, PeerError) else "device"
+        jobs = isinstance(e, UserError | StepError)
+        fault = "user" if jobs else "other" if isinstance(e, PeerError) else "device"
         reason = str(e) if isinstance(e, IsthmusError) else f"{type(e).__name__}: {e}"
         post.put(Failed(run=run, reason=" ".join(reason.split())[:500], fault=fault))
         raise
