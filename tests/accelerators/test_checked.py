@@ -349,3 +349,18 @@ def test_events_tell_the_time_between_them(here: Checked) -> None:
     first, second = here.record(timed=True), here.record(timed=True)
     here.synchronize()
     assert first.seconds_to(second) >= 0
+
+
+def test_threads_that_share_a_stream_take_turns(here: Checked) -> None:
+    total = torch.zeros(2**15, device=here.device)
+
+    def add() -> None:
+        for _ in range(50):
+            total.add_(1)
+
+    threads = [threading.Thread(target=add) for _ in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join()
+    assert torch.equal(total.cpu(), torch.full((2**15,), 150.0))

@@ -93,8 +93,8 @@ class Checked:
             self._device.current = before
 
     def record(self, *, timed: bool = False) -> Event:
-        with LOCK:
-            stream = self._device.current
+        stream = self._device.current
+        with stream.working, LOCK:
             stream.catch_up()
             return CheckedEvent(self._device, dict(stream.clock), timed=timed)
 
@@ -143,10 +143,11 @@ class Checked:
             self._device.memory.reset_peak()
 
     def synchronize(self) -> None:
+        reached = self._device.reached()
         with LOCK:
             self._device.check_alive()
             self._device.counters.wait("host synchronization", "synchronize")
-            host_waits(self._device.reached())
+            host_waits(reached)
 
     def counts(self, thread: int | None = None) -> Counts:
         """Since the last `reset_counts`; with `thread` (`threading.get_ident`) what that thread did."""

@@ -7,6 +7,8 @@ is done is found out.
 
 from __future__ import annotations
 
+import contextlib
+
 import torch
 from torch import Tensor
 
@@ -112,12 +114,16 @@ def host_waits(clock: Clock) -> None:
 
 def copy_between(source: Tensor, target: Tensor, non_blocking: bool = False) -> Tensor:
     """aten::_copy_from: at least one of them is of a device."""
-    if not is_checked(source):
-        _up(source, target, non_blocking)
-    elif not is_checked(target):
-        _down(source, target, non_blocking)
-    else:
-        _across(source, target)
+    streams = {device(t.device.index).current for t in (source, target) if is_checked(t)}
+    with contextlib.ExitStack() as stack:
+        for stream in sorted(streams, key=lambda s: s.number):
+            stack.enter_context(stream.working)
+        if not is_checked(source):
+            _up(source, target, non_blocking)
+        elif not is_checked(target):
+            _down(source, target, non_blocking)
+        else:
+            _across(source, target)
     return target
 
 

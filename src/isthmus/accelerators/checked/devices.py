@@ -58,10 +58,11 @@ class Device:
         return self.current.launch(what)
 
     def reached(self) -> Clock:
-        """All work of all streams of the device."""
+        """All work of all streams of the device. The caller does not hold the lock."""
         clock: Clock = {}
-        for stream in self.streams:
-            join(clock, stream.clock)
+        for stream in tuple(self.streams):
+            with stream.working:
+                join(clock, stream.clock)
         return clock
 
     def allocate(self, size: int) -> CheckedStream:

@@ -128,13 +128,17 @@ class _Call:
             raise _mixed(self._op, f"{KIND}:{self.device.index}", f"{KIND}:{found.index}")
         self.device = found
 
-    def begin(self) -> tuple[Device, Point]:
-        """Once all arguments are lowered: queues it, in its order among the accesses to its tensors."""
+    def place(self) -> Device:
+        """Where it runs, once all arguments are lowered."""
         on = self.device
         if on is None:
             raise RuntimeError(f"{self._op}: no argument says on which device it is to run")
         if self._host_tensor is not None:
             raise _mixed(self._op, f"{KIND}:{on.index}", str(self._host_tensor.device))
+        return on
+
+    def begin(self, on: Device) -> Point:
+        """Queues it, in its order among the accesses to its tensors."""
         with LOCK:
             point = on.launch(str(self._op))
             for tensor, _, write in self._lowered:
@@ -142,7 +146,7 @@ class _Call:
             if self._waits:
                 host_waits(on.current.clock)
                 on.counters.wait("host synchronization", str(self._op))
-        return on, point
+        return point
 
     def lift(self, value: object, point: Point) -> object:
         if isinstance(value, (list, tuple)):
@@ -190,14 +194,12 @@ def _on_cpu(
     given = [_tensor_of(a) if tensor else a for a, tensor in zip(args, facts.tensors, strict=False)]
     host_args = [call.lower(a, w) for a, w in zip(given, facts.writes, strict=False)]
     host_kwargs = {k: call.lower(v, facts.writes[facts.names[k]]) for k, v in kwargs.items()}
-    on, point = call.begin()
-    if facts.random:
-        with drawing(on):
-            result = kernel(*host_args, **host_kwargs)
-    else:
+    on = call.place()
+    with drawing(on) if facts.random else contextlib.nullcontext(), on.current.working:
+        point = call.begin(on)
         result = kernel(*host_args, **host_kwargs)
-    call.reshape_outputs()
-    return call.lift(result, point)
+        call.reshape_outputs()
+        return call.lift(result, point)
 
 
 def _tensor_of(value: object) -> object:

@@ -63,6 +63,8 @@ class CheckedStream(Stream):
         self.device = device
         self.number = next(_numbers)
         self.clock: Clock = {}
+        self.working = threading.RLock()
+        """Held while an operator or a copy of this stream is made: threads that share it take turns. Before `LOCK`."""
         self.freed: list[Allocation] = []
         """Allocated here, dropped, while other streams were at work with them."""
         self._tick = 0

@@ -18,7 +18,8 @@ _aten = torch.ops.aten
 UNWRITTEN = 0xFF
 """A byte of memory that holds nothing yet: floating-point numbers of such bytes are NaN."""
 _allocations: dict[int, Allocation] = {}
-"""Of tensors and host buffers, by address."""
+"""Of tensors, by address."""
+_host_buffers: dict[int, Allocation] = {}
 _seeds: dict[tuple[int, torch.dtype], Tensor] = {}
 
 
@@ -33,8 +34,8 @@ def allocation_of(tensor: Tensor) -> Allocation:
 def host_buffer_of(tensor: Tensor) -> Allocation | None:
     """The buffer that holds it, whoever made the tensor of the buffer's memory; None for other memory."""
     address = tensor.data_ptr()
-    for start, found in tuple(_allocations.items()):
-        if found.owner is None and start <= address < start + found.size:
+    for start, found in tuple(_host_buffers.items()):
+        if start <= address < start + found.size:
             return found
     return None
 
@@ -42,8 +43,8 @@ def host_buffer_of(tensor: Tensor) -> Allocation | None:
 def host_buffer(size: int) -> Tensor:
     tensor = torch.full((max(size, 1),), UNWRITTEN, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    _allocations[storage.data_ptr()] = Allocation(size, None, None)
-    weakref.finalize(storage, _allocations.pop, storage.data_ptr(), None).atexit = False
+    _host_buffers[storage.data_ptr()] = Allocation(size, None, None)
+    weakref.finalize(storage, _host_buffers.pop, storage.data_ptr(), None).atexit = False
     return tensor[:size]
 
 
