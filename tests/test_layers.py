@@ -27,7 +27,7 @@ PUBLIC = {
     "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds load_dataset",
     "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
-    "load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
+    "in_half load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "is_hugging_face model_names save_hugging_face",

@@ -24,7 +24,7 @@ from isthmus.data.joined import joined_descriptions
 from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
-from isthmus.fleet import Change, Fleet, changed, resolve_fleet
+from isthmus.fleet import Change, Fleet, changed, in_half, resolve_fleet
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.models import ModelSpec, as_eager, build_model
@@ -306,6 +306,7 @@ def fleet_of(job: Job) -> Fleet:
     """UserError for a fleet that is not there, or lacks a device that is to change or a data holder."""
     fleet = resolve_fleet(job.fleet)
     fleet = fleet.thin(job.devices) if job.devices is not None else fleet
+    fleet = in_half(fleet) if job.training.precision != "fp32" else fleet
     for number, change in enumerate(job.runtime.changes):
         try:
             changed(fleet, [change], change.step)

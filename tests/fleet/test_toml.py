@@ -193,6 +193,8 @@ def fleets(draw: st.DrawFn) -> Fleet:
             price_per_hour=draw(figure),
             scale=draw(st.sampled_from([1.0, 0.45, 1 / 3])),
             hardware=draw(st.just("") | labels()),
+            half_flops_per_s=draw(st.just(0.0) | st.floats(1e-300, allow_infinity=False)),
+            host_bytes_per_s=draw(st.just(0.0) | st.floats(1e-300, 1e300)),
         )
         for name in names
     )

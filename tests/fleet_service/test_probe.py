@@ -15,13 +15,13 @@ from isthmus.errors import PeerError
 from isthmus.fleet import parse_fleet
 from isthmus.fleet.toml import dump_fleet
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.messages.probe import Computes, Expect, Measure
+from isthmus.runtime.messages.probe import Compute, Computes, Expect, Measure
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import fleet_probe, probing
 from isthmus.runtime.service.agent import Agent, join_fleet
 from isthmus.runtime.service.fleet_probe import probe_fleet, probe_link
-from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, conv_flops
+from isthmus.runtime.service.speed import CHANNELS, KERNEL, LAYERS, Measured, conv_flops
 from isthmus.runtime.transport.reaching import Reacher, Route
 from tests.runtime.commands import isthmus, refused
 
@@ -40,8 +40,8 @@ def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
         yield fleet
 
 
-def _computes(probe: str, *_: object) -> Computes:
-    return Computes(run=probe, flops_per_s=2e9, peak_flops_per_s=8e9, memory_bytes=9)
+def _computes(asked: Compute, *_: object) -> Computes:
+    return Computes(run=asked.run, flops_per_s=2e9, peak_flops_per_s=8e9, memory_bytes=9)
 
 
 def test_a_probed_fleet(two: Fleet) -> None:
@@ -114,9 +114,9 @@ def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:
 
 @pytest.mark.parametrize(("given", "told"), [(None, 50), (30, 15), (1000, 50)])
 def test_a_device_offers_what_its_owner_gives(given: int | None, told: int) -> None:
-    one = mock.Mock(flops_per_s=1.0, peak_flops_per_s=2.0, memory_bytes=100)
-    with mock.patch.object(probing, "_speed", lambda _: one):
-        found = probing.compute_speed("p", 1, Place(memory_bytes=given, ranks=2, local_ranks=2))
+    one = Measured(flops_per_s=1.0, peak_flops_per_s=2.0, half_flops_per_s=0.0, memory_bytes=100)
+    with mock.patch.object(probing, "_speed", lambda *_: one):
+        found = probing.compute_speed(Compute(run="p"), 1, Place(memory_bytes=given, ranks=2, local_ranks=2))
     assert (found.memory_bytes, found.flops_per_s, found.failure) == (told, 2.0, "")
 
 

@@ -103,6 +103,9 @@ def probe(
         Path | None,
         typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
     ] = None,
+    job: Annotated[
+        Path | None, typer.Option("--job", metavar="JOB.toml", help="Measure speeds in this job's matrix products.")
+    ] = None,
     host: HostOption = "127.0.0.1",
     port: PortOption = PORT,
     address: AddressOption = None,
@@ -112,4 +115,4 @@ def probe(
 ) -> None:
     """Measure devices and the links between them; print the matrix and write a fleet TOML."""
     where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
-    serving.probe(state, where, names, target, out())
+    serving.probe(state, where, names, target, out(), job)

@@ -1,6 +1,6 @@
 """Where a model can be trained: devices, the links between them, and the built-in topologies."""
 
-from isthmus.fleet.changes import Change, changed, corrected, with_memory
+from isthmus.fleet.changes import Change, changed, corrected, in_half, with_memory
 from isthmus.fleet.fleet import Device, Fleet
 from isthmus.fleet.links import Link, Links, LinkTrace, Route, Site
 from isthmus.fleet.toml import dump_fleet, load_fleet, parse_fleet
@@ -20,6 +20,7 @@ __all__ = [
     "corrected",
     "describe",
     "dump_fleet",
+    "in_half",
     "load_fleet",
     "parse_fleet",
     "resolve_fleet",

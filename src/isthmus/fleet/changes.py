@@ -56,6 +56,16 @@ def corrected(
     return msgspec.structs.replace(fleet, devices=devices, links=links)
 
 
+def in_half(fleet: Fleet) -> Fleet:
+    """The fleet as it is for a job that computes in bf16 or fp16: devices whose speed in these is known have it."""
+    devices = tuple(
+        msgspec.structs.replace(d, scale=d.half_flops_per_s / d.flops_per_s, half_flops_per_s=0.0)
+        if d.half_flops_per_s else d
+        for d in fleet.devices
+    )  # fmt: skip
+    return msgspec.structs.replace(fleet, devices=devices)
+
+
 def with_memory(fleet: Fleet, memory_bytes: Mapping[str, int]) -> Fleet:
     """The fleet with this memory, by device, where it is less than stated. Devices that it does not have are ignored:
     they may have been left out of it."""

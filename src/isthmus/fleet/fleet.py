@@ -34,6 +34,11 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     price_per_hour: float = 0.0
     hardware: str = ""
     scale: float = 1.0
+    half_flops_per_s: float = 0.0
+    """What training reaches in bf16 or fp16; 0 where it is not known: `sustained_flops_per_s` counts then too."""
+    host_bytes_per_s: float = 0.0
+    """Between an accelerator and the host's memory, the slower way; 0 where nothing is copied, or not known. For
+    people: copies go on beside the work."""
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
@@ -45,6 +50,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_number(f"device {self.name!r}: compute times scale", self.sustained_flops_per_s, above_zero=True)
         check_number(f"device {self.name!r}: memory_bytes", self.memory_bytes, above_zero=True)
         check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
+        check_number(f"device {self.name!r}: half_flops_per_s", self.half_flops_per_s)
+        check_number(f"device {self.name!r}: host_bytes_per_s", self.host_bytes_per_s)
 
     @property
     def sustained_flops_per_s(self) -> float:

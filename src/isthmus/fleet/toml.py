@@ -12,6 +12,8 @@
     count = 8
     price_per_hour = 1.2
     hardware = "NVIDIA A40"                 # for people
+    half_compute = "30 GFLOPS"              # sustained in bf16 and fp16, where that differs
+    host_bandwidth = "200 Gbit/s"           # between the accelerator and the host's memory, for people
 
     [links]
     default = { latency = "50 ms", bandwidth = "100 Mbit/s" }
@@ -75,6 +77,8 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     price_per_hour: float = 0.0
     hardware: str = ""
     scale: float = 1.0
+    half_compute: object = 0.0
+    host_bandwidth: object = 0.0
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -169,6 +173,10 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
             raise UserError(f"{where}: count: got {total} devices so far, expected at most {MOST_DEVICES}")
         flops_per_s = parse_compute(table.compute, f"{where}: compute")
         memory_bytes = parse_size(table.memory, f"{where}: memory")
+        half_flops_per_s = parse_compute(table.half_compute, f"{where}: half_compute") if table.half_compute else 0.0
+        host_bytes_per_s = 0.0
+        if table.host_bandwidth:
+            host_bytes_per_s = parse_bandwidth(table.host_bandwidth, f"{where}: host_bandwidth")
         names = [table.name] if table.count is None else [f"{table.name}-{i}" for i in range(count)]
         for name in names:
             try:
@@ -180,6 +188,8 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
                     price_per_hour=table.price_per_hour,
                     hardware=table.hardware,
                     scale=table.scale,
+                    half_flops_per_s=half_flops_per_s,
+                    host_bytes_per_s=host_bytes_per_s,
                 )
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
@@ -259,6 +269,10 @@ def _dump_device(device: Device) -> str:
     ]
     if device.hardware:
         lines.append(f"hardware = {_quoted(device.hardware)}")
+    if device.half_flops_per_s:
+        lines.append(f"half_compute = {_quoted(format_compute(device.half_flops_per_s, exact=True))}")
+    if device.host_bytes_per_s:
+        lines.append(f"host_bandwidth = {_quoted(format_bandwidth(device.host_bytes_per_s, exact=True))}")
     if device.scale != 1:
         lines.append(f"scale = {float(device.scale)!r}")
     if device.price_per_hour:

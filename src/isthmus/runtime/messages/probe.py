@@ -2,6 +2,11 @@
 
 from __future__ import annotations
 
+from typing import Annotated
+
+import msgspec
+from msgspec import Meta
+
 from isthmus.runtime.messages.message import Message
 
 
@@ -36,8 +41,28 @@ class Measured(Message, frozen=True, kw_only=True):
     failure: str = ""
 
 
+class Product(msgspec.Struct, frozen=True):
+    """`count` products of `batch` matrices [m, k] and [k, n] each."""
+
+    batch: int
+    m: int
+    n: int
+    k: int
+    count: int = 1
+
+    @property
+    def flops(self) -> int:
+        """Of all of them."""
+        return 2 * self.batch * self.m * self.n * self.k * self.count
+
+
+MOST_PRODUCTS = 64
+
+
 class Compute(Message, frozen=True, kw_only=True):
-    """Coordinator to device: how fast are you?"""
+    """Coordinator to device: how fast are you? With products, in these; else in a benchmark's."""
+
+    products: Annotated[tuple[Product, ...], Meta(max_length=MOST_PRODUCTS)] = ()
 
 
 class Computes(Message, frozen=True, kw_only=True):
@@ -47,7 +72,13 @@ class Computes(Message, frozen=True, kw_only=True):
     """As training sustains it."""
     peak_flops_per_s: float = 0.0
     """Of nothing but a matrix product."""
+    half_flops_per_s: float = 0.0
+    """As training sustains it in bf16; 0 where the hardware has none."""
+    host_bytes_per_s: float = 0.0
+    """Between accelerator and host, the slower way; 0 on the CPU."""
     memory_bytes: int = 0
+    """Of an accelerator, what one process can have now."""
+    hardware: str = ""
     failure: str = ""
 
 

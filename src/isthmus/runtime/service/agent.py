@@ -257,8 +257,8 @@ class Agent:
                 lane.put(there)
             case Measure():
                 self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
-            case Compute(run=probe):
-                self._beside(lambda: lane.put(compute_speed(probe, 1, self._place)))
+            case Compute():
+                self._beside(lambda: lane.put(compute_speed(message, 1, self._place)))
             case Describe() if self._workshop is None:
                 self._beside(lambda: lane.put(self._data.describe(message, self._placed(coordinator))))
             case Compare() if self._workshop is None:

@@ -10,8 +10,9 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.fleet.fitting import fit_link
 from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.fleet import MOST_HARDWARE
 from isthmus.runtime.messages.message import Message
-from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Measure, Measured
+from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Measure, Measured, Product
 from isthmus.units import significant
 
 ANSWER_S = 60.0
@@ -29,19 +30,25 @@ class Asking(Protocol):
     def id_of(self, device: str) -> str: ...
 
 
-def probe_fleet(service: Asking, devices: Sequence[str], say: Callable[[str], None]) -> Fleet:
-    """Measure every device, and every directed link between two of them, one after another: those at the same time
-    would share what they measure. PeerError names who cannot be measured."""
+def probe_fleet(
+    service: Asking, devices: Sequence[str], say: Callable[[str], None], products: Sequence[Product] = ()
+) -> Fleet:
+    """Measure every device, in the products of a job's model where they are given, and every directed link between two
+    of them, one after another: those at the same time would share what they measure. PeerError names who cannot be
+    measured."""
     measured: list[Device] = []
     for number, device in enumerate(devices):
         say(f"measuring {device} ...")
-        found = service.ask(device, Compute(run=secrets.token_hex(8)), Computes, COMPUTE_S)
+        found = service.ask(device, Compute(run=secrets.token_hex(8), products=tuple(products)), Computes, COMPUTE_S)
         if found.failure or min(found.flops_per_s, found.peak_flops_per_s) <= 0 or found.memory_bytes <= 0:
             raise PeerError(f"device {device!r}: cannot say how fast it is: {found.failure or 'no speed'}")
         measured.append(
             Device(
                 name=device, region=f"site-{number}", flops_per_s=significant(found.peak_flops_per_s),
                 scale=significant(found.flops_per_s / found.peak_flops_per_s), memory_bytes=found.memory_bytes,
+                hardware="".join(c for c in found.hardware if c.isprintable())[:MOST_HARDWARE].strip(),
+                half_flops_per_s=significant(found.half_flops_per_s),
+                host_bytes_per_s=significant(8 * found.host_bytes_per_s) / 8,
             )
         )  # fmt: skip
     routes: list[Route] = []

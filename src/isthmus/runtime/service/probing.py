@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 import os
 import subprocess
 import sys
@@ -10,7 +9,6 @@ import threading
 import time
 from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
-from typing import NamedTuple
 
 import msgspec
 import torch
@@ -19,9 +17,11 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet.fitting import fit_link
 from isthmus.runtime.identity import Party
 from isthmus.runtime.messages.every import AnyMessage
-from isthmus.runtime.messages.probe import Computes, Expect, Expecting, Load, Measure, Measured
+from isthmus.runtime.messages.fleet import MOST_HARDWARE
+from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Load, Measure, Measured
 from isthmus.runtime.messages.relay import Strand
 from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.speed import Measured as Speed
 from isthmus.runtime.transport.braid import MOST_STRANDS, Braider, may_gain
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
@@ -132,37 +132,45 @@ def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s:
     return time.monotonic() - began_s
 
 
-def compute_speed(probe: str, threads: int, place: Place) -> Computes:
-    """Of all ranks together: those of this machine at the same time, other machines as this one. A machine's memory is
+def compute_speed(asked: Compute, threads: int, place: Place) -> Computes:
+    """Of all ranks together: those of this machine at the same time, other machines as this one. A CPU's memory is
     shared by its ranks. Each of them holds the stage's weights, so what one has counts; or its part of everything, if
     they are sharded, and what all have counts."""
+    probe = asked.run
     try:
         with ThreadPoolExecutor(place.local_ranks) as pool:
-            found = list(pool.map(_speed, [threads] * place.local_ranks))
-    except (subprocess.SubprocessError, OSError, ValueError, KeyError) as e:
+            found = list(pool.map(lambda name: _speed(asked, threads, name), _of_ranks(place)))
+    except subprocess.CalledProcessError as e:
+        last = str(e.stderr).strip().rpartition("\n")[2]
+        return Computes(run=probe, failure=f"{place.accelerator}: {last}"[:500])
+    except (subprocess.SubprocessError, OSError, ValueError) as e:
         return Computes(run=probe, failure=f"{type(e).__name__}: {e}"[:500])
     machines, memory_bytes = place.ranks / place.local_ranks, min(one.memory_bytes for one in found)
+    own_bytes = min(memory_bytes, place.memory_bytes or memory_bytes)
+    if place.accelerator == "cpu":
+        own_bytes //= place.local_ranks
     return Computes(
         run=probe, flops_per_s=machines * sum(one.flops_per_s for one in found),
         peak_flops_per_s=machines * sum(one.peak_flops_per_s for one in found),
-        memory_bytes=min(memory_bytes, place.memory_bytes or memory_bytes) // place.local_ranks
-        * (place.ranks if place.sharded else 1),
+        half_flops_per_s=machines * sum(one.half_flops_per_s for one in found),
+        host_bytes_per_s=min(one.host_bytes_per_s for one in found), hardware=place.hardware[:MOST_HARDWARE],
+        memory_bytes=own_bytes * (place.ranks if place.sharded else 1),
     )  # fmt: skip
 
 
-class _Speed(NamedTuple):
-    """Of one process."""
+def _of_ranks(place: Place) -> list[str]:
+    """Where each rank on this machine computes: the accelerators from the first rank's on, or all on the CPU."""
+    kind, _, first = place.accelerator.partition(":")
+    if not first:
+        return [kind] * place.local_ranks
+    return [f"{kind}:{int(first) + rank}" for rank in range(place.local_ranks)]
 
-    flops_per_s: float
-    peak_flops_per_s: float
-    memory_bytes: int
 
-
-def _speed(threads: int) -> _Speed:
+def _speed(asked: Compute, threads: int, accelerator: str) -> Speed:
     """In a process of its own, so that the agent stays small."""
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", str(threads)], capture_output=True, text=True,
-        timeout=COMPUTE_LIMIT_S, check=True, env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", str(threads), accelerator], capture_output=True,
+        text=True, timeout=COMPUTE_LIMIT_S, check=True, input=msgspec.json.encode(asked.products).decode(),
+        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
     )  # fmt: skip
-    found = json.loads(done.stdout)
-    return _Speed(float(found["flops_per_s"]), float(found["peak_flops_per_s"]), int(found["memory_bytes"]))
+    return msgspec.json.decode(done.stdout, type=Speed)
