@@ -264,11 +264,6 @@ def load_job(path: Path) -> Job:
     if "" in job.plan.holders:
         raise UserError(f"{path}: plan.data_holder: got an empty name, expected a device or a region")
     feeders = job.plan.feeders
-    if job.privacy is not None and feeders:
-        raise UserError(
-            f"{path}: privacy.activations: got one with plan.holders_data 'own', expected 'same': what several holders "
-            "send that feed one chain is not accounted for so far"
-        )
     if job.plan.holders_data == "own" and not feeders:
         raise UserError(f"{path}: plan.holders_data: got 'own' without a plan.data_holder, expected one")
     if len(set(feeders)) < len(feeders):

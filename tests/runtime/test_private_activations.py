@@ -8,18 +8,20 @@ from collections.abc import Sequence
 from pathlib import Path
 
 import msgspec
+import numpy as np
 import pytest
 import torch
 
 from isthmus.cli.status import progressed
 from isthmus.cost import build_plan
+from isthmus.data import DataSpec, load_dataset
 from isthmus.errors import UserError
 from isthmus.graph import Flow
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
 from isthmus.plan import ActivationNoise, Plan, read_spent
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.leaving import Protection, leaving_text, protection
-from isthmus.runtime.conducting.run import Watcher
+from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.spending import Ledger, opened_ledger
 from isthmus.runtime.conducting.stages import stage_pairs
 from isthmus.runtime.service.job_queue import Submitted
@@ -109,6 +111,44 @@ def test_a_stage_whose_samples_depend_on_each_other_sends_nothing(tmp_path: Path
     with pytest.raises(UserError, match=r"value 'softmax' of device 'd0' changes for a sample when another one"):
         run(prepared, [after(prepared, "softmax")], tmp_path)
     assert read_spent(tmp_path) is None
+
+
+def of_two_holders(folder: Path, noise: ActivationNoise) -> Job:
+    """The first has three times as many digits as the other."""
+    digits = load_dataset(DIGITS, "train").batch(range(192), ["pixel_values", "labels"])
+    own: dict[str, dict[str, object]] = {}
+    for name, rows in (("d0", slice(0, 144)), ("d1", slice(144, 192))):
+        pixels, labels = (digits[column][rows].numpy() for column in ("pixel_values", "labels"))
+        np.savez(folder / f"{name}.npz", pixel_values=pixels, labels=labels)
+        own[name] = {"path": str(folder / f"{name}.npz")}
+    data = DataSpec(kind="npz", options={"path": "none", "holdout": 0.0}, of=own)
+    return with_noise(
+        job_of(NET, {}, data, steps=7, batch_size=32, micro_batches=4), noise, data_holder=["d0", "d1"],
+        holders_data="own",
+    )  # fmt: skip
+
+
+def test_holders_with_data_of_their_own_are_counted_each(tmp_path: Path) -> None:
+    prepared = prepare(of_two_holders(tmp_path, PUBLIC))
+    fleet = fleet_of(3)
+    plan = build_plan(prepared.problem(fleet), ["d0", "d2"], [after(prepared, "relu")], planner="test")
+    found = protected(prepared, plan, ("d0", "d1"))
+    assert ([plan.devices[w] for w in found.released], found.train) == (["d0", "d1"], 1)
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), Watcher())
+    assert outcome.outcome == "done"
+    assert torch.equal(final_weights(tmp_path / "run")["enter.weight"], prepared.build().state_dict()["enter.weight"])
+    # 28 micro-batches of 8, three of four of them the first holder's: 168 of its 144 samples, 56 of the other's 48.
+    spent = read_spent(tmp_path / "run")
+    assert spent is not None
+    assert [[(s.first, s.end) for s in own] for own in spent.stretches] == [[(0, 168)], [(0, 56)]]
+    assert spent.by_epoch == pytest.approx([epsilon_of(squared_mu(4.0, n), 1e-5) for n in (1, 2)])
+
+
+def test_holders_do_not_sum_gradients_of_raw_samples_with_each_other(tmp_path: Path) -> None:
+    prepared = prepare(of_two_holders(tmp_path, msgspec.structs.replace(PUBLIC, weights="trained")))
+    plan = build_plan(prepared.problem(fleet_of(3)), ["d0", "d2"], [after(prepared, "relu")], planner="test")
+    with pytest.raises(UserError, match=r"weights: got 'trained' with plan.holders_data = 'own', expected 'frozen'"):
+        protected(prepared, plan, ("d0", "d1"))
 
 
 def test_commands_say_what_leaves_and_what_it_told(tmp_path: Path) -> None:
@@ -239,7 +279,7 @@ COUNTED = Protection(frozenset({0}), {}, PUBLIC, 2.0, 1, 1)
 
 
 def test_what_is_done_again_counts_again(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1e-5, 16)
+    ledger = Ledger(tmp_path, 1e-5, [16])
     for number, step in enumerate((0, 1, 2, 1, 2)):  # back after a loss
         ledger.opened(item(number, step=step), 2, COUNTED)
     spent = ledger.close()
@@ -248,27 +288,27 @@ def test_what_is_done_again_counts_again(tmp_path: Path) -> None:
 
 
 def test_sessions_add_up_and_who_is_killed_leaves_no_less_on_record(tmp_path: Path) -> None:
-    ledger = Ledger(tmp_path, 1e-5, 16)
+    ledger = Ledger(tmp_path, 1e-5, [16])
     ledger.opened(item(0, step=0), 2, COUNTED)
     left = read_spent(tmp_path)  # as if it were killed here
     assert left is not None
-    assert [(s.first, s.end) for s in left.stretches] == [(0, 16)]
+    assert [(s.first, s.end) for s in left.stretches[0]] == [(0, 16)]
     ledger.close()
-    ledger = Ledger(tmp_path, 1e-5, 16)
+    ledger = Ledger(tmp_path, 1e-5, [16])
     ledger.opened(item(0, step=1), 2, COUNTED)
     ledger.opened(item(1, step=2, kind="eval"), 2, COUNTED)
     spent = ledger.close()
-    assert [(s.first, s.end) for s in spent.stretches] == [(0, 8), (8, 16)]
+    assert [(s.first, s.end) for s in spent.stretches[0]] == [(0, 8), (8, 16)]
     assert spent.by_epoch == pytest.approx([epsilon_of(1.0, 1e-5)])  # no sample twice
     assert spent.heldout_epsilon == pytest.approx(epsilon_of(1.0, 1e-5))
 
 
 def test_a_run_that_was_counted_does_not_go_on_without_noise(tmp_path: Path) -> None:
-    assert opened_ledger(tmp_path, None, 16) is None
-    ledger = Ledger(tmp_path, 1e-5, 16)
+    assert opened_ledger(tmp_path, None, [16]) is None
+    ledger = Ledger(tmp_path, 1e-5, [16])
     ledger.opened(item(0, step=0), 2, COUNTED)
     ledger.close()
     with pytest.raises(UserError, match=r"privacy.activations: got none, expected the run's"):
-        opened_ledger(tmp_path, None, 16)
-    with pytest.raises(UserError, match=r"counts 16 training samples, expected 17"):
-        Ledger(tmp_path, 1e-5, 17)
+        opened_ledger(tmp_path, None, [16])
+    with pytest.raises(UserError, match=r"counts \(16,\) training samples, expected \(17,\)"):
+        Ledger(tmp_path, 1e-5, [17])

@@ -35,10 +35,10 @@ class Spent(msgspec.Struct, frozen=True, kw_only=True):
     heldout_epsilon: float = 0.0
     by_epoch: tuple[float, ...] = ()
     """Epsilon after each pass over the training samples, the one under way included."""
-    size: int
-    """Training samples."""
-    stretches: tuple[Stretch, ...] = ()
-    """Of the data order, that were sent."""
+    samples: tuple[int, ...]
+    """Training samples: how many, or of each of several holders with data of their own."""
+    stretches: tuple[tuple[Stretch, ...], ...] = ()
+    """Of the order of each holder's data, that were sent."""
     heldout_mu_squared: float = 0.0
 
     def __str__(self) -> str:

@@ -23,7 +23,7 @@ class Turn(NamedTuple):
 @lru_cache(maxsize=4096)
 def turn(samples: tuple[int, ...], number: int) -> Turn:
     """The turn with this number, from 0. Who has no samples has none. Costs no walk from turn 0."""
-    had = list(_before(samples, number))
+    had = list(had_before(samples, number))
     holder = _next(samples, had)
     return Turn(holder, had[holder])
 
@@ -33,8 +33,8 @@ def whole(counts: tuple[int, ...], size: int) -> tuple[int, ...]:
     return tuple(count // size for count in counts)
 
 
-def _before(samples: Sequence[int], number: int) -> list[int]:
-    """How many of the first `number` turns each holder has had."""
+def had_before(samples: Sequence[int], number: int) -> list[int]:
+    """How many of the first `number` turns each holder has."""
     total, holders = sum(samples), len(samples)
     if not total:
         raise InternalError("turns of holders none of whom has a sample")

@@ -20,6 +20,7 @@ from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing
 from isthmus.job import Prepared, terms_of
 from isthmus.plan import ActivationNoise, Plan, format_epsilon
+from isthmus.plan.turns import had_before
 from isthmus.runtime.conducting.stages import StagePair, stage_pairs
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, squared_mu
 from isthmus.training.privatized import Boundary, Released
@@ -81,14 +82,16 @@ def protection(prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], holde
     ]
     devices = plan.devices
     held = [device in holders for device in devices]
-    raw = _raw(graphs, labels, held)
+    # Of holders with data of their own none may have another's.
+    trusted = [False] * len(devices) if prepared.job.plan.feeders else held
+    raw = _raw(graphs, labels, held, trusted)
     for worker in sorted(raw):
-        _check_gradients(pairs[worker].train, graphs[0], devices, held)
+        _check_gradients(pairs[worker].train, graphs[0], devices, trusted)
         _check_stage(pairs[worker], devices[worker], noise)
     if noise.weights == "trained":
-        _check_trained(prepared, plan, pairs, raw, held)
+        _check_trained(prepared, plan, pairs, raw, trusted)
     leaves = {
-        worker: tuple(tuple(_leaving(each, worker, devices, held, noise, is_raw=worker in raw)) for each in graphs)
+        worker: tuple(tuple(_leaving(each, worker, devices, trusted, noise, is_raw=worker in raw)) for each in graphs)
         for worker in range(len(devices)) if held[worker]
     }  # fmt: skip
     train, heldout = (_most_per_replica(plan, {w for w in raw if leaves[w][mode]}) for mode in (0, 1))
@@ -150,9 +153,16 @@ def _described(prepared: Prepared, plan: Plan, found: Protection) -> Iterator[st
 
 def planned_passes(prepared: Prepared) -> tuple[int, int]:
     """How often a run uses a training sample at most, and a held-out one."""
-    t = prepared.job.training
+    t, samples = prepared.job.training, counted_samples(prepared)
     evaluations = -(-t.steps // t.eval_every) if t.eval_every else 0
-    return -(-t.steps * t.batch_size // prepared.samples.train), evaluations
+    turns = had_before(samples, t.steps * t.micro_batches)
+    passes = max(-(-had * prepared.job.micro_batch_size // size) for had, size in zip(turns, samples, strict=True))
+    return passes, evaluations
+
+
+def counted_samples(prepared: Prepared) -> tuple[int, ...]:
+    """Training samples of each holder with data of its own, or of all together."""
+    return tuple(own.train for own in prepared.samples.holders.values()) or (prepared.samples.train,)
 
 
 def _multiplier(prepared: Prepared, noise: ActivationNoise, train: int, heldout: int) -> float:
@@ -188,7 +198,9 @@ def _telling(graph: OpGraph, labels: frozenset[str]) -> frozenset[str]:
     return frozenset(found)
 
 
-def _raw(graphs: Sequence[_Graph], labels: frozenset[str], held: Sequence[bool]) -> frozenset[int]:
+def _raw(
+    graphs: Sequence[_Graph], labels: frozenset[str], held: Sequence[bool], trusted: Sequence[bool]
+) -> frozenset[int]:
     raw: set[int] = set()
     for worker, is_held in enumerate(held):
         for each in graphs:
@@ -197,16 +209,17 @@ def _raw(graphs: Sequence[_Graph], labels: frozenset[str], held: Sequence[bool])
             if reads and not is_held:
                 raise UserError(f"{FIELD}: stage {worker} reads samples, expected data holders alone to")
             takes = any(c.source in raw and c.value.op in each.inputs for c in stage.receives)
-            if is_held and (reads or takes):
+            if (is_held and reads) or (trusted[worker] and takes):
                 raw.add(worker)
     return frozenset(raw)
 
 
 def _most_per_replica(plan: Plan, workers: set[int]) -> int:
+    """Stages of one replica among these workers: a sample passes one copy of each."""
     first, most = 0, 0
     for replica in plan.replicas:
-        most = max(most, len(workers & set(range(first, first + len(replica.stages)))))
-        first += len(replica.stages)
+        most = max(most, len({stage for worker, stage in enumerate(replica.stage_of, first) if worker in workers}))
+        first += len(replica.workers)
     return most
 
 
@@ -246,6 +259,11 @@ def _check_trained(
     prepared: Prepared, plan: Plan, pairs: Sequence[StagePair], raw: frozenset[int], held: Sequence[bool]
 ) -> None:
     """Gradients of weights that learn from raw samples stay where they are."""
+    if prepared.job.plan.feeders:
+        raise UserError(
+            f"{FIELD}.weights: got 'trained' with plan.holders_data = 'own', expected 'frozen': holders would sum "
+            "gradients of raw samples with each other"
+        )
     t = prepared.job.training
     if t.exchanges_norms:
         field, got = ("clip_norm", t.clip_norm) if t.clip_norm > 0 else ("non_finite", t.non_finite)

@@ -23,6 +23,7 @@ from isthmus.runtime.conducting.conductor import Conductor
 from isthmus.runtime.conducting.crew import Call, Crew, LocalCrew
 from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.runtime.conducting.holders import Digests, Holders, unchanged
+from isthmus.runtime.conducting.leaving import counted_samples
 from isthmus.runtime.conducting.plans import Plans
 from isthmus.runtime.conducting.record import Record, remove_record, write_record
 from isthmus.runtime.conducting.script import Address, Outcome
@@ -113,7 +114,7 @@ class TrainingScript:
         """Since when by the monotonic clock."""
         self._holders = options.holders
         self._values = Values(prepared, self.now.written)
-        self._ledger = opened_ledger(folder, self.now.protection.noise, prepared.samples.train)
+        self._ledger = opened_ledger(folder, self.now.protection.noise, counted_samples(prepared))
         self._loaded_step: int | None = None
         """Of the state that `_values` are; None when they are of several."""
         self.start_step = self._begun_from(options.resume_from) if options.resume_from is not None else 0

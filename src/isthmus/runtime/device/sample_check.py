@@ -7,6 +7,7 @@ for another: nothing but its own values may change.
 
 from __future__ import annotations
 
+import itertools
 from collections.abc import Iterator, Mapping
 from typing import Literal
 
@@ -17,6 +18,7 @@ from isthmus.errors import UserError
 from isthmus.graph import Ref, StageGraph
 from isthmus.graph.mixing import sample_axis
 from isthmus.protocol.work import Item
+from isthmus.protocol.worker import StageView
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.program import Program
@@ -36,7 +38,7 @@ def check_samples_apart(assignment: Assignment, weights: Mapping[str, Tensor], b
     )  # fmt: skip
     for mode, stage in graphs:
         program = Program(stage, mode, batch=size, seed=assignment.engine.seed)
-        first, others = (_inputs(stage, batches, number, size) for number in (0, 1))
+        first, others = (_inputs(stage, batches, number, size) for number in _own(assignment.view))
         before = _run(program, stage, weights, first)
         for exchanged in (0, size - 1):
             after = _run(program, stage, weights, _with(stage, first, others, exchanged))
@@ -45,6 +47,15 @@ def check_samples_apart(assignment: Assignment, weights: Mapping[str, Tensor], b
                     f"privacy.activations: value {ref.op!r} of device {assignment.device!r} changes for a sample when "
                     "another one is exchanged, expected each sample's values to be its own"
                 )
+
+
+def _own(view: StageView) -> tuple[int, int]:
+    """The first two micro-batches that the stage works on, by their numbers in the run."""
+    for count in (2**k for k in itertools.count(1)):
+        own = view.own(Item(index=0, kind="train", step=0, micro_batches=count))
+        if len(own) > 1:
+            return own[0], own[1]
+    raise AssertionError("powers do not end")
 
 
 def _inputs(stage: StageGraph, batches: Batches, number: int, size: int) -> dict[Ref, Tensor]:
