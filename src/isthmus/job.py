@@ -388,8 +388,14 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
     Raises UserError for whatever is wrong with them, with how they fit together and the optimizers, or with a hook.
     """
     load_hooks(job.hooks)
-    if samples is None:
-        samples = described_in(job) if job.data.description else described_here(job)
+    if samples is None and job.data.description:
+        samples = described_in(job)
+    elif samples is None:
+        try:
+            samples = described_here(job)
+        except UserError as e:
+            elsewhere = "; of data that are elsewhere, data.description names what `isthmus describe` wrote there"
+            raise type(e)(f"{e}{elsewhere if job.plan.holders else ''}") from e
     columns = {name: Column(c.dtype, c.shape) for name, c in samples.columns.items()}
     # Imported when it is needed: torch.export takes seconds, and who goes on with a run has its graphs.
     capture = cast("Capture", import_object("isthmus", "isthmus.graph.capture:capture"))

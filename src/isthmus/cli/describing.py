@@ -17,7 +17,7 @@ def describe_data(job: Job, target: Path | None) -> None:
     found = described_here(job)
     text = description_file(job.data, found)
     if target is None:
-        typer.echo(text, nl=False)
+        typer.echo(text.decode(), nl=False)
         return
     try:
         target.write_bytes(text)

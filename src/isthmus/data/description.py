@@ -109,6 +109,12 @@ def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescri
     return description
 
 
+def refuse_description(spec: DataSpec) -> None:
+    """UserError where a job whose clients have the data names a description of them."""
+    if spec.description:
+        raise UserError(f"data.description: got {spec.description!r}, expected none in a federated job")
+
+
 def check_description(description: DataDescription, *, heldout: bool) -> None:
     """UserError for what no data are like: somebody else wrote it. `heldout`: whether held-out samples are needed."""
     columns = description.columns

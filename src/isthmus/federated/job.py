@@ -21,6 +21,7 @@ from isthmus.data.availability import Availability, read_availability
 from isthmus.data.client_files import TextClients
 from isthmus.data.clients import ClientData, share_out
 from isthmus.data.dataset import NothingHeldOut
+from isthmus.data.description import refuse_description
 from isthmus.data.femnist import FemnistOptions, FemnistShaped
 from isthmus.data.leaf import KIND as LEAF
 from isthmus.data.leaf import LeafClients, LeafOptions
@@ -188,6 +189,8 @@ def load_federated_job(path: Path) -> FederatedJob:
 def check(job: FederatedJob) -> None:
     """What can be said before data is read."""
     check_is_local("run_dir", job.run_dir)
+    if job.data is not None:
+        refuse_description(job.data)
     load_algorithm(AlgorithmSpec(name=job.federated.algorithm, options=job.federated.options))
     check_combining(job)
     if (seed := job.federated.seed) >= 1 << 64:

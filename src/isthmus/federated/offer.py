@@ -14,6 +14,7 @@ from msgspec import Meta
 
 from isthmus.accelerators import AUTO
 from isthmus.data import DataSpec
+from isthmus.data.description import refuse_description
 from isthmus.documents import convert, read_toml
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import AlgorithmSpec, load_algorithm
@@ -74,6 +75,7 @@ def load_site(path: Path) -> SiteConfig:
         raise UserError(f"{path}: {what}")
     config = convert(tables, SiteConfig, str(path))
     try:
+        refuse_description(config.data)
         load_algorithm(config.algorithm)
     except UserError as e:
         raise UserError(f"{path}: {e}") from None

@@ -157,12 +157,15 @@ class Service:
 
     def wait_for_any(self, devices: Sequence[str]) -> list[str]:
         """Those of them that are here, once there is one."""
-        if not (here := [d for d in devices if d in self.present]):
-            self._say(f"waiting for one of {', '.join(map(self._called, devices))} to join")
-        while not here:
+        if not self.present & set(devices):
+            self._awaited = tuple(map(self._called, devices))
+            self._say(f"waiting for one of {', '.join(self._awaited)} to join")
+        try:
             with self._changed:
-                self._changed.wait(WATCH_S)
-                here = [d for d in devices if d in self._present]
+                while not (here := [d for d in devices if d in self._present]):
+                    self._changed.wait(WATCH_S)
+        finally:
+            self._awaited = ()
         return here
 
     def _called(self, device: str) -> str:
