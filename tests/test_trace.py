@@ -12,6 +12,7 @@ from isthmus.trace import (
     Span,
     Trace,
     busy_share,
+    hidden_share,
     link_bytes,
     period_s,
     read_jsonl,
@@ -84,6 +85,23 @@ def test_busy_share_of_the_compute_lane() -> None:
 
 def test_link_bytes_count_tensors_not_headers() -> None:
     assert link_bytes(two_devices()) == {("a", "b"): 3000, ("b", "a"): 1500}
+
+
+SPELL = st.tuples(st.integers(0, 19), st.integers(1, 8)).map(lambda one: (one[0], one[0] + one[1]))
+SPELLS = st.lists(SPELL, max_size=8)
+
+
+@given(SPELLS, SPELLS)
+def test_what_is_hidden_behind_compute_is_counted_second_by_second(
+    work: list[tuple[int, int]], sends: list[tuple[int, int]]
+) -> None:
+    found = [compute("a", "F", start, end, 0) for start, end in work]
+    found += [Span(device="a", track="down", name="forward", start_s=start, end_s=end) for start, end in sends]
+    elsewhere = [compute("b", "F", 0, 30, 0), Span(device="a", track="receive", name="forward", start_s=0, end_s=9)]
+    share = hidden_share(Trace(source="runtime", run="r", spans=(*found, *elsewhere)))
+    seconds = [second for start, end in sends for second in range(start, end)]
+    busy = {second for start, end in work for second in range(start, end)}
+    assert share == ({"a": pytest.approx(sum(s in busy for s in seconds) / len(seconds))} if seconds else {})
 
 
 names = st.text(st.characters(codec="utf-8", exclude_categories=("Cs",)), max_size=8)

@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import bisect
 import itertools
 import statistics
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from pathlib import Path
 from typing import Annotated, Literal, TypeVar
 
@@ -144,6 +145,31 @@ def busy_share(trace: Trace) -> dict[str, float]:
     starts, ends = [span.start_s for span in trace.spans], [span.end_s for span in trace.spans]
     whole = max(ends, default=0.0) - min(starts, default=0.0)
     return {device: seconds / whole if whole else 0.0 for device, seconds in busy.items()}
+
+
+def hidden_share(trace: Trace, tracks: Collection[Track] = ("send", "down", "up")) -> dict[str, float]:
+    """Share of the time of each device's sends and copies during which its compute lane was at work: 1 where they cost
+    nothing. Devices without any are left out."""
+    work: dict[str, list[tuple[float, float]]] = {}
+    for span in sorted(trace.spans, key=lambda s: s.start_s):
+        if span.track == "compute":
+            spells = work.setdefault(span.device, [])
+            if spells and span.start_s <= spells[-1][1]:
+                spells[-1] = (spells[-1][0], max(spells[-1][1], span.end_s))
+            else:
+                spells.append((span.start_s, span.end_s))
+    whole: dict[str, float] = {}
+    hidden: dict[str, float] = {}
+    for span in trace.spans:
+        if span.track not in tracks or span.end_s <= span.start_s:
+            continue
+        spells = work.get(span.device, [])
+        first = max(0, bisect.bisect_right(spells, span.start_s, key=lambda spell: spell[0]) - 1)
+        last = bisect.bisect_left(spells, span.end_s, key=lambda spell: spell[0])
+        inside = sum(max(0.0, min(span.end_s, end) - max(span.start_s, start)) for start, end in spells[first:last])
+        whole[span.device] = whole.get(span.device, 0.0) + span.end_s - span.start_s
+        hidden[span.device] = hidden.get(span.device, 0.0) + inside
+    return {device: hidden[device] / seconds for device, seconds in whole.items()}
 
 
 def link_bytes(trace: Trace) -> dict[tuple[str, str], int]:

@@ -10,7 +10,7 @@ import msgspec
 from isthmus.cost import step_price
 from isthmus.fleet import Fleet
 from isthmus.plan import Certificate, Plan, Prediction, Replica, Stage, Terms
-from isthmus.trace import Span, Trace, busy_share, in_periods, link_bytes, steady_step_s
+from isthmus.trace import Span, Trace, busy_share, hidden_share, in_periods, link_bytes, steady_step_s
 
 
 class Transfer(msgspec.Struct, frozen=True, kw_only=True):
@@ -81,6 +81,10 @@ class DeviceUse(msgspec.Struct, frozen=True, kw_only=True):
     device: str
     predicted_busy: float
     measured_busy: float
+    sends_hidden: float | None = None
+    """Share of the time of its sends during which it computed; None where it sent nothing."""
+    copies_hidden: float | None = None
+    """The same of copies between its accelerator and the host; None where there were none."""
 
 
 class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
@@ -264,10 +268,14 @@ def _steady(trace: Trace) -> Trace:
 
 def _devices(predicted: Trace, measured: Trace, plan: Plan) -> tuple[DeviceUse, ...]:
     before, after = busy_share(predicted), busy_share(measured)
+    sends, copies = hidden_share(measured, ("send",)), hidden_share(measured, ("down", "up"))
     order = _device_order(plan)
     names = sorted({*order, *before, *after}, key=lambda name: order.get(name, len(order)))
     return tuple(
-        DeviceUse(device=name, predicted_busy=before.get(name, 0.0), measured_busy=after.get(name, 0.0))
+        DeviceUse(
+            device=name, predicted_busy=before.get(name, 0.0), measured_busy=after.get(name, 0.0),
+            sends_hidden=sends.get(name), copies_hidden=copies.get(name),
+        )
         for name in names
     )
 

@@ -176,11 +176,17 @@ def _step_table(summary: ComparisonSummary) -> RenderableType:
 
 
 def _device_table(summary: ComparisonSummary) -> RenderableType:
-    numbers = ("busy predicted", "busy measured")
+    numbers = ["busy predicted", "busy measured"]
+    copied = any(use.copies_hidden is not None for use in summary.devices)
+    if copied:
+        numbers += ["sends hidden", "copies hidden"]
     table = new_table(("device", *numbers), numbers)
     for use in summary.devices:
-        table.add_row(Text(use.device), Text(f"{use.predicted_busy:.1%}"), Text(f"{use.measured_busy:.1%}"))
-    return titled("Devices: share of the time spent computing", table)
+        row = [use.predicted_busy, use.measured_busy]
+        shares = [*row, use.sends_hidden, use.copies_hidden] if copied else row
+        table.add_row(Text(use.device), *(Text("-" if share is None else f"{share:.1%}") for share in shares))
+    title = "Devices: share of the time spent computing"
+    return titled(title, table, "hidden: while the device computed" if copied else "")
 
 
 def _link_table(summary: ComparisonSummary) -> RenderableType:

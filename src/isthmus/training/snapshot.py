@@ -71,7 +71,7 @@ def snapshot(state: Mapping[str, Tensor], way: Way | None = None) -> Snapshot:
     with way.down(SNAPSHOT, way.accelerator.record()) as trip:
         trip.size_bytes = flat.numel()
         # First what the host writes: afterwards the buffer is the copies'.
-        there = list(_targets(headers, flat, state))
+        there = [one for one in _targets(headers, flat, state) if one[0].nbytes]
         for header, target, tensor in sorted(there, key=lambda one: one[2].device == way.accelerator.device):
             if tensor.device == way.accelerator.device:
                 way.accelerator.used_here(tensor)
