@@ -14,8 +14,10 @@ from isthmus.cli.joining import _of_rank  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import UserError
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import Island, island_here
+from isthmus.runtime.messages.probe import Compute
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import probing
+from isthmus.runtime.service.speed import Measured
 from tests.runtime.jobs import DIGITS, final_weights, job_of, plain_run
 from tests.sync.torchrun import start_torchrun
 
@@ -43,13 +45,23 @@ def test_each_rank_takes_the_accelerator_of_its_number(tmp_path: Path, monkeypat
 
 
 def test_a_place_whose_ranks_share_out_the_weights_has_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    speed = probing._Speed(1e9, 2e9, 8 << 30)  # pyright: ignore[reportPrivateUsage]
-    monkeypatch.setattr(probing, "_speed", lambda threads: speed)
+    one = Measured(flops_per_s=1e9, peak_flops_per_s=2e9, memory_bytes=8 << 30)
+    measured: list[str] = []
+
+    def measure(asked: Compute, threads: int, accelerator: str) -> Measured:
+        measured.append(accelerator)
+        return one
+
+    monkeypatch.setattr(probing, "_speed", measure)
     whole = Place(ranks=8, local_ranks=4)
-    assert probing.compute_speed("p", 1, whole).memory_bytes == 2 << 30
-    parts = probing.compute_speed("p", 1, msgspec.structs.replace(whole, sharded=True))
+    assert probing.compute_speed(Compute(run="p"), 1, whole).memory_bytes == 2 << 30
+    parts = probing.compute_speed(Compute(run="p"), 1, msgspec.structs.replace(whole, sharded=True))
     assert parts.memory_bytes == 16 << 30
     assert "--sharded" in msgspec.structs.replace(whole, sharded=True).options()
+    measured.clear()
+    gpus = msgspec.structs.replace(whole, accelerator="cuda:0")
+    assert probing.compute_speed(Compute(run="p"), 1, gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
+    assert sorted(measured) == [f"cuda:{rank}" for rank in range(4)]
 
 
 @pytest.mark.parametrize("options", [(), ("--shard",)])

@@ -9,6 +9,7 @@ import pytest
 from isthmus.cli import joining
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.processes.memory_limit import machine_memory_bytes
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
 from isthmus.runtime.service.hardware import hardware_of
 from isthmus.runtime.service.joining import Dismissal, check_name
@@ -121,3 +122,11 @@ def test_what_is_not_here_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_
 def test_hardware_is_called_by_its_name() -> None:
     (cpu,) = hardware_of(["cpu"], "--device")
     assert cpu.label.endswith(" (cpu)") and cpu.total_bytes > 0 and not cpu.error
+
+
+def test_what_jobs_may_take_is_each_devices_own() -> None:
+    machine = machine_memory_bytes()
+    assert joining.memory_of("", "cpu") == machine and joining.memory_of("", "cuda:0") is None
+    assert joining.memory_of("1 GiB", "cuda:0") == 1 << 30 == joining.memory_of("1 GiB")
+    twice = f"{2 * machine} B"
+    assert joining.memory_of(twice, "cuda:0") == 2 * machine and joining.memory_of(twice) == machine

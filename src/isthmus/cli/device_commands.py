@@ -56,7 +56,7 @@ def join(
         str, typer.Option("--data-kinds", help="Kinds of data that jobs may name: text,npz; default: all installed.")
     ] = "",
     memory: Annotated[
-        str, typer.Option("--memory", help="What jobs may take of this machine's: 4GiB; default: all of it.")
+        str, typer.Option("--memory", help="What jobs may take of each device's: 4GiB; default: all.")
     ] = "",
     site: Annotated[
         Path | None, typer.Option("--site", help="Federated: a TOML with this site's data and what may run on them.")
@@ -79,6 +79,6 @@ def join(
     )  # fmt: skip
     asked = joining.Joining(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site,
-        device=device, devices=devices,
+        device=device, devices=devices, memory=memory,
     )  # fmt: skip
     raise typer.Exit(joining.join(asked))

@@ -43,6 +43,8 @@ class Joining(msgspec.Struct, frozen=True, kw_only=True):
     place: Place
     device: str = AUTO
     """Where it computes."""
+    memory: str = ""
+    """What jobs may take of each device's."""
     devices: str = ""
     """Of which accelerators each is a device of its own; none: the machine is one device."""
     site: Path | None = None
@@ -60,13 +62,16 @@ def kinds_of(text: str) -> tuple[str, ...] | None:
     return kinds
 
 
-def memory_of(text: str) -> int:
-    """Bytes that jobs may take; the machine's where nothing is given. UserError."""
-    machine_bytes = machine_memory_bytes()
-    found = parse_size(text, "--memory") if text else machine_bytes
-    if not found:
+def memory_of(text: str, accelerator: str = "cpu") -> int | None:
+    """Bytes that jobs may take; on the CPU the machine's where nothing is given, on an accelerator what is free there
+    (None). UserError."""
+    found = parse_size(text, "--memory") if text else None
+    if found == 0:
         raise UserError(f"--memory {text!r}: got nothing, expected a size such as '4 GiB'")
-    return min(found, machine_bytes)
+    if accelerator != "cpu":
+        return found
+    machine_bytes = machine_memory_bytes()
+    return min(found or machine_bytes, machine_bytes)
 
 
 def accelerators_of(text: str) -> dict[str, str]:
@@ -126,7 +131,11 @@ def join(joining: Joining) -> int:
         check_kind(config.data, place.data_kinds, foreign=False)
         return _attend(config, joining, folder, patience_s, say)
     device = joining.device if island is None else _of_rank(joining.device, island)
-    place = _computing(place, resolve_accelerator(device, "--device"), "--device")
+    accelerator = resolve_accelerator(device, "--device")
+    (found,) = hardware_of([accelerator], "--device")
+    place = msgspec.structs.replace(
+        place, accelerator=accelerator, hardware=found.label, memory_bytes=memory_of(joining.memory, accelerator)
+    )
     membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]
     say(f"{membership.name} computes on {place.hardware}")
     Agent(folder, membership, place, patience_s=patience_s, say=say).run()
@@ -167,7 +176,7 @@ def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[s
     for number, (at, membership, found) in enumerate(zip(folders.values(), memberships, hardware, strict=True)):
         own = msgspec.structs.replace(
             place, accelerator=found.accelerator, hardware=found.label, port=place.port and place.port + number,
-            memory_bytes=place.memory_bytes and place.memory_bytes // len(hardware),
+            memory_bytes=memory_of(joining.memory, found.accelerator),
         )  # fmt: skip
         name = membership.name
         say(f"{name} computes on {own.hardware}")
@@ -178,12 +187,6 @@ def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[s
 
 def _say_of(say: Callable[[str], None], name: str, text: str) -> None:
     say(f"{name}: {text}")
-
-
-def _computing(place: Place, accelerator: str, field: str) -> Place:
-    """The place with its hardware. UserError for an accelerator that cannot be used."""
-    (found,) = hardware_of([accelerator], field)
-    return msgspec.structs.replace(place, accelerator=accelerator, hardware=found.label)
 
 
 def _attend(config: SiteConfig, joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:
