@@ -32,6 +32,8 @@ from .jobs import DIGITS, TEXT, final_weights, fleet_of, job_of, plain_run, run
 
 NET = "tests.runtime.noisy_models:net"
 PUBLIC = ActivationNoise(clip=1.5, noise_multiplier=4.0, labels="public")
+TRAINED = msgspec.structs.replace(PUBLIC, weights="trained")
+STAY = msgspec.structs.replace(PUBLIC, labels="stay")
 
 
 def with_noise(job: Job, noise: ActivationNoise, **plan: object) -> Job:
@@ -227,10 +229,20 @@ def test_a_value_that_skips_a_holder_is_covered_where_it_leaves_and_counts_too()
         protected(prepared, plan, ("d0", "d2"))
 
 
-# Refusals
+def test_labels_that_stay_leave_the_last_stage_nothing_to_cover() -> None:
+    """Gradients that the last holder sends tell of labels and of what was covered before."""
+    job = with_noise(
+        job_of("mlp", {"layers": 3, "width": 16}, DIGITS), STAY, data_holder=["d0", "d2"], labels_stay=True
+    )  # fmt: skip
+    prepared = prepare(job)
+    plan = placed(prepared, [after(prepared, name) for name in ("relu", "relu_1")])
+    found = protected(prepared, plan, ("d0", "d2"))
+    assert (sorted(found.raw), [*found.released], found.train) == ([0], [0], 1)
+    assert found.released[0].train.targets == (1,)
+    assert not found.freezes(2)
 
-TRAINED = msgspec.structs.replace(PUBLIC, weights="trained")
-STAY = msgspec.structs.replace(PUBLIC, labels="stay")
+
+# Refusals
 
 
 @pytest.mark.parametrize(

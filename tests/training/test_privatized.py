@@ -100,6 +100,15 @@ def test_no_release_draws_the_noise_of_another() -> None:
     assert not torch.equal(own.forward(0, same, training=True)[A], own.forward(0, same, training=True)[A])
 
 
+def test_a_release_draws_once_and_its_gradients_draw_nothing() -> None:
+    """A stage that recomputes runs its operators again in the backward, not its release."""
+    seeds = iter([11, 12])
+    made = privatizer(1.0, 1.0, draw=lambda: next(seeds))
+    found = made.forward(0, values(3, 1.0), training=True)
+    made.backward(0, {1: {ref: torch.ones_like(v) for ref, v in found.items()}})
+    assert next(seeds) == 12
+
+
 def test_seeds_are_drawn_from_the_system_whatever_torch_is_seeded_with(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
     real = secrets.randbits
