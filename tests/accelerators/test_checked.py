@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import copy
 import os
 import threading
 from collections.abc import Callable
@@ -82,6 +83,46 @@ def test_a_module_trains_to_the_cpus_bits(here: Checked, fused: bool) -> None:
             optimizer.step()
         weights.append([p.detach().cpu() for p in (*net.parameters(), *net.buffers())])
     assert all(torch.equal(a, b) for a, b in zip(*weights, strict=True))
+
+
+def _writes_into_views(x: Tensor) -> Tensor:
+    x = x + 0
+    left, right = x.split(2, dim=-1)
+    left.mul_(2)
+    right += left.detach()
+    x.t()[1].tanh_()
+    x.diagonal().zero_()
+    x[1:, 2:].copy_(x[0, 0])
+    rows = torch.zeros_like(x)
+    rows[:, ::2] = x.flip(-1)[:, ::2].clamp(-1, 1)
+    top, order = torch.stack(rows.unbind(0)[::-1]).sort(dim=1)
+    return top.gather(1, order).masked_fill_(x > 1, 0.3) * x
+
+
+def test_writes_into_views_reach_what_they_are_views_of(here: Checked) -> None:
+    torch.manual_seed(0)
+    host = torch.randn(4, 4, requires_grad=True)
+    there = host.detach().to(here.device).requires_grad_()
+    expected, got = _writes_into_views(host), _writes_into_views(there)
+    assert torch.equal(got.cpu(), expected)
+    expected.sum().backward()
+    got.sum().backward()
+    assert host.grad is not None and there.grad is not None
+    assert torch.equal(there.grad.cpu(), host.grad)
+
+
+@pytest.mark.parametrize("kind", [nn.LSTM, nn.GRU])
+def test_recurrent_layers_compute_there(here: Checked, kind: type[nn.LSTM | nn.GRU]) -> None:
+    torch.manual_seed(0)
+    layer, x = kind(4, 5, num_layers=2, bidirectional=True), torch.randn(3, 2, 4)
+    there = copy.deepcopy(layer).to(here.device)
+    expected, got = layer(x)[0], there(x.to(here.device))[0]
+    assert torch.allclose(got.cpu(), expected, rtol=1e-5, atol=1e-6)
+    expected.sum().backward()
+    got.sum().backward()
+    for a, b in zip(there.parameters(), layer.parameters(), strict=True):
+        assert a.grad is not None and b.grad is not None
+        assert torch.allclose(a.grad.cpu(), b.grad, rtol=1e-4, atol=1e-5)
 
 
 def test_outputs_take_the_shape_that_an_operator_gives_them(here: Checked) -> None:

@@ -25,6 +25,7 @@ from isthmus.accelerators.checked.internals import (
     numbers_refused,
 )
 from isthmus.accelerators.checked.order import LOCK, Point, span_of
+from isthmus.accelerators.checked.recurrent import gru_cell, lstm_cell
 from isthmus.accelerators.checked.tensors import (
     UNWRITTEN,
     allocation_of,
@@ -312,7 +313,12 @@ _KERNELS: dict[str, Callable[..., object]] = {
 }  # fmt: skip
 
 
+_COMPOSED: dict[str, Callable[..., object]] = {
+    "scaled_dot_product_attention": _attention, "_thnn_fused_lstm_cell": lstm_cell, "_thnn_fused_gru_cell": gru_cell,
+}  # fmt: skip
+
+
 def add_device() -> None:
     """Tells torch of the device type and how it computes, once per process."""
     if add_device_type(KIND, seed_all):
-        add_kernels(run, _KERNELS, {"scaled_dot_product_attention": _attention})
+        add_kernels(run, _KERNELS, _COMPOSED)
