@@ -71,12 +71,17 @@ class TorchAccelerator:
         tensor.record_stream(torch.accelerator.current_stream(self.device))
 
     def host_buffer(self, size_bytes: int) -> Tensor:
-        return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+        with self._current():  # else pinning would begin a context on the first device
+            return torch.empty(size_bytes, dtype=torch.uint8, pin_memory=True)
+
+    def _current(self) -> contextlib.AbstractContextManager[object]:
+        """What torch does for "the current device" is for this one, whatever the thread's is."""
+        return torch.accelerator.device_index(self.device.index)
 
     @contextlib.contextmanager
     def seeded(self, seed: int) -> Generator[None]:
         # The generator's state is on the host: neither reading nor writing it waits for the device.
-        with GENERATOR:
+        with GENERATOR, self._current():
             before = cast(Tensor, self._module.get_rng_state(self.device))
             self._module.manual_seed(seed)
             try:
