@@ -44,7 +44,7 @@ def seats_of(plan: Plan, fleet: Fleet) -> tuple[list[Seat], int]:
     found: dict[str, Seat] = {}
     for number, replica in enumerate(plan.replicas):
         colours = _stage_colours(len(replica.stages))
-        for index, stage in enumerate(replica.stages):
+        for index, stage in zip(replica.stage_of, replica.workers, strict=True):
             label = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
             label += RECOMPUTES if stage.recompute else ""
             before = found.get(fleet.device(stage.device).name)
@@ -76,14 +76,13 @@ def uses_of(plan: Plan, fleet: Fleet, number: Mapping[str, int]) -> list[Use]:
             found[pair] = Use(*pair, size_bytes, seconds, what)
 
     for replica in plan.replicas:
-        names = [stage.device for stage in replica.stages]
-        for edge in replica.edges:
+        names = [stage.device for stage in replica.workers]
+        for edge in replica.worker_edges:
             add(names[edge.source], names[edge.target], edge.forward_bytes, "activations per micro-batch")
             add(names[edge.target], names[edge.source], edge.backward_bytes, "gradients per micro-batch")
-        for shared in replica.shared:
-            for user in shared.users:
-                add(names[shared.owner], names[user], shared.size_bytes, "a shared parameter per step")
-                add(names[user], names[shared.owner], shared.size_bytes, "a shared parameter's gradient per step")
+        for shared, lender, borrower in replica.lent:
+            add(names[lender], names[borrower], shared.size_bytes, "a shared parameter per step")
+            add(names[borrower], names[lender], shared.size_bytes, "a shared parameter's gradient per step")
     for group in plan.sync.groups:
         for a, b, size_bytes in itertools.chain.from_iterable(messages(group)):
             add(a, b, size_bytes, f"of {plan.sync.averages} that are summed")

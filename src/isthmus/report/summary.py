@@ -45,6 +45,8 @@ class StageSummary(msgspec.Struct, frozen=True, kw_only=True):
     recompute: bool
     """Whether `backward_s` begins with the forward once more."""
     sends: tuple[Transfer, ...]
+    copy_of: int | None = None
+    """The stage of which this is a copy, that does the micro-batches of another holder's data."""
 
 
 class PlanSummary(msgspec.Struct, frozen=True, kw_only=True):
@@ -202,7 +204,7 @@ def _rate(amount: float, seconds: float) -> float:
 
 
 def _stages(number: int, replica: Replica, fleet: Fleet) -> Iterable[StageSummary]:
-    for index, stage in enumerate(replica.stages):
+    for index, (number_in, stage) in enumerate(zip(replica.stage_of, replica.workers, strict=True)):
         device = fleet.device(stage.device)
         flops_per_s = device.sustained_flops_per_s
         yield StageSummary(
@@ -220,18 +222,20 @@ def _stages(number: int, replica: Replica, fleet: Fleet) -> Iterable[StageSummar
             backward_s=stage.flops_backward / flops_per_s,
             memory_bytes=stage.memory.total,
             memory_available_bytes=device.memory_bytes,
-            in_flight=replica.schedule.in_flight[index],
+            in_flight=replica.schedule.in_flight[number_in],
             recompute=stage.recompute,
             sends=tuple(_sends(index, replica, fleet)),
+            copy_of=number_in if index >= len(replica.stages) else None,
         )
 
 
 def _sends(index: int, replica: Replica, fleet: Fleet) -> Iterable[Transfer]:
     """Activations first. A message of no bytes is not sent, nor one that stays on its device."""
-    there = [("forward", edge.target, edge.forward_wire_bytes) for edge in replica.edges if edge.source == index]
-    back = [("backward", edge.source, edge.backward_wire_bytes) for edge in replica.edges if edge.target == index]
+    edges = replica.worker_edges
+    there = [("forward", edge.target, edge.forward_wire_bytes) for edge in edges if edge.source == index]
+    back = [("backward", edge.source, edge.backward_wire_bytes) for edge in edges if edge.target == index]
     for direction, other, size_bytes in there + back:
-        source, target = replica.stages[index].device, replica.stages[other].device
+        source, target = replica.workers[index].device, replica.workers[other].device
         if size_bytes and source != target:
             link = fleet.link(source, target)
             yield Transfer(
@@ -299,7 +303,7 @@ def _links(predicted: Trace, measured: Trace, plan: Plan) -> tuple[LinkUse, ...]
 
 
 def _device_order(plan: Plan) -> dict[str, int]:
-    names = (stage.device for replica in plan.replicas for stage in replica.stages)
+    names = (stage.device for replica in plan.replicas for stage in replica.workers)
     return {name: number for number, name in enumerate(dict.fromkeys(names))}
 
 

@@ -70,6 +70,8 @@ def _plan_title(plan: PlanSummary) -> str:
 
 def _stage_number(number: int, plan: PlanSummary) -> str:
     stage = plan.stages[number]
+    if stage.copy_of is not None:
+        return f"{stage.copy_of}, copy"
     within = number - next(i for i, other in enumerate(plan.stages) if other.replica == stage.replica)
     return str(within) if plan.stages[-1].replica == 0 else f"{stage.replica}.{within}"
 
@@ -109,7 +111,8 @@ def _plan_caption(plan: PlanSummary) -> str:
     later = predicted.micro_batches - 1
     rest_s = predicted.step_s - predicted.sync_s - predicted.fill_s - later * predicted.period_s
     shared = f" + shared parameters {format_duration(rest_s)}" if rest_s > 0.0005 * predicted.step_s else ""
-    summed = f" + sums of replicas {format_duration(predicted.sync_s)}" if predicted.sync_s else ""
+    whose = "copies" if plan.terms.copied else "replicas"
+    summed = f" + sums of {whose} {format_duration(predicted.sync_s)}" if predicted.sync_s else ""
     lines = [
         f"step {format_duration(predicted.step_s)} = fill {format_duration(predicted.fill_s)} "
         f"+ {later} x period {format_duration(predicted.period_s)}{shared}{summed} (closed form); "
