@@ -26,7 +26,7 @@ EFFORT = 0.25
 def as_proven(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:
     """The plan with a bound over these numbers of micro-batches that a check proves."""
     certificate = plan.certificate
-    if certificate is None or problem.terms.copied:  # no check knows copies
+    if certificate is None:
         return plan
     found = Least(certificate.lower_bound, certificate.exact)
     checked = proven(problem, found, counts, reached=not certificate.gap)
@@ -41,7 +41,7 @@ def as_proven(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:
 def proven(problem: Problem, least: Least, counts: Sequence[int], *, reached: bool = False) -> Least:
     """The bound, or the highest below it that a check proves. `reached` by a plan that is known, it need not be
     found to be exact."""
-    if not isfinite(least.bound) or least.bound <= 0:
+    if not isfinite(least.bound) or least.bound <= 0 or problem.terms.copied:  # no check knows copies
         return least
     question = question_of(problem, counts)
     found = provable(question, least.bound, attained=least.exact and not reached, effort=EFFORT)

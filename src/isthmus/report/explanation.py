@@ -10,6 +10,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from isthmus.cost import Placement, Problem, is_priced, step_price
+from isthmus.cost.compute import compute_s
 from isthmus.plan import Plan, Replica, Sync, SyncGroup
 from isthmus.report.certificates import certificate_text
 from isthmus.report.what_if import Change, improvements, placements, with_device
@@ -114,8 +115,13 @@ def _terms(problem: Problem, plan: Plan) -> Iterator[str]:
             f"{1000 * price.egress:.4g} for bytes that leave priced sites"
             f"{'; the plan was made to cost little' if terms.objective == 'cost' else ''}."
         )
-    if terms.data_holders:
+    if terms.copied:
+        parts = zip(terms.feeders, terms.shares, strict=True)
+        told = " and ".join(f"{name} {share:.1%} of the micro-batches" for name, share in parts)
+        yield f"Each holder feeds the chain with its own data, by a copy of the first stage: {told}."
+    elif terms.data_holders:
         yield f"Only {', '.join(terms.data_holders)} may read the data: the first stage runs there."
+    if terms.data_holders:
         if terms.labels_stay:
             yield "Labels stay there too: so does the last stage, with every operator that takes labels."
         else:
@@ -160,13 +166,15 @@ def _stages(problem: Problem, plan: Plan, placed: Sequence[Placement]) -> Iterat
                 f"Replica {number} takes {replica.micro_batches} of {plan.micro_batches} micro-batches, "
                 f"{format_duration(_step_s(p, replica))}:"
             )
-        period_s = _period_s(p, replica)
-        for k, stage in enumerate(replica.stages):
+        period_s, parts = _period_s(p, replica), dict(zip(plan.terms.feeders, plan.terms.shares, strict=True))
+        for k, stage in zip(replica.stage_of, replica.workers, strict=True):
+            flops = (stage.flops_forward + stage.flops_backward) * parts.get(stage.device, 1.0)
+            busy_s = compute_s(problem, stage.device, flops)
             share = (problem.cumulative_flops[stage.last + 1] - problem.cumulative_flops[stage.first]) / work
             room = problem.offered_bytes(stage.device)
             yield (
                 f"{stage.device}: operators {stage.first}..{stage.last}, {share:.1%} of the FLOPs, computes "
-                f"{p.times.compute_s[k] / period_s if period_s else 0:.0%} of each period; "
+                f"{busy_s / period_s if period_s else 0:.0%} of each period; "
                 f"{format_size(stage.memory.total)} of {format_size(room)}{problem.terms.after_headroom}, "
                 f"{replica.schedule.in_flight[k]} micro-batches in flight"
             )
@@ -204,6 +212,7 @@ def _often(sync: Sync, group: SyncGroup) -> str:
 
 def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterator[str]:
     names, fleet, period_s = placed.order, problem.fleet, _period_s(placed, replica)
+    parts = dict(zip(problem.terms.feeders, problem.terms.shares, strict=True))
     for edge, time in zip(placed.edges, placed.times.edges, strict=True):
         a, b = names[edge.source], names[edge.target]
         if a == b:
@@ -211,7 +220,8 @@ def _crossings(problem: Problem, placed: Placement, replica: Replica) -> Iterato
             continue
         link, far = fleet.link(a, b), fleet.device(a).region != fleet.device(b).region
         where = f"{fleet.device(a).region} to {fleet.device(b).region}" if far else f"inside {fleet.device(a).region}"
-        busy = max(time.forward_wire_s, time.backward_wire_s) / period_s if period_s else 0.0
+        wire_s = max(time.forward_wire_s, time.backward_wire_s) * min(parts.get(a, 1.0), parts.get(b, 1.0))
+        busy = wire_s / period_s if period_s else 0.0
         yield (
             f"{a} -> {b} ({where}, {format_bandwidth(link.bandwidth_bytes_per_s)}, "
             f"{format_duration(link.latency_s)}): {format_size(edge.forward_bytes)} there in "
