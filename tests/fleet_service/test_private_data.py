@@ -51,20 +51,18 @@ def opened() -> object:
 _hooked: list[object] = []
 
 
-def make_job(folder: Path, *, labels_stay: bool, steps: int, holders: tuple[str, ...]) -> Job:
+def make_job(folder: Path, *, steps: int, holders: tuple[str, ...]) -> Job:
     fleet = folder / "fleet.toml"
     fleet.write_text(dump_fleet(fleet_of(3)))
     job = job_of("mlp", dict(MLP), SPEC, steps=steps, eval_every=2, eval_samples=4, save_every=2)
-    terms = PlanConfig(data_holder=holders, labels_stay=labels_stay)
+    terms = PlanConfig(data_holder=holders)
     return msgspec.structs.replace(job, plan=terms, fleet=str(fleet), name="private", planner="chain")
 
 
 def plan_file(job: Job, prepared: Prepared, devices: tuple[str, ...], folder: Path) -> Path:
     problem = prepared.problem(fleet_of(3))
     legal = [cut.position for cut in cuts(Flow(prepared.captured.train, columns_first=True))]
-    last = problem.last_start or legal[-1]
-    boundaries = [legal[len(legal) // 3], last][-(len(devices) - 1) :]
-    plan = build_plan(problem, list(devices), boundaries, planner="test")
+    plan = build_plan(problem, list(devices), [legal[len(legal) // 2]], planner="test")
     path = folder / "plan.json"
     path.write_bytes(msgspec.json.encode(plan))
     return path
@@ -101,64 +99,47 @@ def go(job: Job, joined: Joined, run: Path, plan: Path | None = None, *, resume:
     return said.getvalue()
 
 
-def test_a_coordinator_without_data_trains_and_resumes(
-    joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
-) -> None:
-    """First and last stage with two holders of the same samples, between them a device without any. A file of the same
-    name where the coordinator runs is none of its business."""
-    for name, data in (("d0", "one"), ("d1", None), ("d2", "two")):
-        joined.add(name, write_samples(tmp_path / data) if data is not None else None)
-    write_samples(coordinator, seed=9, width=5)
-    job = make_job(tmp_path, labels_stay=True, steps=4, holders=("d0", "d2"))
-    prepared = prepare(job, describe(at(job, tmp_path / "one").data, heldout=True))
-    plan = plan_file(job, prepared, ("d0", "d1", "d2"), tmp_path)
-    opened.clear()
-    go(job, joined, tmp_path / "run", plan)
-    longer = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=8))
-    go(longer, joined, tmp_path / "run", resume=True)
-    assert opened, "the spy sees something"
-    assert not [path for path in opened if path.endswith(".npz")]
-    equals_plain(tmp_path / "run", longer, tmp_path / "one", prepared)
-    kept = RunFolder(tmp_path / "run").described()
-    assert kept.keys() == {"d0", "d2"} and kept["d0"].digests != kept["d2"].digests
-    write_samples(tmp_path / "one", seed=1)
-    with pytest.raises(UserError, match="data: devices 'd0' and 'd2' have different training samples"):
-        go(longer, joined, tmp_path / "other", plan)
-
-
 def reached(run: Path, step: int) -> None:
     soon(lambda: run.is_dir() and any(p.step >= step for p in RunFolder(run).losses()), 60)
 
 
-def test_a_holder_that_comes_late_is_compared_and_takes_over(
+def test_a_coordinator_without_data_trains_resumes_and_recovers(
     joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
 ) -> None:
+    """A holder, and a device without data; a second holder comes while the run is under way, is compared with the
+    first, and takes over from it. A file of the same name where the coordinator runs is none of its business."""
     for name, data in (("d0", "one"), ("d1", None)):
         joined.add(name, write_samples(tmp_path / data) if data is not None else None)
-    job = make_job(tmp_path, labels_stay=False, steps=300, holders=("d0", "d2"))
-    prepared = prepare(job, describe(at(job, tmp_path / "one").data, heldout=True))
-    plan = plan_file(job, prepared, ("d0", "d1"), tmp_path)
     theirs = write_samples(tmp_path / "two")
+    write_samples(coordinator, seed=9, width=5)
+    job = make_job(tmp_path, steps=4, holders=("d0", "d2"))
+    prepared = prepare(job, describe(at(job, tmp_path / "one").data, heldout=True))
+    run, plan = tmp_path / "run", plan_file(job, prepared, ("d0", "d1"), tmp_path)
     opened.clear()
-    run, said = tmp_path / "run", list[str]()
-    running = threading.Thread(target=lambda: said.append(go(job, joined, run, plan)), daemon=True)
+    go(job, joined, run, plan)
+    longer = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=250))
+    said: list[str] = []
+    running = threading.Thread(target=lambda: said.append(go(longer, joined, run, resume=True)), daemon=True)
     running.start()
-    reached(run, 3)
+    reached(run, 7)
     joined.add("d2", theirs)
-    soon(lambda: sum("described data" in line for line in joined.said) == 2)
+    soon(lambda: sum("described data" in line for line in joined.said) == 3)
     reached(run, 30)
     joined.remove("d0")
     running.join(120)
     assert not running.is_alive() and said, "it went on with the other holder"
+    assert opened, "the spy sees something"
     assert not [path for path in opened if path.endswith(".npz")]
-    equals_plain(run, job, tmp_path / "one", prepared)
+    equals_plain(run, longer, tmp_path / "one", prepared)
+    kept = RunFolder(run).described()
+    assert kept.keys() == {"d0"} and kept["d0"].digests.keys() == {"train", "heldout"}
 
 
 def test_without_a_device_that_can_read_the_data_there_is_no_run(
     joined: Joined, tmp_path: Path, coordinator: Path
 ) -> None:
     joined.add("d0", tmp_path)
-    job = make_job(tmp_path, labels_stay=False, steps=4, holders=("d0",))
+    job = make_job(tmp_path, steps=4, holders=("d0",))
     with pytest.raises(UserError, match=r"device 'd0': npz option 'path': no file samples.npz"):
         go(job, joined, tmp_path / "run")
     assert not (tmp_path / "run").exists()
