@@ -8,7 +8,7 @@ from pathlib import Path
 
 import msgspec
 from gpu_cases import FAR, Case, fleet_of, plan_of
-from hidden import copies_hidden, sends_hidden
+from overlapping import copies_beside_work, overlap
 
 from isthmus.cost.calibration import Warmup, calibrate
 from isthmus.cost.memory import elements
@@ -36,8 +36,8 @@ class Pipeline(msgspec.Struct, frozen=True, kw_only=True):
     tokens_per_s: float
     step_s: float
     predicted_s: float
-    sends_hidden: float | None
-    copies_hidden: float | None
+    overlap: float | None
+    copies_beside_work: float | None
     """None where nothing is copied."""
     memory: tuple[StageMemoryUse, ...]
 
@@ -83,5 +83,5 @@ def measure(case: Case, device: str, hardware: str, when: str) -> Pipeline:
         key=case.key, size=case.size, when=when, device=hardware, step_s=step_s, predicted_s=predicted_s,
         parameters=sum(elements(op) for op in prepared.captured.train.ops if op.kind == "parameter"),
         tokens_per_s=case.tokens / step_s,
-        sends_hidden=sends_hidden(trace), copies_hidden=copies_hidden(trace), memory=memory,
+        overlap=overlap(trace), copies_beside_work=copies_beside_work(trace), memory=memory,
     )  # fmt: skip

@@ -34,16 +34,16 @@ def _share(value: float | None) -> str:
 def pipelines_table(rows: Sequence[Pipeline]) -> Table:
     table = _drawn(
         "Pipelines in bf16 on one accelerator, links of 200 Mbit/s and 50 ms",
-        "parameters", "tokens/s", "step", "predicted", "sends hidden", "copies hidden", "memory model",
+        "parameters", "tokens/s", "step", "predicted", "overlap", "copies beside work", "memory model",
     )  # fmt: skip
     for row in rows:
         table.add_row(
             row.key, row.device, f"{row.parameters / 1e6:,.1f} M", f"{row.tokens_per_s:,.0f}", f"{row.step_s:.3f} s",
-            f"{row.error:+.1%}", _share(row.sends_hidden), _share(row.copies_hidden), f"{row.memory_error:+.1%}",
+            f"{row.error:+.1%}", _share(row.overlap), _share(row.copies_beside_work), f"{row.memory_error:+.1%}",
         )  # fmt: skip
     _add_missing(table, (case.key for case in FULL), rows)
     table.caption = (
-        "sends hidden: of the shorter of sending and computing, the share beside the other; memory model: predicted "
+        "overlap: of the shorter of sending and computing, the share beside the other; memory model: predicted "
         "against taken, of the stage that is furthest off"
     )
     return table

@@ -1,11 +1,11 @@
-"""Shares of hidden copies and sends, on traces whose shares are plain to see."""
+"""Shares of copies and sends beside other work, on traces whose shares are plain to see."""
 
 from __future__ import annotations
 
 import random
 
 import pytest
-from hidden import common, copies_hidden, sends_hidden, union
+from overlapping import common, copies_beside_work, overlap, union
 
 from isthmus.trace import Span, Trace
 
@@ -35,14 +35,14 @@ def test_unions_and_what_they_have_in_common_by_brute_force() -> None:
     ],
 )
 def test_sends(spans: list[tuple[str, str, float, float]], share: float | None) -> None:
-    assert sends_hidden(trace(*spans)) == share
-    assert copies_hidden(trace(*spans)) is None
+    assert overlap(trace(*spans)) == share
+    assert copies_beside_work(trace(*spans)) is None
 
 
 def test_copies_beside_computing_or_a_link() -> None:
-    assert copies_hidden(trace(("a", "down", 0, 4), ("a", "compute", 0, 1), ("a", "send", 3, 6))) == 0.5
+    assert copies_beside_work(trace(("a", "down", 0, 4), ("a", "compute", 0, 1), ("a", "send", 3, 6))) == 0.5
 
 
 def test_the_first_step_does_not_count() -> None:
     first = Span(device="a", track="send", name="x", start_s=0, end_s=9, step=0)
-    assert sends_hidden(Trace(source="runtime", run="test", spans=(first,))) is None
+    assert overlap(Trace(source="runtime", run="test", spans=(first,))) is None

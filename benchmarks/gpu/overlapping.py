@@ -1,4 +1,8 @@
-"""What of the copies and sends of a device is hidden: other work of the same device goes on meanwhile."""
+"""How far a device's sends and copies go on beside its other work.
+
+`isthmus.trace.hidden_share` is the share behind computing. Where links take far longer than computing it is small
+however well they overlap, so here the shorter of the two counts.
+"""
 
 from __future__ import annotations
 
@@ -30,7 +34,7 @@ def common(a: Sequence[Interval], b: Sequence[Interval]) -> float:
     return length(a) + length(b) - length(union([*a, *b]))
 
 
-def sends_hidden(trace: Trace) -> float | None:
+def overlap(trace: Trace) -> float | None:
     """Of the shorter of sending and computing, the share that goes on beside the other; all devices together.
 
     1: what takes longer is all that one sees. None for a trace that sends nothing.
@@ -43,7 +47,7 @@ def sends_hidden(trace: Trace) -> float | None:
     return both / least if least else None
 
 
-def copies_hidden(trace: Trace) -> float | None:
+def copies_beside_work(trace: Trace) -> float | None:
     """Of the time in which tensors go from the device to its host or back, the share in which the device computes or
     a link of it is at work. None where nothing is copied, as on a CPU."""
     both = whole = 0.0
