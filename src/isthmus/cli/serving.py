@@ -101,7 +101,7 @@ def serving_fleet(state: Path | None, serving: Serving, say: Callable[[str], Non
         for _ in range(serving.tickets):
             typer.echo(fleet.ticket())
         if serving.tickets:
-            say("each ticket lets one device join, within 24 hours: `isthmus join` asks for it")
+            say("each ticket lets one machine join, within 24 hours: `isthmus join` asks for it")
         yield service
 
 

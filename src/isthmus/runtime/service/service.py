@@ -283,7 +283,7 @@ class Service:
         with contextlib.suppress(OSError, PeerError, StoreError):
             name = admit(connection, self._state.authority, self._state.roster)
             if name is not None:
-                self._say(f"{name} has a certificate")
+                self._say(f"certificate for {name}")
 
     def _greet(self, channel: SocketChannel) -> None:
         party = channel.party
