@@ -74,6 +74,9 @@ CASES = {
         "gpt", SMALL, lambda _: TEXT, 2, {"clip_norm": 1.0, "precision": "bf16"}, recompute=True,
         rounding=2e-2,
     ),
+    "gpt-fp16": Case(
+        "gpt", SMALL, lambda _: TEXT, 2, {"precision": "fp16", "loss_scale": {"init_scale": 1024.0}}, rounding=2e-2
+    ),
     "bert-dropout": Case(
         "hf-bert-classifier", {**BERT, "hidden_dropout_prob": 0.1, "attention_probs_dropout_prob": 0.1}, pairs, 3,
         draws=True,

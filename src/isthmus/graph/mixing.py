@@ -9,12 +9,13 @@ SIZES = (12, 24)
 """Numbers of samples at which shapes are compared."""
 
 
-def mixes(stage: StageGraph) -> Op | None:
+def mixes(stage: StageGraph, *, synchronised: bool = False) -> Op | None:
     """The first operator by which a sample's values depend on other samples; None where there is none.
 
     What is computed over all samples, as a loss is, may only go into more of that kind: not back into values that each
     sample has its own of, and not to another stage. By shapes, and by name where batches are normalised: a value that
-    has each sample's own in another order passes for one that does not mix them.
+    has each sample's own in another order passes for one that does not mix them. Batch norm does not mix where it
+    is `synchronised`: computed over all samples wherever they are; then other statistics that are kept of samples do.
     """
     here = {op.name for op in stage.ops}
     received = {crossing.value: crossing.spec for crossing in stage.receives}
@@ -26,7 +27,7 @@ def mixes(stage: StageGraph) -> Op | None:
         source = next((over_all[ref] for ref in refs if ref in over_all), None)
         if source is None and own.isdisjoint(refs):
             continue
-        if _normalises_batches(op):
+        if (op.mutates and not _normalises_batches(op)) if synchronised else _normalises_batches(op):
             return op
         for index, spec in enumerate(op.outputs):
             if not _is_shared_out(spec):

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from typing import Literal, NamedTuple, Protocol, cast
 
 import msgspec
@@ -188,10 +188,12 @@ class TorchEngine:
         accelerator: Accelerator = HOST,
         recompute: bool = False,
         frozen: bool = False,
+        replaced: Mapping[str, Callable[..., object]] = {},
     ) -> None:
         """`weights` hold every variable of both graphs, under the module's own names; optimizer state may join them.
 
-        A `frozen` stage has no backward: its parameters get no gradient from here, and zeros go back.
+        A `frozen` stage has no backward: its parameters get no gradient from here, and zeros go back. `replaced` as
+        `Program` takes it, for training.
         """
         self.train = train
         self.evaluation = evaluation
@@ -218,7 +220,9 @@ class TorchEngine:
         self._flights: dict[int, _Flight | _Again] = {}
         self._tallies = {"train": Tally(accelerator), "eval": Tally(accelerator)}
         size = config.micro_batch_size
-        self._program = Program(train, "train", batch=size, accelerator=accelerator, seed=config.seed)
+        self._program = Program(
+            train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced
+        )
         self._eval_program = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
         self._seed_gradient = torch.full((), seed, device=self.device)

@@ -26,6 +26,7 @@ from isthmus.errors import StepError, UserError
 from isthmus.graph.mixing import mixes
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
+from isthmus.training.batch_norm import BATCH_NORM, batch_norm_of
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.ranks import Command, Ranks, StageSetUp, Tensors
 from isthmus.training.sharded import ShardedEngine
@@ -40,9 +41,7 @@ def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
             f"island of {ranks} ranks: got micro-batches of {config.micro_batch_size} samples, expected a multiple "
             f"of {ranks}"
         )
-    if any(op.mutates for op in train.ops):
-        raise UserError(f"island of {ranks} ranks: stage {train.index} keeps statistics of its batches (batch norm)")
-    mixing = mixes(train)
+    mixing = mixes(train, synchronised=True)
     if mixing is not None:
         where = f" ({mixing.source})" if mixing.source else ""
         raise UserError(
@@ -93,8 +92,10 @@ class _Share:
         kind = ShardedEngine if made.sharded else TorchEngine
         self.engine = kind(
             made.train, made.evaluation, config, weights, accelerator=ranks.accelerator, recompute=made.recompute,
-            frozen=made.frozen,
+            frozen=made.frozen, replaced={BATCH_NORM: batch_norm_of(ranks.collectives)},
         )  # fmt: skip
+        self.meets = made.sharded or any(op.target == BATCH_NORM for op in made.train.ops)
+        """Whether ranks wait for each other in a forward or a backward."""
         self._ranks = ranks
 
     def run(self, command: Command, given: Tensors) -> Result:
@@ -164,8 +165,8 @@ def serve(ranks: Ranks) -> None:
                 try:
                     values, told = share.run(command, groups)
                 except StepError as e:  # every island would say the same: it is no reason to end this one
-                    if isinstance(share.engine, ShardedEngine):
-                        raise RuntimeError(str(e)) from e  # but the others may be waiting for this rank's parts
+                    if share.meets:
+                        raise RuntimeError(str(e)) from e  # but the others may be waiting for this rank
                     ranks.say(0, Command(kind="answer", failed=(e.what, e.reason)), [{}])
                 else:
                     ranks.say(0, Command(kind="answer", told=told), [values])
@@ -219,7 +220,7 @@ class IslandEngine:
         try:
             results.append(self._own.run(command, [group[0] for group in groups]))
         except StepError as e:
-            if isinstance(self._engine, ShardedEngine):
+            if self._own.meets:
                 self._ranks.broken = True
                 raise
             failed = e

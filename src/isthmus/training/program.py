@@ -43,12 +43,14 @@ class Program:
 
     def __init__(
         self, stage: StageGraph, mode: Literal["train", "eval"], *, batch: int, accelerator: Accelerator = HOST,
-        seed: int = 0,
+        seed: int = 0, replaced: Mapping[str, Callable[..., object]] = {},
     ) -> None:  # fmt: skip
-        """`seed` is the job's: random operators draw from (seed, step, micro-batch, op), whatever the cut."""
+        """`seed` is the job's: random operators draw from (seed, step, micro-batch, op), whatever the cut. `replaced`
+        says by target what runs in place of an operator."""
         self.batch = batch
         self._seed = seed
         self._accelerator = accelerator
+        self._replaced = replaced
         device = accelerator.device
         kept = {c.value for c in stage.sends} | set(stage.outputs.values())
         kept |= {r for r in (stage.loss, stage.count) if r is not None}
@@ -76,7 +78,7 @@ class Program:
         own, received = flags
         needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
         return _Step(
-            op.name, _described(op), operator_of(op.target),
+            op.name, _described(op), self._replaced.get(op.target) or operator_of(op.target),
             cast("list[object]", args), cast("dict[str, object]", kwargs),
             len(op.outputs), no_gradient(op, needs, mode), op.random,
             tuple(ending),

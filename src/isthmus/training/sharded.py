@@ -82,6 +82,7 @@ class ShardedEngine(TorchEngine):
     def __init__(
         self, train: StageGraph, evaluation: StageGraph, config: EngineConfig, weights: Mapping[str, Tensor], *,
         accelerator: Accelerator, recompute: bool = False, frozen: bool = False,
+        replaced: Mapping[str, Callable[..., object]] = {},
     ) -> None:  # fmt: skip
         """`weights` are whole, in host memory."""
         self._ranks = Collectives(accelerator)
@@ -99,7 +100,10 @@ class ShardedEngine(TorchEngine):
         parts = {
             name: self._ranks.part(value) if self._is_shaped(name, value) else value for name, value in weights.items()
         }
-        super().__init__(train, evaluation, config, parts, accelerator=accelerator, recompute=recompute, frozen=frozen)
+        super().__init__(
+            train, evaluation, config, parts, accelerator=accelerator, recompute=recompute, frozen=frozen,
+            replaced=replaced,
+        )  # fmt: skip
         self._uses = {mode: self._count(graph) for mode, graph in (("train", train), ("eval", evaluation))}
 
     def _is_shaped(self, name: str, value: Tensor) -> bool:

@@ -21,6 +21,7 @@ from isthmus.runtime.messages.assignment import Assignment
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import Engine
 from isthmus.training.finite import finite_flag
+from isthmus.training.scaling import LOSS_SCALE
 
 
 class _Flag(NamedTuple):
@@ -74,26 +75,33 @@ class FlagWatch(FiniteWatch):
             self._look("loss", micro_batch, "", self._engine.last_loss)
 
     def backward(self, micro_batch: int, gradients: Mapping[Ref, Tensor]) -> None:
-        if self._looks:
+        if self._looks and not self._overflows:
             for ref, value in gradients.items():
                 self._look("gradient", micro_batch, self._called(ref), value)
 
     def collected(self, norms: Tensor) -> bool:
         """Only where a step may be left out the host must know before the update, and waits."""
-        if not self._looks:
-            return True
-        if norms.numel():
+        accelerator, scaled = self._engine.accelerator, self._engine.loss_scale is not None
+        finite = Reading(accelerator, norms.isfinite().all()) if scaled else None
+        if self._looks:
+            self._look_at(norms)
+        if finite is not None and not bool(finite.values()):
+            return False
+        leaves_out = self._looks and (self._skips or scaled)
+        return not leaves_out or not any(flag.where in ("loss", "parameter gradient") for flag, _ in self._bad())
+
+    def _look_at(self, norms: Tensor) -> None:
+        if norms.numel() and not self._overflows:
             names = [repr(name) for name in self._engine.owned]
             self._flags.append(_Flag("parameter gradient", -1, names, norms.isfinite()))
         self._reading = self._read()
-        return not self._skips or not any(flag.where in ("loss", "parameter gradient") for flag, _ in self._bad())
 
     def saved(self, state: Mapping[str, Tensor]) -> None:
         parameters = {op.target for op in self._train.variables() if op.kind == "parameter"}
         for name, value in state.items():
             if name in parameters:
                 self._look("parameter", -1, repr(name), value)
-            elif not name.startswith(OPTIMIZER):
+            elif _is_variable(name):
                 self._flags.append(_Flag("buffer", -1, [repr(name)], ~value.isnan().any()))
 
     def _cause(self, inputs: Mapping[Ref, Tensor]) -> str:
@@ -104,7 +112,7 @@ class FlagWatch(FiniteWatch):
 
     def _look_before(self) -> None:
         state = self._engine.state()
-        floats = {n: t for n, t in state.items() if not n.startswith(OPTIMIZER) and t.is_floating_point() and t.numel()}
+        floats = {n: t for n, t in state.items() if _is_variable(n) and t.is_floating_point() and t.numel()}
         if floats:
             # All at once: a kernel for each would take the host longer than the accelerator.
             norms = torch._foreach_norm(list(floats.values()), math.inf)  # pyright: ignore[reportPrivateUsage]
@@ -123,3 +131,8 @@ class FlagWatch(FiniteWatch):
             return []
         names = ((flag, name) for flag in self._flags for name in flag.names)
         return [one for one, finite in zip(names, reading.values().tolist(), strict=True) if not finite]
+
+
+def _is_variable(name: str) -> bool:
+    """Of a state, whether it is on the accelerator and no optimizer's."""
+    return not name.startswith(OPTIMIZER) and name != LOSS_SCALE
