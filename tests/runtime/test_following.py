@@ -61,7 +61,7 @@ def _lent(steps: int, waiting: int = 0) -> tuple[list[Frame], Mapping[str, Tenso
     sent: list[Frame] = []
     lender = Lender(
         LendMessage(run="r", number=1, step=5, parts=frozenset(SHAPES)), "oslo",
-        lambda message, tensors: sent.append((message, [t.clone() for t in tensors])), lambda: waiting,
+        lambda message, tensors, _: sent.append((message, [t.clone() for t in tensors])), lambda: waiting,
     )  # fmt: skip
     lender.begin({**own.state(), "other": torch.zeros(3)})
     went_on: list[bool] = []
