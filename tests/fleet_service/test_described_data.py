@@ -89,8 +89,17 @@ def test_guesses_are_found_out_and_come_to_an_end(device: Identity) -> None:
     for n in range(1, MOST_UNPROVED):
         assert answers.compare(guess(n, shown=False), key).proof
     assert "compares its data no more" in answers.compare(guess(99, shown=False), key).failure
+    shown = Compare(run="r", device="a", other="x", own=own, others=guess(0, shown=True).others, shown="\u00e9")
+    assert answers.compare(shown, key).equal is False
     unknown = Compare(run="r", device="a", other="x", own="0" * 64, others=own)
     assert "not described" in answers.compare(unknown, key).failure
+
+
+def test_what_is_no_digest_is_answered_as_such(device: Identity) -> None:
+    answers, own, _ = answering(device)
+    for nonsense in ("", "zz", "00" * 31, "00" * 32, "\u00e9" * 64):
+        asked = Compare(run="r", device="a", other="x", own=own, others=nonsense, shown="\u00e9")
+        assert answers.compare(asked, device.data_key()).failure.startswith("cannot compare its data")
 
 
 def test_comparisons_of_equal_data_never_end(device: Identity) -> None:

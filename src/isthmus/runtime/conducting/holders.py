@@ -149,7 +149,7 @@ class Holders:
 
     @property
     def digests(self) -> dict[str, dict[str, str]]:
-        return {device: dict(found.digests) for device, found in self.described.items()}
+        return {device: dict(found.digests) for device, found in dict(self.described).items()}
 
 
 def agreed(described: Mapping[str, DataDescription]) -> DataDescription:
