@@ -320,6 +320,7 @@ class Device:
         self._before = found.allocated
         self._accelerator.reset_peak()
         room = found.free + found.reserved - found.allocated
+        planned //= self._site.ranks if self._site.sharded else 1
         if self._accelerator.asynchronous and planned > room:
             raise torch.OutOfMemoryError(f"tried to allocate {planned} bytes, {room} are there")
 
