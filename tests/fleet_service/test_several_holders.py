@@ -1,0 +1,98 @@
+"""Machines of a fleet that feed one chain with data of their own, under a coordinator in an empty folder."""
+
+from __future__ import annotations
+
+import threading
+from pathlib import Path
+
+import msgspec
+import torch
+
+from isthmus.data.description import describe
+from isthmus.data.joined import joined_descriptions
+from isthmus.errors import PeerError
+from isthmus.job import Job, PlanConfig, Prepared, prepare
+from isthmus.plan import load_plan
+from tests.runtime.jobs import final_weights
+from tests.runtime.joined_loop import Plain
+
+from .holders import Joined, write_samples
+from .test_private_data import coordinator, go, make_job, opened, reached
+
+__all__ = ["coordinator", "opened"]  # fixtures
+
+HOLDERS = ("d0", "d1")
+
+
+def fed_job(folder: Path, steps: int) -> Job:
+    job = make_job(folder, labels_stay=False, steps=steps, holders=HOLDERS)
+    return msgspec.structs.replace(job, plan=PlanConfig(data_holder=HOLDERS, holders_data="own"))
+
+
+def read_here(job: Job, folder: Path) -> Prepared:
+    """For the plain loop, which reads all holders' files."""
+    of: dict[str, dict[str, object]] = {name: {"path": str(folder / name / "samples.npz")} for name in HOLDERS}
+    job = msgspec.structs.replace(job, data=msgspec.structs.replace(job.data, of=of))
+    return prepare(job, joined_descriptions({name: describe(job.data.at(name), heldout=True) for name in HOLDERS}))
+
+
+def equals_plain(run: Path, prepared: Prepared, *, bits: bool = False) -> None:
+    plain = Plain(prepared)
+    for step in range(prepared.job.training.steps):
+        plain.step(step)
+    saved, (rtol, atol) = final_weights(run), (0.0, 0.0) if bits else (1e-5, 1e-6)
+    for name, value in plain.module.named_parameters():
+        torch.testing.assert_close(saved[name], value.detach(), rtol=rtol, atol=atol)
+
+
+def test_holders_of_different_files_feed_a_device_without_any(
+    joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
+) -> None:
+    """The same file names in both folders, and one where the coordinator runs, which is none of its business."""
+    data = tmp_path / "data"
+    joined.add("d0", write_samples(data / "d0", seed=1, count=60))
+    joined.add("d1", write_samples(data / "d1", seed=2, count=24))
+    joined.add("d2", None)
+    write_samples(coordinator, seed=9, width=5)
+    job = fed_job(tmp_path, steps=4)
+    opened.clear()
+    go(job, joined, tmp_path / "run")
+    longer = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=8))
+    go(longer, joined, tmp_path / "run", resume=True)
+    assert opened and not [path for path in opened if path.endswith(".npz")]
+    plan = load_plan(tmp_path / "run" / "plan.json")
+    assert plan.used[0] == "d0" and plan.devices[-1] == "d1"
+    assert [own.train for own in plan.terms.own_samples] == [45, 18]
+    equals_plain(tmp_path / "run", read_here(longer, data))
+
+
+def test_a_run_does_not_go_on_without_a_holders_samples_and_resumes_with_them(
+    joined: Joined, tmp_path: Path, coordinator: Path
+) -> None:
+    data = tmp_path / "data"
+    for seed, name in enumerate(HOLDERS):
+        joined.add(name, write_samples(data / name, seed=seed))
+    joined.add("d2", None)
+    job, run, ends = fed_job(tmp_path, steps=300), tmp_path / "run", list[Exception]()
+    one_each = msgspec.structs.replace(job.training, micro_batches=2, save_every=10)
+    job = msgspec.structs.replace(job, training=one_each)
+
+    def running() -> None:
+        try:
+            go(job, joined, run)
+        except PeerError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=running, daemon=True)
+    thread.start()
+    reached(run, 10)
+    joined.remove("d1")
+    thread.join(120)
+    assert not thread.is_alive()
+    (error,) = ends
+    assert "'d1'" in str(error) and "has data of its own" in str(error)
+    joined.add("d1", data / "d1")
+    go(job, joined, run, resume=True)
+    equals_plain(run, read_here(job, data), bits=True)
+
+

@@ -1,0 +1,52 @@
+"""The plain loop over the data of several holders, in the order in which they feed a chain."""
+
+from __future__ import annotations
+
+import torch
+from torch import Tensor
+
+from isthmus.data import JoinedDataset, JoinedOrder, load_dataset
+from isthmus.data.dataset import Indices, Split
+from isthmus.job import Prepared
+from isthmus.plan.turns import turn, whole
+from isthmus.training.optim import Optimizers
+from isthmus.training.plain import plain_loss, plain_step, plain_update
+
+
+class Plain:
+    """The plain loop on the joined data, in the order that the holders' counts give."""
+
+    def __init__(self, prepared: Prepared) -> None:
+        self.job, self._samples = prepared.job, prepared.samples
+        torch.manual_seed(self.job.training.seed)
+        self.module = prepared.build()
+        self.config = self.job.engine()
+        self._optimizers = Optimizers(self.config.optimizers, dict(self.module.named_parameters()))
+        splits: tuple[Split, ...] = ("train", "heldout")
+        self._sets = {split: self._joined(split) for split in splits}
+        self._order = JoinedOrder(
+            tuple(h.train for h in self._samples.holders.values()), self.job.training.seed, self.job.training.shuffle
+        )
+
+    def _joined(self, split: Split) -> JoinedDataset:
+        return JoinedDataset([load_dataset(self.job.data.at(name), split) for name in self.job.plan.feeders])
+
+    def _batch(self, split: Split, indices: Indices) -> dict[str, Tensor]:
+        found = self._sets[split]
+        return found.batch(indices, list(found.columns))
+
+    def step(self, step: int) -> float:
+        count, size = self.config.micro_batches, self.config.micro_batch_size
+        batches = [self._batch("train", self._order.indices(step * count + m, size)) for m in range(count)]
+        loss, _ = plain_step(self.module, batches, self.config)
+        plain_update(self.module, self._optimizers, step, self.config, loss)
+        return loss
+
+    def heldout(self, count: int) -> float:
+        size, counts = self.config.micro_batch_size, tuple(h.heldout for h in self._samples.holders.values())
+        batches: list[dict[str, Tensor]] = []
+        for number in range(count):
+            holder, own = turn(whole(counts, size), number)
+            first = sum(counts[:holder]) + own * size
+            batches.append(self._batch("heldout", range(first, first + size)))
+        return plain_loss(self.module, batches)
