@@ -111,9 +111,10 @@ class Plans:
     def short(self, device: str, shortage: Shortage) -> str:
         """A device's memory was too little for its stage under the plan in force; returns what is believed of it from
         now on, in words."""
-        stage = next(s for replica in self.now.plan.replicas for s in replica.stages if s.device == device)
+        stages = [stage for replica in self.now.plan.replicas for stage in replica.stages]
         stated = self._believed.device(device).memory_bytes
-        found = believed_bytes(shortage, stage.memory.total, stated)
+        planned = sum(stage.memory.total for stage in stages if stage.device == device)
+        found = believed_bytes(shortage, planned or stated, stated)
         self._memory[device] = found
         self._believed = with_memory(self._believed, self._memory)
         there = f"{format_size(shortage.capacity)} of {format_size(shortage.total)} are to be had"
