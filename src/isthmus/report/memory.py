@@ -22,7 +22,7 @@ def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[StageMemory
             peak_bytes=peaks[stage.device].size_bytes, resident=peaks[stage.device].resident,
         )
         for number, replica in enumerate(plan.replicas)
-        for index, stage in enumerate(replica.stages) if stage.device in peaks
+        for index, stage in enumerate(replica.workers) if stage.device in peaks
     )  # fmt: skip
 
 

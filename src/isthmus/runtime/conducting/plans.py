@@ -111,7 +111,7 @@ class Plans:
     def short(self, device: str, shortage: Shortage) -> str:
         """A device's memory was too little for its stage under the plan in force; returns what is believed of it from
         now on, in words."""
-        stages = [stage for replica in self.now.plan.replicas for stage in replica.stages]
+        stages = [stage for replica in self.now.plan.replicas for stage in replica.workers]
         stated = self._believed.device(device).memory_bytes
         planned = sum(stage.memory.total for stage in stages if stage.device == device)
         found = believed_bytes(shortage, planned or stated, stated)
