@@ -25,7 +25,7 @@ HOLDERS = ("d0", "d1")
 
 
 def fed_job(folder: Path, steps: int) -> Job:
-    job = make_job(folder, labels_stay=False, steps=steps, holders=HOLDERS)
+    job = make_job(folder, steps=steps, holders=HOLDERS)
     return msgspec.structs.replace(job, plan=PlanConfig(data_holder=HOLDERS, holders_data="own"))
 
 

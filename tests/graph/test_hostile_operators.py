@@ -43,7 +43,7 @@ def run(target: str, *args: Arg, inputs: dict[str, Tensor] | None = None, **kwar
         outputs={},
     )  # fmt: skip
     values = {Ref(name): value for name, value in (inputs or {}).items()}
-    return Program(stage, "eval", batch=2, device=torch.device("cpu")).run(values, 0, 0)[Ref("o")]
+    return Program(stage, "eval", batch=2).run(values, 0, 0)[Ref("o")]
 
 
 @pytest.mark.parametrize(

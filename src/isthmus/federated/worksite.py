@@ -342,7 +342,10 @@ class Worksite:
             return [NONE] * len(tasks)
         if self._states is None:
             raise UserError("algorithm: a client returned a state, but init_client gives none: return one there too")
-        numbers = self._states.write([t.client for t in tasks], self._turn.round, to_host(self._accelerator, states))
+        # What is no tensor is left as it is, to be refused by name.
+        tensors = {n: v for n, v in states.items() if isinstance(v, Tensor)}  # pyright: ignore[reportUnnecessaryIsInstance]
+        here = {**states, **to_host(self._accelerator, tensors)}
+        numbers = self._states.write([t.client for t in tasks], self._turn.round, here)
         for task, number in zip(tasks, numbers, strict=True):
             self._written.append((task.client, number))
             if task.state != NONE:
