@@ -8,12 +8,14 @@ from pathlib import Path
 import msgspec
 import torch
 
+from isthmus.cost import build_plan
 from isthmus.data.description import describe
 from isthmus.data.joined import joined_descriptions
 from isthmus.errors import PeerError
+from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.plan import load_plan
-from tests.runtime.jobs import final_weights
+from isthmus.plan import load_plan, save_plan
+from tests.runtime.jobs import final_weights, fleet_of
 from tests.runtime.joined_loop import Plain
 
 from .holders import Joined, write_samples
@@ -24,9 +26,20 @@ __all__ = ["coordinator", "opened"]  # fixtures
 HOLDERS = ("d0", "d1")
 
 
-def fed_job(folder: Path, steps: int) -> Job:
+def fed_job(folder: Path, steps: int, *, labels_stay: bool = False) -> Job:
     job = make_job(folder, steps=steps, holders=HOLDERS)
-    return msgspec.structs.replace(job, plan=PlanConfig(data_holder=HOLDERS, holders_data="own"))
+    terms = PlanConfig(data_holder=HOLDERS, holders_data="own", labels_stay=labels_stay)
+    return msgspec.structs.replace(job, plan=terms)
+
+
+def both_ends(prepared: Prepared, folder: Path) -> Path:
+    """A plan in which each holder has the first and the last stage, and d2 what is between."""
+    problem = prepared.problem(fleet_of(3))
+    legal = [cut.position for cut in cuts(Flow(prepared.captured.train, columns_first=True))]
+    assert problem.last_start is not None
+    plan = build_plan(problem, ["d0", "d2", "d0"], [legal[len(legal) // 3], problem.last_start], planner="test")
+    save_plan(plan, folder / "plan.json")
+    return folder / "plan.json"
 
 
 def read_here(job: Job, folder: Path) -> Prepared:
@@ -64,6 +77,40 @@ def test_holders_of_different_files_feed_a_device_without_any(
     assert plan.used[0] == "d0" and plan.devices[-1] == "d1"
     assert [own.train for own in plan.terms.own_samples] == [45, 18]
     equals_plain(tmp_path / "run", read_here(longer, data))
+
+
+def test_labels_and_samples_stay_with_holders_that_run_both_ends_of_the_chain(
+    joined: Joined, tmp_path: Path, coordinator: Path
+) -> None:
+    """A holder that is lost is lost with both of its stages; when it is back the run is resumed."""
+    data = tmp_path / "data"
+    joined.add("d0", write_samples(data / "d0", seed=1, count=60))
+    joined.add("d1", write_samples(data / "d1", seed=2, count=24))
+    joined.add("d2", None)
+    job = fed_job(tmp_path, steps=300, labels_stay=True)
+    job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, save_every=10))
+    prepared, run, ends = read_here(job, data), tmp_path / "run", list[Exception]()
+    plan = both_ends(prepared, tmp_path)
+
+    def running() -> None:
+        try:
+            go(job, joined, run, plan)
+        except PeerError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=running, daemon=True)
+    thread.start()
+    reached(run, 10)
+    joined.remove("d1")
+    thread.join(120)
+    assert not thread.is_alive()
+    (error,) = ends
+    assert "'d1'" in str(error) and "has data of its own" in str(error)
+    joined.add("d1", data / "d1")
+    shorter = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=60))
+    go(shorter, joined, run, resume=True)
+    assert load_plan(run / "plan.json").devices == ("d0", "d2", "d0", "d1", "d1")
+    equals_plain(run, read_here(shorter, data))
 
 
 def test_a_run_does_not_go_on_without_a_holders_samples_and_resumes_with_them(

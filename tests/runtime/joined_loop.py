@@ -42,6 +42,15 @@ class Plain:
         plain_update(self.module, self._optimizers, step, self.config, loss)
         return loss
 
+    def labels(self, steps: int) -> dict[str, list[bytes]]:
+        """Of each micro-batch that is trained on, as they would travel; by holder."""
+        size, counts = self.config.micro_batch_size, tuple(h.train for h in self._samples.holders.values())
+        found: dict[str, list[bytes]] = {name: [] for name in self._samples.holders}
+        for number in range(steps * self.config.micro_batches):
+            labels = self._batch("train", self._order.indices(number, size))["labels"]
+            found[list(found)[turn(counts, number).holder]].append(labels.numpy().tobytes())
+        return found
+
     def heldout(self, count: int) -> float:
         size, counts = self.config.micro_batch_size, tuple(h.heldout for h in self._samples.holders.values())
         batches: list[dict[str, Tensor]] = []

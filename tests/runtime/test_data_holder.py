@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import itertools
 from pathlib import Path
 
 import msgspec
@@ -9,7 +10,6 @@ import pytest
 import torch
 
 from isthmus.cost import build_plan
-from isthmus.errors import UserError
 from isthmus.job import PlanConfig, prepare
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.stages import stage_pairs
@@ -41,15 +41,29 @@ def test_labels_travel_from_the_holder_and_the_run_equals_the_plain_loop(tmp_pat
             torch.testing.assert_close(value, own[name], rtol=1e-5, atol=1e-7)
 
 
-def test_two_stages_of_a_device_are_not_run_yet(tmp_path: Path) -> None:
-    job = msgspec.structs.replace(job_of("gpt", GPT, TEXT), plan=PlanConfig(data_holder="d0", labels_stay=True))
-    prepared, fleet = prepare(job), fleet_of(2)
+def test_the_holder_runs_the_first_and_the_last_stage_where_labels_stay(tmp_path: Path) -> None:
+    """Its stages share a parameter, and compute one at a time: as the plan has it, also where speeds are emulated."""
+    job = msgspec.structs.replace(
+        job_of("gpt", GPT | {"tie_embedding": True}, TEXT, eval_every=2, eval_samples=8, save_every=1),
+        plan=PlanConfig(data_holder="d0", labels_stay=True),
+    )
+    prepared, fleet = prepare(job), fleet_of(2, 1e10)
     problem = prepared.problem(fleet)
     assert problem.last_start is not None
     plan = build_plan(problem, ["d0", "d1", "d0"], [5, problem.last_start], planner="test")
-    with pytest.raises(UserError, match=r"device 'd0' runs 2 stages, expected one.*without plan.labels_stay"):
-        train(prepared, plan, fleet, tmp_path, RunOptions(emulate=False), Watcher())
-    assert not list(tmp_path.iterdir())
+    losses: list[float | None] = []
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    outcome = train(prepared, plan, fleet, tmp_path, RunOptions(emulate=True), watcher)
+    assert outcome.outcome == "done"
+    module, expected = plain_run(job, prepared)
+    assert losses == pytest.approx(expected, rel=1e-6)
+    saved = final_weights(tmp_path)
+    for name, value in module.named_parameters():
+        torch.testing.assert_close(saved[name], value, rtol=1e-5, atol=1e-7)
+    assert {span.device for span in outcome.spans} == {"d0", "d1"} == set(outcome.peaks)
+    computed = sorted((s.start_s, s.end_s) for s in outcome.spans if s.device == "d0" and s.name in ("F", "B", "E"))
+    assert len(computed) == 2 * (2 * 4 * 2 + 4)
+    assert all(end <= start for (_, end), (start, _) in itertools.pairwise(computed)), "one at a time"
 
 
 def with_terms(folder: Path, *lines: str, planner: str = "chain") -> Path:

@@ -112,3 +112,20 @@ def test_without_other_devices_each_holder_runs_the_whole_model(tmp_path: Path) 
     prepared, followed = prepare(job), Followed()
     fed_run(prepared, 2, [], tmp_path / "run", followed.watcher)
     check_equal(prepared, followed, tmp_path / "run")
+
+
+def test_each_holder_runs_the_first_and_the_last_stage_where_labels_stay(tmp_path: Path) -> None:
+    """Tied embeddings, which the first stage of one holder lends the last stages of both; clipped gradients."""
+    job = fed_job(
+        "gpt", GPT | {"tie_embedding": True}, texts(tmp_path, [3000, 1200]), 2, steps=3, eval_every=3,
+        eval_samples=1000, clip_norm=0.1, save_every=2,
+    )  # fmt: skip
+    job = msgspec.structs.replace(job, plan=msgspec.structs.replace(job.plan, labels_stay=True))
+    prepared, followed, fleet = prepare(job), Followed(), fleet_of(3)
+    problem = prepared.problem(fleet)
+    assert problem.last_start is not None
+    plan = build_plan(problem, ["d0", "d2", "d0"], [5, problem.last_start], planner="test")
+    assert plan.devices == ("d0", "d2", "d0", "d1", "d1")
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False), followed.watcher)
+    assert outcome.outcome == "done"
+    check_equal(prepared, followed, tmp_path / "run")

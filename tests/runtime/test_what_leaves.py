@@ -15,15 +15,18 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
+from isthmus.plan.seats import seat
 from isthmus.runtime.conducting.crew import Call, LocalCrew, NoWork, Work
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.device.device import Device, Site
+from isthmus.runtime.device.process import seats
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.transport.channel import PREFIX, SocketChannel, frame
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception
 
 from .jobs import fleet_of, job_of, plain_run
+from .joined_loop import Plain
 
 FIRST_CLASS, CLASSES, FEATURES = 100, 200, 8
 
@@ -41,10 +44,11 @@ class ThreadCrew(LocalCrew, frozen=True, kw_only=True):
         listener = Listener(self.host, patience_s=call.patience_s)
         listener.start(reception.greet)
 
-        def work(name: str) -> None:
-            Device((self.host, listener.port), Site(device=name), call.run, call.patience_s).work()
+        def work(site: Site) -> None:
+            Device((self.host, listener.port), site, call.run, call.patience_s).work()
 
-        threads = [threading.Thread(target=work, args=(name,), daemon=True) for name in call.devices]
+        sites = [site for name in call.devices for site in seats(Site(device=name), call.stages.get(name, 1))]
+        threads = [threading.Thread(target=work, args=(site,), daemon=True) for site in sites]
         for thread in threads:
             thread.start()
         try:
@@ -111,3 +115,41 @@ def test_no_sample_leaves_and_labels_do_only_where_the_job_lets_them(
     fingerprints = [load_dataset(spec, split).fingerprint.encode() for split in ("train", "heldout")]
     assert not [f for f in fingerprints if f in sent or bytes.fromhex(f.decode()) in sent]
     assert losses == pytest.approx(plain_run(job, prepared)[1], rel=1e-6)
+
+
+@pytest.mark.parametrize("labels_stay", [True, False])
+def test_of_holders_with_their_own_files_nothing_leaves_that_should_stay(
+    labels_stay: bool, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """Each runs the first stage, and where labels stay the last one too, for a third device that has no data."""
+    draw, pixels, own = np.random.default_rng(0), list[np.ndarray](), dict[str, dict[str, object]]()
+    for name, count in (("d0", 40), ("d1", 20)):
+        pixels.append(draw.standard_normal((count, FEATURES), dtype=np.float32))
+        labels = draw.integers(FIRST_CLASS, CLASSES, count)
+        np.savez(tmp_path / f"{name}.npz", pixel_values=pixels[-1], labels=labels)
+        own[name] = {"path": str(tmp_path / f"{name}.npz")}
+    spec = DataSpec(kind="npz", options={"path": "none.npz", "holdout": 0.2}, of=own)
+    mlp: dict[str, object] = {"features": FEATURES, "width": 8, "layers": 3, "classes": CLASSES}
+    job = job_of("mlp", mlp, spec, steps=6, eval_every=2, eval_samples=8, save_every=2)
+    terms = PlanConfig(data_holder=("d0", "d1"), holders_data="own", labels_stay=labels_stay)
+    job = msgspec.structs.replace(job, plan=terms)
+    prepared, fleet = prepare(job), fleet_of(3)
+    problem = prepared.problem(fleet)
+    legal = [cut.position for cut in cuts(Flow(prepared.captured.train, columns_first=True))]
+    last = problem.last_start or legal[-1]
+    order = ["d0", "d2", "d0"] if labels_stay else ["d0", "d2"]
+    plan = build_plan(problem, order, [legal[len(legal) // 3], last][: len(order) - 1], planner="test")
+    frames, losses = recorded(monkeypatch), list[float | None]()
+    watcher = Watcher(advanced=lambda item, loss, spans: losses.append(loss) if item.kind == "train" else None)
+    outcome = train(prepared, plan, fleet, tmp_path / "run", RunOptions(emulate=False, crew=ThreadCrew()), watcher)
+    assert outcome.outcome == "done", outcome.reason
+    sent, plain = b"".join(told for _, told in frames), Plain(prepared)
+    assert len(sent) > 10_000, "the recorder sees something"
+    assert not [row for row in np.concatenate(pixels) if row.tobytes() in sent], "no raw sample, to nobody"
+    for holder, labels in plain.labels(job.training.steps).items():
+        inside = f"device {seat(holder, 1)!r}"  # what a holder's stages send each other does not leave it
+        kept, away = (b"".join(told for to, told in frames if (to == inside) is here) for here in (True, False))
+        assert len(labels) > 5 and len(away) > 10_000
+        assert all((each in kept) is labels_stay for each in labels)
+        assert all((each in away) is not labels_stay for each in labels), f"labels of {holder}"
+    assert losses == pytest.approx([plain.step(step) for step in range(job.training.steps)], rel=1e-6)

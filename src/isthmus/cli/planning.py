@@ -20,7 +20,7 @@ from isthmus.planners import plan as make_plan
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.run import run_spec
-from isthmus.runtime.conducting.stages import refuse_shared_devices, stage_pairs
+from isthmus.runtime.conducting.stages import stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Span, Trace, busy_share, steady_step_s
 from isthmus.units import format_duration
@@ -74,12 +74,10 @@ def plan_for(prepared: Prepared, fleet: Fleet, document: Path | None = None) -> 
     """
     if document is None:
         plan = make(prepared.job, prepared.problem(fleet))
-        refuse_shared_devices(plan, f"planner {prepared.job.planner!r}")
         check_feedback(prepared, plan, fleet)
         return plan
     plan = read_plan(prepared.job, fleet, document)
     problem = prepared.problem(fleet).cut_into(plan.micro_batches)
-    refuse_shared_devices(plan, f"plan file {document}")
     for number, replica in enumerate(plan.replicas):
         _check_covers(replica, len(problem.flow.operators) - 1, f"plan file {document}: replicas[{number}]")
     try:

@@ -44,13 +44,13 @@ def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders
 
 def copies_sync(flow: Flow, fleet: Fleet, terms: Terms, stages: Sequence[StageGraph]) -> Sync:
     """What the copies of a chain's first stage sum in every step, and where labels stay those of its last."""
-    copied = {0, len(stages) - 1} if terms.labels_stay else {0}
-    names = [
-        op.name
-        for number in sorted(copied) for op in stages[number].variables()
-        if trainable(op) and op.name not in stages[number].borrows
-    ]  # fmt: skip
-    return grouped(flow, fleet, dict.fromkeys(names, (terms.feeders, (0,))), "gradients", 1)
+    groups: list[SyncGroup] = []
+    for number in sorted({0, len(stages) - 1} if terms.labels_stay else {0}):
+        stage = stages[number]
+        names = [op.name for op in stage.variables() if trainable(op) and op.name not in stage.borrows]
+        summed = grouped(flow, fleet, dict.fromkeys(names, (terms.feeders, (0,))), "gradients", 1).groups
+        groups += [msgspec.structs.replace(group, stage=number) for group in summed]
+    return Sync(groups=tuple(groups))
 
 
 def _steps(policy: SyncPolicy, count: int) -> list[int]:

@@ -16,9 +16,10 @@ from isthmus.plan.collective import Collective
 from isthmus.plan.compression import Compression
 from isthmus.plan.outer import Outer
 from isthmus.plan.schedule import Schedule
+from isthmus.plan.seats import seats_of
 from isthmus.plan.terms import Terms
 
-PLAN_VERSION = 6
+PLAN_VERSION = 7
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -179,6 +180,8 @@ class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
     collective: Collective = Collective()
     iterations: tuple[NotNegative, ...] = (0,)
     """In which steps of a period."""
+    stage: int | None = None
+    """Whose copies are summed; None where replicas are."""
 
 
 Averages = Literal["gradients", "parameters", "deltas"]
@@ -273,9 +276,21 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return tuple(dict.fromkeys(self.devices))
 
     @property
-    def first_workers(self) -> dict[str, int]:
-        """The first stage on each device, as workers are counted: the last there to have all its gradients."""
-        return {device: worker for worker, device in reversed(list(enumerate(self.devices)))}
+    def seats(self) -> tuple[str, ...]:
+        """Of all workers: the names under which they take part in a run."""
+        return seats_of(self.devices)
+
+    def members(self, group: SyncGroup) -> tuple[int, ...]:
+        """The workers that sum: the copies of the group's stage, or of each device the first stage, the last there to
+        have all its gradients. UserError for a device without any."""
+        devices = self.devices
+        chosen = list(range(len(devices)))
+        if group.stage is not None:
+            chosen = [worker for worker, stage in enumerate(self.replica.stage_of) if stage == group.stage]
+        workers = {devices[worker]: worker for worker in reversed(chosen)}
+        if unknown := [device for device in group.devices if device not in workers]:
+            raise UserError(f"got device {unknown[0]!r}, expected one that has a stage")
+        return tuple(workers[device] for device in group.devices)
 
     def boundaries(self) -> list[int]:
         """First operator number of every stage but the first."""

@@ -401,29 +401,31 @@ class Coordinator:
         return self._hold() if following is None or following.reached() == self._leases.last_step else []
 
     def _on_lost(self, lost: Lost) -> Out:
-        device, reason = lost.device, lost.reason
+        device, reason, gone = lost.device, lost.reason, {lost.device, *lost.seats}
         if not self.survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
         self._recalls.lost(device, reason, returns=lost.returns)
-        concerns = device in self._present or device in self.awaited or self._phase == "recalling"
-        self._forget(device)
+        concerns = bool(gone & (self._present | self.awaited)) or self._phase == "recalling"
+        for name in gone:
+            self._forget(name)
+        fences: Out = [Fence(name) for name in sorted(gone)]
         if not concerns:
-            return [Fence(device)]
+            return fences
         at_work = self._phase in ("running", "settling", "closing")
-        if at_work and device not in self.devices:
+        if at_work and gone.isdisjoint(self.devices):
             if self._next is not None:
-                return [Fence(device)]
+                return fences
             asked_meanwhile = self._following is not None  # and told to come back when the change of plan is over
-            out: Out = [Fence(device), *self._lend_no_more()]
+            out: Out = [*fences, *self._lend_no_more()]
             if self._phase == "settling":
                 return out if self._leases.open else out + self._move()
             return out + self._reconsider() if asked_meanwhile else out
         self._reason = f"device {device!r} was lost: {reason}"
-        if self._phase == "joining" and not self._began and device in self.devices:
+        if self._phase == "joining" and not self._began and not gone.isdisjoint(self.devices):
             self._began = True  # it never came: go on with those who did
         if self._attempts.lost(device):
             return self._end("lost", f"{self._reason}; {self._attempts.fruitless} attempts to go on did no step")
-        return [Fence(device), *self._hold()]
+        return [*fences, *self._hold()]
 
     def _on_step_failed(self, device: str, failure: StepFailure) -> Out:
         if self._phase not in ("placing", "running", "settling", "closing"):

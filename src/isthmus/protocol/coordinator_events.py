@@ -49,6 +49,8 @@ class StepFailed(Event, frozen=True, kw_only=True):
 class Lost(Event, frozen=True, kw_only=True):
     device: str
     reason: str
+    seats: tuple[str, ...] = ()
+    """Of its further stages: they are lost with it."""
     returns: bool = False
     """Whether its machine is there, so that it will be offered again."""
 

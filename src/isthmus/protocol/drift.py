@@ -155,7 +155,8 @@ class Drift:
     def __init__(self, fleet: Fleet) -> None:
         self._fleet = fleet
         self._gauges: dict[Key, Gauge] = {}
-        self._stages: dict[str, Stage] = {}
+        self._flops: dict[str, tuple[float, float]] = {}
+        """By device, of a forward and a backward: the mean of its stages, which do the same micro-batches."""
         self._sums: dict[int, dict[Key, _Sum]] = {}
         self._halves: dict[int, dict[tuple[str, str, str, int], Span]] = {}
         """Of messages that one end has reported, by step: that end's span by source, target, name and micro-batch."""
@@ -165,7 +166,13 @@ class Drift:
 
     def begin(self, plan: Plan, step: int) -> None:
         """A plan is in force from this step on. The step itself is not measured: its devices and links are cold."""
-        self._stages = {stage.device: stage for replica in plan.replicas for stage in replica.workers}
+        stages: defaultdict[str, list[Stage]] = defaultdict(list)
+        for stage in (stage for replica in plan.replicas for stage in replica.workers):
+            stages[stage.device].append(stage)
+        self._flops = {
+            device: (statistics.mean(s.flops_forward for s in own), statistics.mean(s.flops_backward for s in own))
+            for device, own in stages.items()
+        }
         self._first = step + 1
         self._sums.clear()
         self._halves.clear()
@@ -233,14 +240,15 @@ class Drift:
         return corrected(self._fleet, speeds, bandwidths) if speeds else None
 
     def _computed(self, span: Span) -> None:
-        stage = self._stages.get(span.device)
-        if stage is not None and span.name in ("F", "B"):
-            flops = stage.flops_forward if span.name == "F" else stage.flops_backward
-            self._sum(span.step, span.device).add(flops, span.end_s - span.start_s, span.end_s)
+        flops = self._flops.get(span.device)
+        if flops is not None and span.name in ("F", "B"):
+            self._sum(span.step, span.device).add(flops[span.name == "B"], span.end_s - span.start_s, span.end_s)
 
     def _carried(self, span: Span) -> None:
         sends = span.track == "send"
         source, target = (span.device, span.other) if sends else (span.other, span.device)
+        if source == target:  # between two stages of one device
+            return
         key = (source, target, span.name, span.micro_batch)
         halves = self._halves.setdefault(span.step, {})
         other = halves.pop(key, None)

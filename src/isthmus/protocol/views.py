@@ -78,17 +78,17 @@ def _shifted(view: StageView, first: int) -> StageView:
 
 def _groups(plan: Plan) -> dict[int, tuple[GroupView, ...]]:
     """Each worker's groups."""
-    workers = plan.first_workers
     found: dict[int, tuple[GroupView, ...]] = {}
     for number, group in enumerate(plan.sync.groups):
-        if unknown := [d for d in group.devices if d not in workers]:
-            raise UserError(f"plan: sync: group {number}: got device {unknown[0]!r}, expected one that has a stage")
+        try:
+            members = plan.members(group)
+        except UserError as e:
+            raise UserError(f"plan: sync: group {number}: {e}") from None
         if not group.iterations or max(group.iterations) >= plan.sync.period:
             raise UserError(
                 f"plan: sync: group {number}: iterations: got {list(group.iterations)}, "
                 f"expected some of 0..{plan.sync.period - 1}"
             )
-        members = [workers[d] for d in group.devices]
         for member, its in zip(members, rounds(group.collective, len(members)), strict=True):
             view = GroupView(
                 group=number, rounds=tuple(_among(r, members) for r in its), iterations=group.iterations

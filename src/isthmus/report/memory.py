@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
@@ -15,10 +16,14 @@ from isthmus.units import format_size
 
 
 def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[StageMemoryUse, ...]:
-    """Of those stages of the plan whose devices told their peaks."""
+    """Of those stages of the plan whose devices told their peaks; of a device with several stages, all together."""
+    planned: Counter[str] = Counter()
+    for replica in plan.replicas:
+        for stage in replica.workers:
+            planned[stage.device] += stage.memory.total
     return tuple(
         StageMemoryUse(
-            device=stage.device, replica=number, stage=index, predicted_bytes=stage.memory.total,
+            device=stage.device, replica=number, stage=index, predicted_bytes=planned[stage.device],
             peak_bytes=peaks[stage.device].size_bytes, resident=peaks[stage.device].resident,
         )
         for number, replica in enumerate(plan.replicas)

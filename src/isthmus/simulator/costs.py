@@ -76,9 +76,9 @@ def _parcel_sizes(plan: Plan) -> dict[tuple[Parcel, int, int], int]:
 
 def _part_sizes(plan: Plan) -> dict[tuple[int, int, int, int], int]:
     """By group, round, source and target."""
-    workers = plan.first_workers
     found: dict[tuple[int, int, int, int], int] = {}
     for number, group in enumerate(plan.sync.groups):
+        workers = dict(zip(group.devices, plan.members(group), strict=True))
         for turn, sent in enumerate(messages(group)):
             found |= {(number, turn, workers[a], workers[b]): size for a, b, size in sent}
     return found

@@ -16,6 +16,7 @@ import msgspec
 from isthmus.errors import InternalError, UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.plan.plan import Plan
+from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
     CoordinatorEvent,
@@ -62,7 +63,6 @@ from isthmus.protocol.worker import Worker, WorkerStatistics
 from isthmus.simulator.clock import Clock
 from isthmus.simulator.costs import Costs
 from isthmus.simulator.jitter import Jitter
-from isthmus.simulator.lanes import ComputeLane
 from isthmus.simulator.network import Network, Transmission
 from isthmus.simulator.options import Fault, SimulationOptions
 from isthmus.trace import Span, Trace

@@ -13,6 +13,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
+from isthmus.plan.seats import device_of, is_first
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (
@@ -54,7 +55,7 @@ from isthmus.protocol.coordinator_events import (
     StepFailed,
 )
 from isthmus.protocol.work import Item
-from isthmus.runtime.conducting.crew import NoWork, Work
+from isthmus.runtime.conducting.crew import NoWork, Work, ways_of
 from isthmus.runtime.conducting.deadlines import Deadlines
 from isthmus.runtime.conducting.link_trials import LinkTrials
 from isthmus.runtime.conducting.losses import Losses, without_name
@@ -213,7 +214,8 @@ class Conductor:
         """Who is lost, and who could work."""
         machine = self.machine
         phase = machine.statistics().phase
-        for device, why in self._deadlines.missed(phase, machine.awaited, now_s, self._work.starting):
+        awaited = {device_of(seat) for seat in machine.awaited}
+        for device, why in self._deadlines.missed(phase, awaited, now_s, self._work.starting):
             self._losses.vanished(device, why)
         for device in machine.awaited if phase == "recalling" else ():
             if not self._work.returns(device):
@@ -227,17 +229,23 @@ class Conductor:
                     lane.put(HaltMessage(run=self._run))
                 return Finish("lost", str(self._verdict))
             for_good = self._losses.for_good  # one that cannot work is not asked again
-            self.reception.forget(device, for_good=for_good)
+            known = {*self._lanes, *machine.devices, *machine.awaited}
+            further = tuple(seat for seat in sorted(known - {device}) if device_of(seat) == device)
+            for name in (device, *further):
+                self.reception.forget(name, for_good=for_good)
             self._losses.settled(device)
             returns = self._work.returns(device) and not for_good and phase != "recalling"  # is not waited for twice
-            return self._handle(Lost(device=device, reason=without_name(self._verdict, device), returns=returns))
+            reason = without_name(self._verdict, device)
+            return self._handle(Lost(device=device, reason=reason, seats=further, returns=returns))
         if self._trials.look(self._work, running=phase == "running"):
             self._heard.put(Changed())
         offers = {d for d in self._work.offers() if d not in self._lanes and self._script.is_known(d)}
         fresh, self._offered = offers - self._offered, offers
         finish: Finish | None = None
         wishes = [Offered(device=device) for device in sorted(fresh)]
-        for event in (*wishes, *(Leaving(device=device) for device in self._work.leaving() if device in self._lanes)):
+        leaving = frozenset(self._work.leaving())
+        gone = [Leaving(device=seat) for seat in list(self._lanes) if device_of(seat) in leaving]
+        for event in (*wishes, *gone):
             finish = self._handle(event) or finish
         return finish
 
@@ -277,14 +285,15 @@ class Conductor:
             return [self._joined(device, message)]
         if device not in self._lanes:
             return []  # of one that was fenced meanwhile
-        epoch = message.epoch if isinstance(message, msgspec.Struct) else 0
+        epoch, owner = message.epoch if isinstance(message, msgspec.Struct) else 0, device_of(device)
         match message:
             case None:
-                self._losses.vanished(device, "its connection closed")
+                self._losses.vanished(owner, "its connection closed")
             case Exception():
-                self._losses.vanished(device, str(message).removeprefix(f"device {device!r}: "))
+                self._losses.vanished(owner, str(message).removeprefix(f"device {device!r}: "))
             case ReadyMessage(ways=ways):
-                self._work.linked(device, [way for way in ways if way.device in self.machine.devices])
+                if is_first(device):
+                    self._work.linked(device, ways_of(device, ways, self.machine.devices))
                 return [Ready(device=device, epoch=epoch)]
             case HeldMessage(holdings=holdings):
                 return [Held(device=device, holdings=holdings, epoch=epoch)]
@@ -304,25 +313,25 @@ class Conductor:
                 if message.item != self._reports.get(device) or message.item not in self._items:
                     expected = self._reports.get(device)
                     failure = PeerError(f"device {device!r}: reported item {message.item}, not {expected}")
-                    self._losses.told(device, failure)
+                    self._losses.told(owner, failure)
                     return []
                 return [self._reported(device, message, tensors)]
             case Failed(fault="other"):
                 if epoch == self.machine.epoch:
-                    self._losses.blames(device, message.reason)
+                    self._losses.blames(owner, message.reason)
             case Failed(failure=StepFailure() as failure):
                 if epoch == self.machine.epoch:
-                    self._losses.settled(device)  # whoever worked with it blames it now
+                    self._losses.settled(owner)  # whoever worked with it blames it now
                     if message.shortage is not None:
                         self._short = True
                         self._script.short(device, message.shortage)
                     self._verdict = PeerError(f"device {device!r}: {failure.reason}")
                     return [StepFailed(device=device, failure=failure, epoch=epoch)]
             case Failed(starts_again=True):
-                self._losses.failed(device, message.reason)
+                self._losses.failed(owner, message.reason)
             case Failed():
                 family = UserError if message.fault == "user" else PeerError
-                self._losses.told(device, family(f"device {device!r}: {message.reason}"))
+                self._losses.told(owner, family(f"device {owner!r}: {message.reason}"))
             case _:
                 pass
         return []
@@ -336,8 +345,10 @@ class Conductor:
 
     def _reported(self, device: str, message: ReportMessage, tensors: list[Tensor]) -> Reported:
         self._reports[device] = message.item + 1
-        self._fresh += [self._localise(span) for span in message.spans]
-        self._late_s[device] = self._late_s.get(device, 0.0) + message.late_s
+        told = map(self._localise, message.spans)
+        self._fresh += [s for s in told if s.other != s.device]  # what stays in a device is on no link
+        owner = device_of(device)
+        self._late_s[owner] = self._late_s.get(owner, 0.0) + message.late_s
         item = self._items[message.item]
         if item.kind == "save":
             state = {h.name: t for h, t in zip(message.tensors, tensors, strict=True)}
@@ -351,7 +362,8 @@ class Conductor:
         """A device speaks of items and of the machine's clock; a trace of steps and of the run's."""
         item = self._items.get(span.step)
         return msgspec.structs.replace(
-            span, step=item.step if item is not None else -1,
+            span, step=item.step if item is not None else -1, device=device_of(span.device),
+            other=device_of(span.other),
             start_s=span.start_s - self._origin_s, end_s=span.end_s - self._origin_s,
         )  # fmt: skip
 
@@ -386,7 +398,8 @@ class Conductor:
                     self._disturb()
                 self._planners.start(partial(self._plan, instruction, epoch), "planner")
             case Call(device=device):
-                self._work.call(device)
+                if is_first(device):  # its other seats come with it
+                    self._work.call(device)
             case Recall(devices=devices, count=count, most=most, reasons=reasons):
                 again = f"calling {', '.join(devices)} again, attempt {count} of {most}"
                 self._script.note(f"too few devices are left ({reasons}): {again}")

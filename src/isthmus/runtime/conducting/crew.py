@@ -14,6 +14,7 @@ import msgspec
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
 from isthmus.errors import IsthmusError
+from isthmus.plan.seats import device_of
 from isthmus.runtime.conducting.holders import Asks
 from isthmus.runtime.messages.run import Way
 from isthmus.runtime.processes.describing import described_at
@@ -34,6 +35,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     threads: int
     logs: Path
     """Where what devices write to standard error goes, as far as it is written on this machine."""
+    stages: Mapping[str, int] = {}
+    """By device that may get several at once: how many."""
 
 
 class Work(Protocol):
@@ -56,7 +59,7 @@ class Work(Protocol):
         ...
 
     def call(self, device: str) -> None:
-        """Have one of them come to the reception."""
+        """Have one of them come to the reception, with all its seats."""
         ...
 
     def leaving(self) -> Collection[str]:
@@ -70,6 +73,12 @@ class Work(Protocol):
     def linked(self, device: str, ways: Sequence[Way]) -> None:
         """The device has a stage, and has got to others in these ways."""
         ...
+
+
+def ways_of(device: str, ways: Sequence[Way], seats: Collection[str]) -> list[Way]:
+    """Of the ways that a device has taken those to other devices with one of these seats, each once."""
+    found = {device_of(way.device): way for way in ways if way.device in seats}
+    return [msgspec.structs.replace(way, device=other) for other, way in found.items() if other != device]
 
 
 class NoWork:
@@ -241,4 +250,5 @@ class _LocalWork:
 
     def call(self, device: str) -> None:
         self._ended_s.pop(device, None)
-        self._launcher.start(device, self._crew.places.get(device, Place()))
+        place = self._crew.places.get(device, Place())
+        self._launcher.start(device, place, self._call.stages.get(device, 1))

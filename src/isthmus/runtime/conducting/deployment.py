@@ -13,13 +13,14 @@ from isthmus.errors import PeerError
 from isthmus.fleet import Fleet, Link, changed
 from isthmus.job import Prepared, terms_of
 from isthmus.plan import Packing, Plan, Stage
+from isthmus.plan.seats import device_of
 from isthmus.planners import whole_replicas
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.leaving import protection
 from isthmus.runtime.conducting.script import Address
-from isthmus.runtime.conducting.stages import StagePair, refuse_shared_devices, stage_pairs
+from isthmus.runtime.conducting.stages import StagePair, stage_pairs
 from isthmus.runtime.messages.assignment import Assignment, Emulation, GroupShare, Mirror, Neighbour
 from isthmus.runtime.transport.braid import strands_for
 from isthmus.training.checkpoint import OPTIMIZER
@@ -47,7 +48,6 @@ class Deployment:
         self, prepared: Prepared, plan: Plan, fleet: Fleet, *, emulated: Fleet | None = None, number: int = 0
     ) -> None:
         """`fleet` is what is believed of the devices, `emulated` what they play; `number` tells plans apart."""
-        refuse_shared_devices(plan)
         check_feedback(prepared, plan, fleet)
         self.plan = plan
         self.job = prepared.job
@@ -59,7 +59,7 @@ class Deployment:
             plan, prepared.captured, clips=training.clip_norm > 0, skips=training.leaves_out,
             scales=training.loss_scaling is not None,
         )
-        self.by_device = dict(zip(plan.devices, self.stages, strict=True))
+        self.by_seat = dict(zip(plan.seats, self.stages, strict=True))
         self.protection = protection(prepared, plan, self.stages, terms_of(self.job, fleet).data_holders)
         counts = [replica.micro_batches for replica in plan.replicas]
         each = zip(shares(counts, self.job.micro_batch_size), plan.replicas, strict=True)
@@ -70,7 +70,7 @@ class Deployment:
         } | {LOSS_SCALE: LOSS_SCALE_SHAPE}  # fmt: skip
         self._mirrors = self._chosen_mirrors()
         self.layout = Layout(
-            parts={device: pair.written for device, pair in self.by_device.items()}, mirrors=self._mirrors,
+            parts={seat: pair.written for seat, pair in self.by_seat.items()}, mirrors=self._mirrors,
             keep_every=self._keep_every(), period=plan.sync.period, number=number,
             repeats=plan.sync.averages == "gradients",
         )  # fmt: skip
@@ -101,23 +101,28 @@ class Deployment:
     # Snapshots
 
     def _chosen_mirrors(self) -> dict[str, str]:
-        """Per device who keeps a copy of its snapshots: the neighbour with the best link to it. None where other
-        replicas or copies hold the same: all steps long, or at the end of each period, but for what optimizers
-        remember."""
+        """Per seat who keeps a copy of its snapshots: the neighbour on another device with the best link to it. None
+        where other replicas or copies hold the same: all steps long, or at the end of each period, but for what
+        optimizers remember."""
         if len(self.plan.replicas) > 1 or not self.job.runtime.snapshots:
             return {}
-        devices, found = self.plan.devices, dict[str, str]()
-        for device, pair in self.by_device.items():
-            near = [devices[stage] for stage in sorted(self._others(pair))]
+        seats, found = self.plan.seats, dict[str, str]()
+        for seat, pair in self.by_seat.items():
+            others = (seats[stage] for stage in sorted(self._others(pair)))
+            near = [other for other in others if device_of(other) != device_of(seat)]
             if near and pair.written and not pair.view.groups:
-                found[device] = max(near, key=lambda d: self.fleet.link(device, d).bandwidth_bytes_per_s)
+                found[seat] = max(near, key=lambda other: self._bandwidth(seat, other))
         return found
+
+    def _bandwidth(self, seat: str, other: str) -> float:
+        """Bytes/s from one to another, on two devices."""
+        return self.fleet.link(device_of(seat), device_of(other)).bandwidth_bytes_per_s
 
     def _keep_every(self) -> int:
         """Steps between snapshots: as the job says, or as the links have room for. 0 where none would help: a device
         alone has nobody to keep a copy."""
         runtime = self.job.runtime
-        if not runtime.snapshots or len(self.by_device) == 1:
+        if not runtime.snapshots or len(self.by_seat) == 1:
             return 0
         period = self.plan.sync.period
         every = runtime.snapshot_every or self._affordable()
@@ -128,8 +133,8 @@ class Deployment:
         step_s = self.plan.predicted.step_s
         steps = [LEAST_INTERVAL_S / step_s] if step_s > 0 else [1.0]
         for device, mirror in self._mirrors.items():
-            bandwidth = self.fleet.link(device, mirror).bandwidth_bytes_per_s
-            stages = self.by_device[device].view.stage, self.by_device[mirror].view.stage
+            bandwidth = self._bandwidth(device, mirror)
+            stages = self.by_seat[device].view.stage, self.by_seat[mirror].view.stage
             busy_s = self._crossing_bytes(*stages) / 2 / bandwidth
             spare = max(LEAST_SPARE, 1.0 - busy_s / step_s) if step_s > 0 else 1.0
             steps.append(self.state_bytes(device) / (bandwidth * spare * SPARE_SHARE) / max(step_s, 1e-9))
@@ -137,7 +142,7 @@ class Deployment:
 
     def state_bytes(self, device: str) -> int:
         """Of a device's part of a snapshot, about."""
-        return self._bytes_of(self.by_device[device].written)
+        return self._bytes_of(self.by_seat[device].written)
 
     def _bytes_of(self, parts: Collection[str]) -> int:
         """Master weights and the optimizer's tensors."""
@@ -155,13 +160,14 @@ class Deployment:
         is waited for as long as one step's gradients take; it cannot if that is longer than a step.
         """
         found = [0.0]
-        for device, parts in self.layout.parts.items():
+        for seat, parts in self.layout.parts.items():
+            device = device_of(seat)
             near = [self.fleet.link(d, device).bandwidth_bytes_per_s for d in self.fleet.names if d != device]
-            missing = parts - now.layout.parts.get(device, frozenset())
+            missing = parts - now.layout.parts.get(seat, frozenset())
             if not near or not missing:
                 continue
             gradients_s = self._elements(missing) * FLOAT32_BYTES / max(near)
-            follows = now.layout.repeats and device not in now.layout.parts and gradients_s < now.plan.predicted.step_s
+            follows = now.layout.repeats and seat not in now.layout.parts and gradients_s < now.plan.predicted.step_s
             found.append(gradients_s if follows else 2 * self._bytes_of(missing) / max(near))
         return max(found)
 
@@ -178,10 +184,10 @@ class Deployment:
         positions = self._norm_positions()
         found: dict[str, Assignment] = {}
         stages = (stage for replica in self.plan.replicas for stage in replica.workers)
-        for stage, pair in zip(stages, self.stages, strict=True):
+        for stage, (seat, pair) in zip(stages, self.by_seat.items(), strict=True):
             view = pair.view
-            found[stage.device] = Assignment(
-                run=run, epoch=epoch, start_step=start_step, device=stage.device, view=view, train=pair.train,
+            found[seat] = Assignment(
+                run=run, epoch=epoch, start_step=start_step, device=seat, view=view, train=pair.train,
                 evaluation=pair.evaluation,
                 placeholders={column: op.name for column, op in placeholders.items()},
                 column_dtypes={column: op.outputs[0].dtype for column, op in placeholders.items()},
@@ -195,11 +201,11 @@ class Deployment:
                 norm_positions={s: positions[s] for s in (view.stage, *view.others)},
                 memory_bytes=stage.memory.total, threads=self.job.runtime.threads, patience_s=self.job.patience_s,
                 evaluates=self.job.training.eval_every > 0, share=self._shares[view.stage],
-                groups=self._groups(stage.device), outer=self.plan.sync.outer, saves=self.saves(pair),
-                mirror=self._mirror(stage.device),
+                groups=self._groups(view.stage), outer=self.plan.sync.outer, saves=self.saves(pair),
+                mirror=self._mirror(seat),
                 mirrored={
-                    self.by_device[of].view.stage: self.shapes(self.by_device[of].written)
-                    for of, m in self._mirrors.items() if m == stage.device
+                    self.by_seat[of].view.stage: self.shapes(self.by_seat[of].written)
+                    for of, m in self._mirrors.items() if m == seat
                 },
             )  # fmt: skip
         return found
@@ -220,15 +226,18 @@ class Deployment:
         )  # fmt: skip
 
     def _shaped(self, source: str, target: str) -> tuple[tuple[int, Link], ...]:
+        """The emulated link from one device to another; none inside a device."""
+        if source == target:
+            return ()
         return tuple((step, fleet.link(source, target)) for step, fleet in self._phases())
 
     def _mirror(self, device: str) -> Mirror | None:
         if device not in self._mirrors or not self.layout.keep_every:
             return None
         mirror = self._mirrors[device]
-        stretch = int(self.fleet.link(device, mirror).bandwidth_bytes_per_s * STRETCH_S)
+        stretch = int(self._bandwidth(device, mirror) * STRETCH_S)
         return Mirror(
-            stage=self.by_device[mirror].view.stage, every=self.layout.keep_every,
+            stage=self.by_seat[mirror].view.stage, every=self.layout.keep_every,
             stretch_bytes=min(MOST_STRETCH_BYTES, max(LEAST_STRETCH_BYTES, stretch)),
         )  # fmt: skip
 
@@ -247,11 +256,11 @@ class Deployment:
         place = {name: i for i, name in enumerate(owned)}
         return [tuple(place[name] for name in pair.owned) for pair in self.stages]
 
-    def _groups(self, device: str) -> tuple[GroupShare, ...]:
+    def _groups(self, worker: int) -> tuple[GroupShare, ...]:
         return tuple(
             GroupShare(group=number, parameters=group.parameters, elements=group.size_bytes // FLOAT32_BYTES)
             for number, group in enumerate(self.plan.sync.groups)
-            if device in group.devices
+            if worker in self.plan.members(group)
         )
 
     def saves(self, pair: StagePair) -> tuple[str, ...] | None:
@@ -272,18 +281,18 @@ class Deployment:
         return wanted
 
     def _neighbours(self, pair: StagePair, addresses: Mapping[str, Address]) -> tuple[Neighbour, ...]:
-        view, devices = pair.view, self.plan.devices
+        view, devices, seats = pair.view, self.plan.devices, self.plan.seats
         found: list[Neighbour] = []
         for stage in sorted(self._others(pair)):
-            device = devices[stage]
-            address = addresses[device]
-            shapes = self._shaped(devices[view.stage], device)
+            here, there = devices[view.stage], devices[stage]
+            address = addresses[seats[stage]]
+            shapes = self._shaped(here, there)
             found.append(Neighbour(
-                stage=stage, device=device, host=address.host, port=address.port, id=address.id,
+                stage=stage, device=seats[stage], host=address.host, port=address.port, id=address.id,
                 shape=shapes[0][1] if shapes else None, later=shapes[1:],
                 sent=self._packing(view.stage, stage), received=self._packing(stage, view.stage),
                 window_bytes=self._window(view.stage, stage),
-                strands=strands_for(self.fleet.link(devices[view.stage], device)),
+                strands=1 if here == there else strands_for(self.fleet.link(here, there)),
             ))  # fmt: skip
         return tuple(found)
 
@@ -302,8 +311,7 @@ class Deployment:
     def _window(self, a: int, b: int) -> int:
         """Room for every micro-batch that can be in flight between two stages, both graphs, shared parameters and
         sums."""
-        pair = {self.plan.devices[a], self.plan.devices[b]}
-        sums = sum(g.size_bytes for g in self.plan.sync.groups if pair <= set(g.devices))
+        sums = sum(g.size_bytes for g in self.plan.sync.groups if {a, b} <= set(self.plan.members(g)))
         return SPARE_WINDOW_BYTES + self._crossing_bytes(a, b) + 2 * sums
 
     def _crossing_bytes(self, a: int, b: int) -> int:
@@ -325,18 +333,18 @@ class Deployment:
     def needs(self, device: str) -> tuple[frozenset[str], tuple[str, ...]]:
         """Names of the variables that a device's stage uses, and what those of optimizer state begin with that it
         owns."""
-        pair = self.by_device[device]
+        pair = self.by_seat[device]
         names = frozenset(op.target for op in (*pair.train.variables(), *pair.evaluation.variables()))
         return names | (pair.written & {LOSS_SCALE}), tuple(f"{OPTIMIZER}{name}." for name in pair.owned)
 
     def replica(self, device: str) -> int:
         firsts = sorted({p.view.first for p in self.stages})
-        return firsts.index(self.by_device[device].view.first)
+        return firsts.index(self.by_seat[device].view.first)
 
     def check_state(self, device: str, tensors: Sequence[TensorHeader]) -> None:
         """PeerError unless they are the device's part of a checkpoint."""
-        saves = self.saves(self.by_device[device])
-        check_state({n: self._shapes[n] for n in (self.by_device[device].written if saves is None else saves)}, tensors)
+        saves = self.saves(self.by_seat[device])
+        check_state({n: self._shapes[n] for n in (self.by_seat[device].written if saves is None else saves)}, tensors)
 
     def check_parts(self, tensors: Sequence[TensorHeader]) -> None:
         """PeerError unless they are parts of the model that training changes."""

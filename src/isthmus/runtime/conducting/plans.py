@@ -10,6 +10,7 @@ from collections.abc import Callable, Sequence
 from isthmus.fleet import Fleet, changed, with_memory
 from isthmus.job import Prepared
 from isthmus.plan import Plan
+from isthmus.plan.seats import device_of, is_first
 from isthmus.protocol import Layout
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.drift import Drift, Figure, differs
@@ -68,7 +69,7 @@ class Plans:
         """A plan for these devices, and whether it is worth the change. UserError when there is none."""
         assert self._replan is not None, "a run that cannot plan again does not ask"
         with self._making:
-            fleet = self._believed.subset(wanted.devices)
+            fleet = self._believed.subset(filter(is_first, wanted.devices))
             plan = self.now.of_whole_replicas(fleet) if wanted.waits else None
             number = max(self._made) + 1
             found = self._deployment(plan or self._replan(fleet), number)
@@ -111,6 +112,7 @@ class Plans:
     def short(self, device: str, shortage: Shortage) -> str:
         """A device's memory was too little for its stage under the plan in force; returns what is believed of it from
         now on, in words."""
+        device = device_of(device)
         stages = [stage for replica in self.now.plan.replicas for stage in replica.workers]
         stated = self._believed.device(device).memory_bytes
         planned = sum(stage.memory.total for stage in stages if stage.device == device)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import secrets
 import time
+from collections import Counter
 from collections.abc import Callable, Collection, Mapping, Sequence
 from pathlib import Path
 
@@ -14,6 +15,7 @@ from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
 from isthmus.plan import Plan, PlanPeriod, Spent
+from isthmus.plan.seats import device_of, seat
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure, News
@@ -137,9 +139,9 @@ class TrainingScript:
         survives = self._options.replan is not None
         layout = self.now.layout if survives else None
         if self._record is None:
-            return Coordinator(self.now.plan.devices, spec, layout=layout)
+            return Coordinator(self.now.plan.seats, spec, layout=layout)
         newest = max((epoch for epoch, _ in self._record.lineage), default=-1)
-        return Coordinator(self.now.plan.devices, spec, newest + 1, layout=layout, lineage=self._lineage)
+        return Coordinator(self.now.plan.seats, spec, newest + 1, layout=layout, lineage=self._lineage)
 
     def _begun_from(self, checkpoint: Path) -> int:
         """The step of the checkpoint to go on from. UserError where the run cannot."""
@@ -212,7 +214,7 @@ class TrainingScript:
         epoch, step = (self._begun.epoch, self._begun.step) if self._begun is not None else (0, self.start_step)
         found = self.now.assignments(self.run, epoch, step, addresses)
         digests = self._digests
-        return {d: msgspec.structs.replace(told, digests=digests.get(d, {})) for d, told in found.items()}
+        return {d: msgspec.structs.replace(told, digests=digests.get(device_of(d), {})) for d, told in found.items()}
 
     @property
     def _digests(self) -> Digests:
@@ -272,14 +274,19 @@ class TrainingScript:
 
     def saved(self, item: Item, device: str, state: Mapping[str, Tensor], peak: MemoryPeak | None) -> None:
         if peak is not None:
-            self.peaks[device] = peak
-        pair, replica = self.now.by_device[device], self.now.replica(device)
+            self._peaked(device_of(device), peak)
+        pair, replica = self.now.by_seat[device], self.now.replica(device)
         stage = f"stage-{pair.view.stage - pair.view.first}"
         if not replica and not pair.copy:
             self._writer.write(item.step, stage, state)
         elif state:
             own = {f"{replica_prefix(replica)}{name}": value for name, value in state.items()}
             self._writer.write(item.step, f"replica-{replica}-{stage}", own)
+
+    def _peaked(self, device: str, peak: MemoryPeak) -> None:
+        """All stages of a device tell of one process."""
+        before = self.peaks.get(device, peak)
+        self.peaks[device] = max(before, peak, key=lambda found: found.size_bytes)
 
     def commit(self, item: Item, *, finite: bool) -> None:
         t = self.job.training
@@ -296,16 +303,18 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
     without is an outcome."""
     script = TrainingScript(prepared, plan, fleet, folder, options, watcher)
     watcher.accepted()
-    job, first = prepared.job, script.now.plan.devices
+    job, first = prepared.job, script.now.plan.used
     others = tuple(name for name in fleet.names if name not in first) if options.replan is not None else ()
+    stages = _most_stages(script.now.plan)
+    further = [seat(device, number) for device, count in stages.items() for number in range(1, count)]
     conductor = Conductor(
-        script.machine(), script.run, script, patience_s=job.patience_s, others=others, start_s=START_S
+        script.machine(), script.run, script, patience_s=job.patience_s, others=(*others, *further), start_s=START_S
     )
     # Who works for a run whose coordinator was started again comes by itself; who does not is lost, like any other.
     called, callable_later = ((), (*first, *others)) if options.record is not None else (first, others)
     call = Call(
         run=script.run, devices=called, others=callable_later, patience_s=job.patience_s, threads=job.runtime.threads,
-        logs=folder / "logs",
+        logs=folder / "logs", stages=stages,
     )  # fmt: skip
     with options.crew.at_work(call, conductor.reception) as work:
         outcome = conductor.conduct(work)
@@ -316,6 +325,15 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
     if isinstance(outcome.failure, UserError):
         raise outcome.failure
     return outcome
+
+
+def _most_stages(plan: Plan) -> dict[str, int]:
+    """By device that may get several: where labels stay, a data holder gets the first and the last stage under this
+    plan or a later one."""
+    found = Counter(plan.devices)
+    if plan.terms.labels_stay:
+        found |= Counter(dict.fromkeys(plan.terms.data_holders, 2))
+    return {device: count for device, count in found.items() if count > 1}
 
 
 def check_outcome(outcome: Outcome) -> None:

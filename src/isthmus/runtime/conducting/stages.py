@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Sequence
 
 import msgspec
@@ -18,7 +17,7 @@ from isthmus.training.scaling import LOSS_SCALE
 
 
 class StagePair(msgspec.Struct, frozen=True):
-    """What one device runs: the training stage, and the evaluation stage that shares its weights."""
+    """What one seat of a device runs: the training stage, and the evaluation stage that shares its weights."""
 
     view: StageView
     train: StageGraph
@@ -44,21 +43,11 @@ class StagePair(msgspec.Struct, frozen=True):
         return frozenset((*self.owned, *(op.target for op in self.train.variables() if op.name in mutated), *scale))
 
 
-def refuse_shared_devices(plan: Plan, source: str = "plan") -> None:
-    """UserError for a device that runs several stages: that can be planned and simulated, not yet run."""
-    for replica in plan.replicas:
-        for device, uses in Counter(stage.device for stage in replica.workers).items():
-            if uses > 1:
-                raise UserError(
-                    f"{source}: device {device!r} runs {uses} stages, expected one: a run takes one stage per device "
-                    "so far; without plan.labels_stay, the labels are sent to the last stage"
-                )
-
-
 def readers(plan: Plan, captured: Captured, *, evaluates: bool) -> tuple[str, ...]:
     """Devices that read data under a plan, in its order; `evaluates`: held-out ones too."""
     pairs = zip(plan.devices, stage_pairs(plan, captured, clips=False), strict=True)
-    return tuple(device for device, pair in pairs if pair.train.columns or (evaluates and pair.evaluation.columns))
+    found = (device for device, pair in pairs if pair.train.columns or (evaluates and pair.evaluation.columns))
+    return tuple(dict.fromkeys(found))
 
 
 def stage_pairs(

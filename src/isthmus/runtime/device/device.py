@@ -1,18 +1,10 @@
-"""A device's process: joins a coordinator, takes one stage after another as plans change, runs until halted.
-
-Forked by a nursery, with the command line `--coordinator HOST:PORT --device NAME` and the run's secret in ISTHMUS_RUN.
-With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens.
-"""
+"""One seat of a device in a run: gets a stage, runs it until the coordinator wants something else, and so on."""
 
 from __future__ import annotations
 
-import argparse
 import gc
-import os
 import queue
-import signal
 import sys
-import threading
 import traceback
 from collections.abc import Mapping, Sequence
 from functools import partial
@@ -26,7 +18,8 @@ from torch import Tensor
 from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
-from isthmus.errors import InternalError, IsthmusError, PeerError, StepError, UserError
+from isthmus.errors import IsthmusError, PeerError, StepError, UserError
+from isthmus.plan.seats import is_first
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
 from isthmus.protocol.shortage import MemoryPeak
@@ -41,6 +34,7 @@ from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.meeting import Meeting
 from isthmus.runtime.device.mirroring import MirrorReceiver
 from isthmus.runtime.device.sample_check import check_samples_apart
+from isthmus.runtime.device.sharing import Sharing
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.concealed import ONE_OWNER
 from isthmus.runtime.messages.assignment import Assignment
@@ -70,7 +64,6 @@ from isthmus.runtime.messages.run import (
     ReportMessage,
     Weights,
 )
-from isthmus.runtime.processes.memory_limit import limit_memory
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reaching import Reacher
@@ -109,6 +102,8 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
     """Where it computes, as `open_accelerator` takes it."""
     data_kinds: tuple[str, ...] | None = None
     """Kinds of data that its owner allows; None: all that are installed."""
+    sharing: Sharing | None = None
+    """With its other stages, where it may get several."""
 
     @property
     def data_key(self) -> bytes:
@@ -117,7 +112,7 @@ class Site(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class Device:
-    """One device of a run: gets a stage, runs it until the coordinator wants something else, and so on."""
+    """Of a device that may hold several stages at once there is one of these for each."""
 
     def __init__(self, coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> None:
         self._run = run
@@ -140,9 +135,11 @@ class Device:
         listener = Listener(
             site.host, site.port, identity=site.identity, trusted_network=site.trusted_network, patience_s=patience_s
         )
-        self._meeting = Meeting(
-            listener, run, Reacher(coordinator=coordinator, identity=site.identity, patience_s=patience_s)
-        )
+        reacher = Reacher(coordinator=coordinator, identity=site.identity, patience_s=patience_s)
+        near = site.sharing.doors if site.sharing is not None else {}
+        if site.sharing is not None:
+            site.sharing.doors[site.device] = (site.host, listener.port)
+        self._meeting = Meeting(listener, run, reacher, site.device, near)
         port = 0 if site.relayed else listener.port
         join = Join(run=run, device=site.device, host=site.address or site.host, port=port)
         self._control = Control(coordinator, site.identity, join, self._inbox, self._memory.holdings, patience_s)
@@ -302,7 +299,8 @@ class Device:
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
         executor = Executor(
-            assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values, private
+            assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values, private,
+            self._site.sharing,
         )
         executor.keeps(self._keep)
         executor.links = Links(
@@ -333,6 +331,8 @@ class Device:
                 train, evaluation, config, values, accelerator=self._accelerator, recompute=assignment.recompute,
                 frozen=assignment.frozen,
             )
+        if not is_first(self._site.device):
+            raise UserError("its ranks share one stage of a plan, expected a device without ranks to hold two")
         self._ranks = self._ranks or begin_session(self._site.island, self._site.ranks, self._accelerator)
         made = StageSetUp(
             train=train, evaluation=evaluation, config=config, recompute=assignment.recompute,
@@ -421,11 +421,11 @@ class Device:
 
 def _reason(error: Exception) -> str:
     """One line: whatever was raised here, it is told on another machine."""
-    text = _line(error)
+    text = in_one_line(error)
     return text if isinstance(error, IsthmusError) else f"{type(error).__name__}: {text}"
 
 
-def _line(error: Exception) -> str:
+def in_one_line(error: Exception) -> str:
     return " ".join(str(error).split())[:500]
 
 
@@ -433,57 +433,3 @@ def _fault(error: Exception) -> Literal["user", "device", "other"]:
     if isinstance(error, UserError):
         return "user"
     return "other" if isinstance(error, PeerError) else "device"
-
-
-def _end_with_input() -> None:
-    """Also out of a long computation, and out of a wait for others that may never come."""
-    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
-        pass
-    os._exit(PeerError.exit_code)
-
-
-def main(arguments: Sequence[str]) -> None:
-    """The process's life, by its command line. It must end by `os._exit`, as links still receive tensors then."""
-    parser = argparse.ArgumentParser(description=__doc__)
-    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
-    parser.add_argument("--device", required=True)
-    parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
-    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any")
-    parser.add_argument("--address", default="", help="how others reach it, where that is not the host")
-    parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
-    parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
-    parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
-    parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
-    parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
-    parser.add_argument("--sharded", action="store_true", help="each of them holds its part of a stage's weights")
-    parser.add_argument("--accelerator", default="cpu", help="where it computes: cpu, cuda:0, ...")
-    parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
-    parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
-    parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
-    parser.add_argument("--leash", action="store_true", help="end when standard input closes")
-    options = parser.parse_args(arguments)
-    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
-    if options.leash:
-        threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
-    if options.memory is not None and options.accelerator == "cpu":  # a driver maps more than it uses
-        limit_memory(options.memory)
-    host, _, port = str(options.coordinator).rpartition(":")
-    site = Site(
-        device=options.device, host=options.host, port=options.port, address=options.address,
-        identity=Identity(options.identity) if options.identity is not None else None,
-        trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
-        sharded=options.sharded, accelerator=options.accelerator,
-        data_kinds=None if options.data_kind is None else tuple(options.data_kind),
-    )  # fmt: skip
-    try:
-        Device((host, int(port)), site, os.environ.get("ISTHMUS_RUN", ""), options.patience).work()
-    except IsthmusError as e:
-        print(f"device {options.device}: {e}", file=sys.stderr)
-        sys.exit(e.exit_code)
-    except torch.AcceleratorError as e:
-        print(f"device {options.device}: {options.accelerator} failed: {_line(e)}", file=sys.stderr)
-        sys.exit(PeerError.exit_code)
-    except Exception:
-        traceback.print_exc()
-        sys.exit(InternalError.exit_code)
-

@@ -6,6 +6,7 @@ import queue
 import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
+from functools import partial
 from typing import NamedTuple
 
 import msgspec
@@ -54,6 +55,7 @@ from isthmus.runtime.device.finite_flags import watch_of
 from isthmus.runtime.device.following import Lender
 from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.mirroring import MirrorSender
+from isthmus.runtime.device.sharing import Sharing, no_turn
 from isthmus.runtime.device.snapshots import Snapshots
 from isthmus.runtime.device.tasklets import Tasklets
 from isthmus.runtime.device.ways import Ways
@@ -114,9 +116,11 @@ class Executor:
         report: Callable[[Done], None],
         saved: Mapping[str, Tensor],
         private: Privatizer | None = None,
+        sharing: Sharing | None = None,
     ) -> None:
         """`data` holds the `train` and `heldout` sets when this stage reads columns; `saved` what a checkpoint has of
-        outer steps, if there is one, among other things. `private` covers what leaves a data holder."""
+        outer steps, if there is one, among other things. `private` covers what leaves a data holder. Computing is
+        `sharing` with other stages of the device, if there are any."""
         self.assignment = assignment
         self.engine = engine
         self.links: Links
@@ -128,7 +132,8 @@ class Executor:
         clock = Clock(accelerator) if accelerator.asynchronous and assignment.trace else None
         self.ways = Ways(accelerator, clock, assignment.device, self.record) if accelerator.asynchronous else None
         """Between the accelerator and the host; None on the CPU."""
-        self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record)
+        turn = partial(sharing.turn, assignment.view.stage) if sharing is not None else no_turn
+        self._tasklets = Tasklets(assignment.device, accelerator, clock, self.record, turn)
         self._batches = Batches(assignment, data, self.ways)
         self._snapshots = Snapshots(self.ways, self._kept)
         self._steps = assignment.start_step
@@ -324,7 +329,7 @@ class Executor:
             inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
         if training and work.micro_batch == view.own(item)[0]:
             self.links.reshape(item.step)
-        with self._tasklets.tasklet(work.work, work.item, work.micro_batch, self._least_s(work)):
+        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
             out = self.engine.forward(item.step, number, inputs) if training else self.engine.evaluate(number, inputs)
             covered = self._private.forward(number, out, training=training) if self._private is not None else {}
             if training:
@@ -343,7 +348,7 @@ class Executor:
             tensors = self.links.take("backward", target, work.item, work.micro_batch)
             came[target] = dict(zip(due, tensors, strict=True))
         number = item.first_micro_batch + work.micro_batch
-        with self._tasklets.tasklet("B", work.item, work.micro_batch, self._least_s(work)):
+        with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
             arrived = list(came.values()) if self._private is None else self._private.backward(number, came)
             gradients = self.engine.backward(number, arrived)
             self._finite.backward(number, gradients)

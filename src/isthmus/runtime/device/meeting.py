@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Mapping
 
 from isthmus.errors import PeerError
 from isthmus.runtime.identity import Party
@@ -30,10 +30,14 @@ LOOK_S = 0.1
 class Meeting:
     """The listening side of one device."""
 
-    def __init__(self, listener: Listener, run: str, reacher: Reacher) -> None:
-        """With an identity this device can also be reached by way of the coordinator."""
+    def __init__(
+        self, listener: Listener, run: str, reacher: Reacher, seat: str = "", near: Mapping[str, tuple[str, int]] = {}
+    ) -> None:
+        """With an identity this device can also be reached by way of the coordinator, under the name of this `seat`.
+        `near` are the addresses inside of this device at which its other seats listen."""
         self._run = run
         self._reacher = reacher
+        self._near = near
         self._patience_s = reacher.patience_s
         self._braider = Braider(reacher.patience_s)
         self._arrived = threading.Condition()
@@ -44,7 +48,8 @@ class Meeting:
         self._ways: dict[str, tuple[SocketChannel, bool, int]] = {}
         self._parking: Parking | None = None
         if reacher.identity is not None:
-            self._parking = Parking(reacher, run, lambda found: listener.adopt(found, "relayed", self._greet))
+            what = _relayed_to(run, seat)
+            self._parking = Parking(reacher, what, lambda found: listener.adopt(found, "relayed", self._greet))
 
     def close(self) -> None:
         """Nobody comes by way of the coordinator any more."""
@@ -111,8 +116,9 @@ class Meeting:
         )
 
     def _dial(self, neighbour: Neighbour, assignment: Assignment) -> SocketChannel:
+        host, port = self._near.get(neighbour.device, (neighbour.host, neighbour.port))
         channel, relayed = self._reacher.reach(Route(
-            run=self._run, other=f"device {neighbour.device!r}", host=neighbour.host, port=neighbour.port,
+            run=_relayed_to(self._run, neighbour.device), other=f"device {neighbour.device!r}", host=host, port=port,
             id=neighbour.id, strands=neighbour.strands,
         ))  # fmt: skip
         self._ways[neighbour.device] = (channel, relayed, neighbour.strands)
@@ -140,6 +146,11 @@ class Meeting:
             with self._arrived:
                 if not any(epoch == assignment.epoch for epoch, _, _ in self._waiting):
                     self._arrived.wait(LOOK_S)
+
+
+def _relayed_to(run: str, seat: str) -> str:
+    """What a connection by way of the coordinator is for: seats of one device have one key."""
+    return f"{run} {seat}"
 
 
 def _is(party: Party | None, neighbour: Neighbour) -> bool:

@@ -20,7 +20,7 @@ from functools import partial
 import msgspec
 import setproctitle
 
-from isthmus.runtime.device import device
+from isthmus.runtime.device import process
 from isthmus.runtime.processes.births import MESSAGE_BYTES, Birth, Born, Died
 from isthmus.runtime.processes.forked import end_after
 
@@ -73,7 +73,7 @@ def _live(birth: Birth, descriptors: list[int]) -> None:
         os.chdir(birth.folder)
     os.environ["ISTHMUS_RUN"] = birth.run
     setproctitle.setproctitle(birth.title)
-    device.main(birth.arguments)
+    process.main(birth.arguments)
 
 
 if __name__ == "__main__":

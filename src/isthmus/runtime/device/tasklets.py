@@ -6,12 +6,15 @@ import contextlib
 import time
 from collections import deque
 from collections.abc import Callable, Generator
+from contextlib import AbstractContextManager
 from typing import NamedTuple
 
 import msgspec
 
 from isthmus.accelerators import Accelerator, Event
 from isthmus.accelerators.clock import Clock
+from isthmus.protocol.events import Work
+from isthmus.runtime.device.sharing import no_turn
 from isthmus.trace import Span
 
 
@@ -30,13 +33,17 @@ class Tasklets:
     arrived.
     """
 
-    def __init__(self, device: str, accelerator: Accelerator, clock: Clock | None, record: Callable[[Span], None]):
+    def __init__(
+        self, device: str, accelerator: Accelerator, clock: Clock | None, record: Callable[[Span], None],
+        turn: Callable[[Work], AbstractContextManager[None]] = no_turn,
+    ) -> None:  # fmt: skip
         """`clock` is that of an accelerator whose tasklets are timed; without one a span of an accelerator is when the
-        host was at it."""
+        host was at it. Inside of a `turn` no other stage of the device computes."""
         self._device = device
         self._accelerator = accelerator
         self._clock = clock
         self._record = record
+        self._turn = turn
         self._queued: deque[_Queued] = deque()
         self._late_s = 0.0
 
@@ -44,6 +51,12 @@ class Tasklets:
         """By how much emulated tasklets lasted longer than they should, since the last call."""
         found, self._late_s = self._late_s, 0.0
         return found
+
+    @contextlib.contextmanager
+    def micro_batch(self, work: Work, item: int, micro_batch: int, least_s: float | None) -> Generator[None]:
+        """As `tasklet`, for a forward or a backward: it has the device to itself."""
+        with self._turn(work), self.tasklet(work, item, micro_batch, least_s):
+            yield
 
     @contextlib.contextmanager
     def tasklet(self, name: str, item: int, micro_batch: int = -1, least_s: float | None = None) -> Generator[None]:

@@ -46,6 +46,8 @@ class Engage(Message, frozen=True, kw_only=True):
 
     patience_s: float
     threads: int
+    stages: int = 1
+    """How many of a plan's stages it may get at once: the process joins once for each, under a name of its own."""
 
 
 class Disengage(Message, frozen=True, kw_only=True):

@@ -23,7 +23,7 @@ MESSAGE_BYTES = 1 << 16
 
 
 class Birth(msgspec.Struct, frozen=True, tag=True):
-    """A process of `isthmus.runtime.device.device`, please."""
+    """A process of `isthmus.runtime.device.process`, please."""
 
     number: int
     arguments: tuple[str, ...]

@@ -95,8 +95,9 @@ class Launcher:
         if logs is not None:
             logs.mkdir(parents=True, exist_ok=True)
 
-    def start(self, device: str, place: Place) -> None:
-        """Start its process. One of it that still runs is ended; its log goes on."""
+    def start(self, device: str, place: Place, stages: int = 1) -> None:
+        """Start its process, which takes so many stages at once. One of it that still runs is ended; its log goes on.
+        """
         before = self._children.get(device)
         if before is not None:
             before.signal(signal.SIGKILL)
@@ -104,7 +105,7 @@ class Launcher:
             _wait([before], 2.0)
         arguments = [
             "--coordinator", self._coordinator, "--device", device, "--patience", str(self._patience_s), "--leash",
-            *place.options(),
+            "--stages", str(stages), *place.options(),
         ]  # fmt: skip
         with contextlib.ExitStack() as stack:
             mode = "wb" if before is None else "ab"

@@ -287,7 +287,7 @@ class Agent:
         launcher = Launcher(
             f"{host}:{port}", call.run, patience_s=call.patience_s, threads=call.threads, logs=self._folder / "logs"
         )
-        launcher.start(self._membership.name, place)
+        launcher.start(self._membership.name, place, call.stages)
         with self._lock:
             self._work = (call.run, launcher)
         self._say(f"at work; log {self._folder / 'logs'}")

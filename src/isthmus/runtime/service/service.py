@@ -15,6 +15,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
+from isthmus.plan.seats import device_of
 from isthmus.runtime.conducting.crew import Call, Work
 from isthmus.runtime.conducting.deadlines import MOST_NAMES
 from isthmus.runtime.identity import Party
@@ -207,7 +208,7 @@ class Service:
         with self._changed:
             self._ended[call.run].pop(device, None)
             self._working[device] = call.run
-        self._tell([device], _engage(call))
+        self._tell([device], _engage(call, call.stages.get(device, 1)))
 
     def linked(self, device: str, run: str, ways: Sequence[Way]) -> None:
         """How a device at work has got to others."""
@@ -304,7 +305,9 @@ class Service:
                 self._stay(channel, first, name, party)
             elif isinstance(first, Park | Reach):
                 self._relay.serve(channel, first, self._names)
-            elif first is not None and first.device == name and (run := self._reception(channel, first)) is not None:
+            elif first is None or device_of(first.device) != name:
+                return
+            elif (run := self._reception(channel, first)) is not None:
                 run.admit(channel, first)
         except (OSError, PeerError, StoreError) as e:
             self._remarks.about(name or party.id, str(e))
@@ -452,8 +455,8 @@ def _meant_for(call: Call) -> str:
     return f"the run is for {few}"
 
 
-def _engage(call: Call) -> Engage:
-    return Engage(run=call.run, patience_s=call.patience_s, threads=call.threads)
+def _engage(call: Call, stages: int = 1) -> Engage:
+    return Engage(run=call.run, patience_s=call.patience_s, threads=call.threads, stages=stages)
 
 
 class _FleetWork:

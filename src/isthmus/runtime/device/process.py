@@ -1,0 +1,112 @@
+"""A device's process: joins a coordinator, takes one stage after another as plans change, runs until halted.
+
+Forked by a nursery, with the command line `--coordinator HOST:PORT --device NAME` and the run's secret in ISTHMUS_RUN.
+With `--leash` it ends when its standard input closes: when whoever started it dies, however that happens. Where the
+device may hold several stages of a plan (`--stages`), each has a thread of its own; if one fails all end.
+"""
+
+from __future__ import annotations
+
+import argparse
+import os
+import signal
+import sys
+import threading
+import traceback
+from collections.abc import Callable, Sequence
+from functools import partial
+from pathlib import Path
+
+import msgspec
+import torch
+
+from isthmus.errors import InternalError, IsthmusError, PeerError
+from isthmus.plan.seats import seat
+from isthmus.runtime.device.device import Device, Site, in_one_line
+from isthmus.runtime.device.sharing import Sharing
+from isthmus.runtime.identity import Identity
+from isthmus.runtime.processes.memory_limit import limit_memory
+
+
+def _end_with_input() -> None:
+    """Also out of a long computation, and out of a wait for others that may never come."""
+    while os.read(0, 4096):  # not through sys.stdin, whose lock would be held while the interpreter ends
+        pass
+    os._exit(PeerError.exit_code)
+
+
+def main(arguments: Sequence[str]) -> None:
+    """The process's life, by its command line. It must end by `os._exit`, as links still receive tensors then."""
+    parser = argparse.ArgumentParser(description=__doc__)
+    parser.add_argument("--coordinator", required=True, metavar="HOST:PORT")
+    parser.add_argument("--device", required=True)
+    parser.add_argument("--host", default="127.0.0.1", help="address to listen on for other devices")
+    parser.add_argument("--port", type=int, default=0, help="port to listen on; 0 takes any")
+    parser.add_argument("--address", default="", help="how others reach it, where that is not the host")
+    parser.add_argument("--identity", type=Path, metavar="DIR", help="talk TLS with the key and certificate in here")
+    parser.add_argument("--trusted-network", action="store_true", help="talk plain TCP beyond loopback")
+    parser.add_argument("--relayed", action="store_true", help="others come by way of the coordinator only")
+    parser.add_argument("--island", type=Path, metavar="DIR", help="where the ranks of this device meet")
+    parser.add_argument("--ranks", type=int, default=1, help="how many they are, with this one")
+    parser.add_argument("--sharded", action="store_true", help="each of them holds its part of a stage's weights")
+    parser.add_argument("--accelerator", default="cpu", help="where it computes: cpu, cuda:0, ...")
+    parser.add_argument("--data-kind", action="append", help="a kind of data that may be read; without it all may")
+    parser.add_argument("--memory", type=int, metavar="BYTES", help="what this process may take; without it any amount")
+    parser.add_argument("--stages", type=int, default=1, help="how many stages it may get at once")
+    parser.add_argument("--patience", type=float, default=60.0, help="seconds of silence after which a party is lost")
+    parser.add_argument("--leash", action="store_true", help="end when standard input closes")
+    options = parser.parse_args(arguments)
+    signal.signal(signal.SIGINT, signal.SIG_IGN)  # Ctrl-C is the coordinator's to handle: it saves, then halts us
+    if options.leash:
+        threading.Thread(target=_end_with_input, name="leash", daemon=True).start()
+    if options.memory is not None and options.accelerator == "cpu":  # a driver maps more than it uses
+        limit_memory(options.memory)
+    host, _, port = str(options.coordinator).rpartition(":")
+    site = Site(
+        device=options.device, host=options.host, port=options.port, address=options.address,
+        identity=Identity(options.identity) if options.identity is not None else None,
+        trusted_network=options.trusted_network, relayed=options.relayed, island=options.island, ranks=options.ranks,
+        sharded=options.sharded, accelerator=options.accelerator,
+        data_kinds=None if options.data_kind is None else tuple(options.data_kind),
+    )  # fmt: skip
+    run, patience_s = os.environ.get("ISTHMUS_RUN", ""), options.patience
+    first, *others = (partial(_work, (host, int(port)), s, run, patience_s) for s in seats(site, options.stages))
+    further = [threading.Thread(target=_end_with_error, args=(work,), daemon=True) for work in others]
+    for thread in further:
+        thread.start()
+    if code := first():
+        sys.exit(code)
+    for thread in further:
+        thread.join()
+
+
+def seats(site: Site, stages: int) -> list[Site]:
+    """The same device for each of so many stages."""
+    if stages == 1:
+        return [site]
+    sharing = Sharing()
+    return [msgspec.structs.replace(site, device=seat(site.device, n), sharing=sharing) for n in range(stages)]
+
+
+def _work(coordinator: tuple[str, int], site: Site, run: str, patience_s: float) -> int:
+    """To the end of the run; returns the exit code."""
+    try:
+        Device(coordinator, site, run, patience_s).work()
+    except IsthmusError as e:
+        print(f"device {site.device}: {e}", file=sys.stderr)
+        return e.exit_code
+    except torch.AcceleratorError as e:
+        print(f"device {site.device}: {site.accelerator} failed: {in_one_line(e)}", file=sys.stderr)
+        return PeerError.exit_code
+    except Exception:
+        traceback.print_exc()
+        return InternalError.exit_code
+    return 0
+
+
+def _end_with_error(work: Callable[[], int]) -> None:
+    """Of one stage: the others of the device are lost with it."""
+    if code := work():
+        sys.stderr.flush()
+        os._exit(code)
+
