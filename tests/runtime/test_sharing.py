@@ -1,0 +1,64 @@
+"""Stages of one device: their names in a run, and that they compute one at a time, the most urgent first."""
+
+from __future__ import annotations
+
+import threading
+from functools import partial
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from isthmus.plan.seats import device_of, is_first, seat, seats_of
+from isthmus.protocol.compute_lane import ComputeLane
+from isthmus.protocol.events import Work
+from isthmus.runtime.device.sharing import Sharing
+
+
+@given(st.lists(st.sampled_from(["clinic", "host/0", "host/1"]), max_size=8))
+def test_each_stage_has_a_seat_of_its_own_that_tells_its_device(devices: list[str]) -> None:
+    found = seats_of(devices)
+    assert len(set(found)) == len(found)
+    assert [device_of(name) for name in found] == devices
+    assert [name for name in found if is_first(name)] == list(dict.fromkeys(devices))
+
+
+def test_no_seat_is_a_name_of_another_device() -> None:
+    assert device_of("host/2") == "host/2" and seat("host/2", 1) == "host/2/stage 2"
+
+
+def test_a_backward_goes_before_a_forward_and_a_later_stage_before_an_earlier_one() -> None:
+    lane, begun = ComputeLane(), list[tuple[int, Work]]()
+    asked: list[tuple[int, Work]] = [(0, "F"), (0, "F"), (2, "F"), (0, "B"), (2, "B")]
+    for stage, work in asked:
+        lane.take(work, stage, partial(begun.append, (stage, work)))
+    assert begun == [(0, "F")], "the others wait"
+    for _ in asked:
+        lane.release()
+    assert begun == [(0, "F"), (2, "B"), (0, "B"), (2, "F"), (0, "F")]
+
+
+def test_one_stage_computes_at_a_time() -> None:
+    sharing, inside, most = Sharing(), list[int](), list[int]()
+
+    def compute(stage: int) -> None:
+        for _ in range(200):
+            with sharing.turn(stage, "F"):
+                inside.append(stage)
+                most.append(len(inside))
+                inside.remove(stage)
+
+    threads = [threading.Thread(target=compute, args=(stage,), daemon=True) for stage in range(3)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+    assert len(most) == 600 and max(most) == 1
+
+
+def test_a_stage_that_fails_gives_the_device_back() -> None:
+    sharing = Sharing()
+    with pytest.raises(RuntimeError), sharing.turn(0, "F"):
+        raise RuntimeError
+    with sharing.turn(2, "F"):
+        pass
