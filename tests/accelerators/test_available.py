@@ -14,7 +14,7 @@ def test_auto_is_the_first_accelerator_or_the_cpu() -> None:
     assert open_accelerator("cpu") is HOST
 
 
-@pytest.mark.parametrize("name", ["cuda:99", "tpu", "cuda:x", "cpu:1", "", "cuda:-1"])
+@pytest.mark.parametrize("name", ["cuda:99", "tpu", "cuda:x", "cpu:1", "", "cuda:-1", "checked:", "checked:\u0663"])
 def test_what_is_not_here_is_refused_by_name(name: str) -> None:
     with pytest.raises(UserError, match=r"^runtime.device: got ") as caught:
         open_accelerator(name, "runtime.device")

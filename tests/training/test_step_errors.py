@@ -11,6 +11,7 @@ from torch.nn import functional as F
 from isthmus.data import ColumnSpec
 from isthmus.errors import StepError
 from isthmus.training.engine import EngineConfig
+from isthmus.training.faults import is_drivers, is_short_of_memory, raise_if_jobs
 
 COLUMNS = {"x": ColumnSpec(dtype="int64", limit=8), "y": ColumnSpec(dtype="int64", limit=4)}
 
@@ -52,3 +53,26 @@ def test_an_operator_that_raises_is_named_with_its_module_and_line(x: int, y: in
     with pytest.raises(StepError) as caught:
         pipeline.step(0, [{"x": torch.tensor([0, x]), "y": torch.tensor([0, y])}])
     assert caught.value.what == said
+
+
+@pytest.mark.parametrize(
+    ("text", "short"),
+    [
+        ("CUDA error: CUBLAS_STATUS_ALLOC_FAILED when calling `cublasCreate(handle)`", True),
+        ("cuDNN error: CUDNN_STATUS_ALLOC_FAILED", True),
+        ("GET was unable to find an engine to execute this computation", True),
+        ("cuDNN error: CUDNN_STATUS_EXECUTION_FAILED", False),
+        ("CUDA error: CUBLAS_STATUS_EXECUTION_FAILED when calling `cublasGemmEx(...)`", False),
+        ("NCCL error in: ProcessGroupNCCL.cpp:3690, unhandled cuda error", False),
+    ],
+)
+def test_what_an_accelerators_libraries_say_is_not_the_jobs_fault(text: str, short: bool) -> None:
+    error = RuntimeError(text)
+    raise_if_jobs("aten.mm", error)
+    assert is_short_of_memory(error) is short
+    assert is_drivers(error) is not short
+
+
+def test_other_errors_of_an_operator_are_the_jobs() -> None:
+    with pytest.raises(StepError, match="mat1 and mat2 shapes"):
+        raise_if_jobs("aten.mm", RuntimeError("mat1 and mat2 shapes cannot be multiplied (2x3 and 4x5)"))

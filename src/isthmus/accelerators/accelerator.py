@@ -102,6 +102,10 @@ class Accelerator(Protocol):
 
     def reset_peak(self) -> None: ...
 
+    def release_cached(self) -> None:
+        """Gives what the allocator has reserved and no tensor uses to other processes."""
+        ...
+
     def synchronize(self) -> None:
         """The host waits for all streams."""
         ...

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable
 from typing import cast
 
@@ -16,6 +17,8 @@ from isthmus.extensions import import_object, load_third_party, third_party
 AUTO = "auto"
 GROUP = "isthmus.accelerators"
 """Entry points: kind -> callable(index: int) -> Accelerator."""
+# To count GPUs must start no driver: a process in which one was started cannot be forked.
+os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _ON_REQUEST = {"checked": "isthmus.accelerators.checked:open_checked"}
 """Kinds that no machine has by itself, imported when they are asked for: importing one adds a device type to torch."""
 
@@ -31,7 +34,7 @@ def accelerator_names() -> tuple[str, ...]:
 def resolve_accelerator(name: str = AUTO, field: str = "device") -> str:
     """The full name, as "cuda:0", of what `open_accelerator` would open; nothing is started. UserError as there."""
     kind, _, number = name.partition(":")
-    if number and not number.isdecimal():
+    if ":" in name and not (number.isascii() and number.isdecimal()):
         raise UserError(f"{field}: got {name!r}, expected a kind and a number, as in 'cuda:0'")
     found = f"{kind}:{int(number or 0)}"
     if found == "cpu:0":  # not asked further: that would start a driver

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 
 from isthmus.accelerators.accelerator import Accelerator, Event
@@ -12,18 +13,21 @@ TRIES = 3
 
 
 class Clock:
-    """Anchored by an event on a stream that has nothing else to do: the host waits for no work of other streams."""
+    """Of all threads. Anchored by an event on a stream that has nothing else to do: the host waits for no work of other
+    streams."""
 
     def __init__(self, accelerator: Accelerator) -> None:
         self._accelerator = accelerator
         self._stream = accelerator.new_stream()
+        self._anchoring = threading.Lock()
         self._anchor = self._anchored()
 
     def at_s(self, event: Event) -> float:
         """Of a timed event that is done."""
-        anchor, anchored_s = self._anchor
-        if time.monotonic() - anchored_s > ANCHOR_S:
-            self._anchor = anchor, anchored_s = self._anchored()
+        with self._anchoring:
+            anchor, anchored_s = self._anchor
+            if time.monotonic() - anchored_s > ANCHOR_S:
+                self._anchor = anchor, anchored_s = self._anchored()
         return anchored_s + anchor.seconds_to(event)
 
     def _anchored(self) -> tuple[Event, float]:

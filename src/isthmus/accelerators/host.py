@@ -92,6 +92,9 @@ class Host:
     def reset_peak(self) -> None:
         """The kernel keeps the peak of a process's whole life."""
 
+    def release_cached(self) -> None:
+        pass
+
     def synchronize(self) -> None:
         pass
 

@@ -54,10 +54,19 @@ class TorchAccelerator:
     def new_stream(self) -> Stream:
         return _TorchStream(self.device)
 
-    def on(self, stream: Stream) -> contextlib.AbstractContextManager[object]:
+    @contextlib.contextmanager
+    def on(self, stream: Stream) -> Generator[None]:
         if not isinstance(stream, _TorchStream):
             raise InternalError(f"got a stream of {type(stream).__name__}, expected one of {self.device}")
-        return stream.stream
+        # Not `with stream.stream`: torch keeps what was current before in the stream itself, and several threads may
+        # be on one.
+        with self._current():
+            before = torch.accelerator.current_stream(self.device)
+            torch.accelerator.set_stream(stream.stream)
+            try:
+                yield
+            finally:
+                torch.accelerator.set_stream(before)
 
     def record(self, *, timed: bool = False) -> Event:
         event = _TorchEvent(self.device, timed=timed)
@@ -108,6 +117,10 @@ class TorchAccelerator:
 
     def reset_peak(self) -> None:
         torch.accelerator.reset_peak_memory_stats(self.device)
+
+    def release_cached(self) -> None:
+        with self._current():
+            torch.accelerator.empty_cache()
 
     def synchronize(self) -> None:
         torch.accelerator.synchronize(self.device)

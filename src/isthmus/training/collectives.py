@@ -39,7 +39,8 @@ class Collectives:
     def __init__(self, accelerator: Accelerator) -> None:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._accelerator = accelerator
-        self._direct = accelerator.device.type in dist.Backend.default_device_backend_map
+        kind = accelerator.device.type
+        self._direct = kind == "cpu" or dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo"
 
     def part(self, whole: Tensor, rank: int | None = None) -> Tensor:
         """Of this rank by default: a copy, flat."""

@@ -45,6 +45,10 @@ class CheckedEvent(Event):
                 host_waits(self.clock)
             return True
 
+    def release_cached(self) -> None:
+        with LOCK:
+            self._device.collect()
+
     def synchronize(self) -> None:
         with LOCK:
             self._device.check_alive()

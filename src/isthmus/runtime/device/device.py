@@ -220,6 +220,7 @@ class Device:
         match message:
             case HoldMessage():
                 self._give_up()
+                self._accelerator.release_cached()  # others may compute on it too
                 self._epoch = message.epoch
                 self._say(HeldMessage(run=self._run, epoch=self._epoch, holdings=self._memory.holdings()))
             case FetchMessage(step=step, parts=parts):

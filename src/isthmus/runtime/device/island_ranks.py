@@ -30,6 +30,8 @@ MEETING_S = 60.0
 """How long ranks wait for each other at the beginning of a session."""
 IDLE_S = 30 * 86400.0
 """Between two commands. Gloo notices a process that ends at once; a wait has no other end."""
+COLLECTIVE_S = 600.0
+"""Of an accelerator's own collectives, from the first rank that comes to the last: torch's default."""
 LOOK_S = 0.2
 _CURRENT = "current"
 
@@ -115,11 +117,23 @@ def _current(folder: Path) -> str:
 
 def _met(folder: Path, name: str, rank: int, count: int, accelerator: Accelerator) -> Ranks:
     if os.environ.get("LOCAL_WORLD_SIZE", str(count)) == str(count):
-        os.environ.setdefault("GLOO_SOCKET_IFNAME", "lo")  # all are on this machine: nothing listens beyond it
+        for library in ("GLOO", "NCCL"):  # all are on this machine: nothing listens beyond it
+            os.environ.setdefault(f"{library}_SOCKET_IFNAME", "lo")
     store = dist.FileStore(str(folder / name), count)
     store.set_timeout(datetime.timedelta(seconds=MEETING_S))
     dist.init_process_group(
         backends_for(accelerator.device.type), store=store, rank=rank, world_size=count,
         timeout=datetime.timedelta(seconds=IDLE_S),
     )  # fmt: skip
+    _bound_collectives(accelerator)
     return Ranks(accelerator)
+
+
+def _bound_collectives(accelerator: Accelerator) -> None:
+    """Of an accelerator's own backend, whose ranks do not notice one that ends. They meet in work that all of them have
+    been told of, and wait for orders over Gloo, which notices."""
+    if accelerator.asynchronous and dist.group.WORLD is not None:
+        # torch has no public name for either
+        backend = dist.group.WORLD._get_backend(accelerator.device)  # pyright: ignore[reportPrivateUsage]
+        if (bound := getattr(backend, "_set_default_timeout", None)) is not None and backend.name() != "gloo":
+            bound(datetime.timedelta(seconds=COLLECTIVE_S))
