@@ -145,3 +145,16 @@ def test_nothing_is_confined_elsewhere(folder: Path) -> None:
     with open_file("link.txt") as file:
         assert file.read(6) == b"secret"
     check_within(os.fspath(folder / "link.txt"))
+
+
+def test_a_pipe_is_refused_and_not_waited_for(tmp_path: Path) -> None:
+    own = tmp_path / "own"
+    own.mkdir()
+    for pipe in (tmp_path / "outside", own / "inside"):
+        os.mkfifo(pipe)
+        with confined_to(own), pytest.raises(UserError, match=r"leads out of|is no file"):
+            open_file(pipe)
+    with pytest.raises(UserError, match="is no file"):
+        open_file(own / "inside")
+    with pytest.raises(IsADirectoryError):
+        open_file(own)

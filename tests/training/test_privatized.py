@@ -22,6 +22,7 @@ from isthmus.graph.opgraph import Ref
 from isthmus.plan import ActivationNoise, Stretch
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, spent_by_epoch, squared_mu
 from isthmus.training.privatized import Boundary, Privatizer, Released, clip
+from isthmus.training.secret_noise import KEY_BYTES, SecretNoise
 
 A, B = Ref("a"), Ref("b")
 AXES = ((A, 0), (B, 1))
@@ -31,10 +32,14 @@ def boundary(most: float, deviation: float = 0.0) -> Boundary:
     return Boundary(values=AXES, per_sample=10, targets=(1,), clip=most, deviation=deviation)
 
 
-def privatizer(most: float, deviation: float, *, draw: Callable[[], int] | None = None) -> Privatizer:
+def privatizer(most: float, deviation: float, *, draw: Callable[[], bytes] | None = None) -> Privatizer:
     released = Released(train=boundary(most, deviation), evaluation=boundary(most, deviation))
-    seeds = itertools.count(5)
-    return Privatizer(released, keeps=True, draw_seed=draw or (lambda: next(seeds)))
+    keys = itertools.count(5)
+    return Privatizer(released, keeps=True, draw_key=draw or (lambda: key_of(next(keys))))
+
+
+def key_of(number: int) -> bytes:
+    return number.to_bytes(KEY_BYTES, "big")
 
 
 def values(samples: int, scale: float, seed: int = 0) -> dict[Ref, Tensor]:
@@ -102,22 +107,30 @@ def test_no_release_draws_the_noise_of_another() -> None:
 
 def test_a_release_draws_once_and_its_gradients_draw_nothing() -> None:
     """A stage that recomputes runs its operators again in the backward, not its release."""
-    seeds = iter([11, 12])
-    made = privatizer(1.0, 1.0, draw=lambda: next(seeds))
+    keys = iter([key_of(11), key_of(12)])
+    made = privatizer(1.0, 1.0, draw=lambda: next(keys))
     found = made.forward(0, values(3, 1.0), training=True)
     made.backward(0, {1: {ref: torch.ones_like(v) for ref, v in found.items()}})
-    assert next(seeds) == 12
+    assert next(keys) == key_of(12)
 
 
-def test_seeds_are_drawn_from_the_system_whatever_torch_is_seeded_with(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_noise_has_all_bits_of_its_key() -> None:
+    """Torch's generator has 32: noise could be found by trying them all, and taken off."""
+    for bit in (0, 31, 32, 63, 64, 255):
+        one, other = (SecretNoise(key_of(number)).normal((4,)) for number in (1 << 7, 1 << 7 ^ 1 << bit))
+        assert not torch.equal(one, other)
+    assert torch.equal(SecretNoise(key_of(3)).normal((2, 3)).flatten(), SecretNoise(key_of(3)).normal((6,)))
+
+
+def test_keys_are_drawn_from_the_system_whatever_torch_is_seeded_with(monkeypatch: pytest.MonkeyPatch) -> None:
     drawn: list[int] = []
-    real = secrets.randbits
-    monkeypatch.setattr(secrets, "randbits", lambda bits: drawn.append(bits) or real(bits))
+    real = secrets.token_bytes
+    monkeypatch.setattr(secrets, "token_bytes", lambda count: drawn.append(count) or real(count))
     same, found = values(3, 1.0), list[Tensor]()
     for _ in range(2):
         torch.manual_seed(1)
         found.append(Privatizer(privatizer(1.0, 1.0).released, keeps=False).forward(0, same, training=True)[A])
-    assert drawn == [63, 63]
+    assert drawn == [KEY_BYTES, KEY_BYTES]
     assert not torch.equal(*found)
 
 

@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import glob
 import os
+import stat
 from collections.abc import Callable, Generator, Iterator
 from contextlib import contextmanager
 from contextvars import ContextVar
@@ -40,15 +42,21 @@ def opener() -> Callable[[str | Path], BinaryIO]:
 
 
 def _open(path: str | Path, folder: str | None) -> BinaryIO:
-    file = Path(path).open("rb")  # noqa: SIM115  the caller's to close
+    # To open a pipe waits for whoever writes it, and to open a device may do anything: only files are waited for.
+    descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     try:
         if folder is not None:
-            descriptor = f"{_OF_DESCRIPTOR}/{file.fileno()}"
-            _refuse_outside(os.path.realpath(descriptor if os.path.isdir(_OF_DESCRIPTOR) else path), folder, path)
+            own = f"{_OF_DESCRIPTOR}/{descriptor}"
+            _refuse_outside(os.path.realpath(own if os.path.isdir(_OF_DESCRIPTOR) else path), folder, path)
+        mode = os.fstat(descriptor).st_mode
+        if stat.S_ISDIR(mode):
+            raise IsADirectoryError(errno.EISDIR, os.strerror(errno.EISDIR), str(path))
+        if not stat.S_ISREG(mode):
+            raise UserError(f"data: {str(path)!r} is no file, expected one: got a pipe, a socket or a device")
+        return os.fdopen(descriptor, "rb")
     except BaseException:
-        file.close()
+        os.close(descriptor)
         raise
-    return file
 
 
 def check_within(path: str | Path) -> None:

@@ -7,20 +7,18 @@ number of clients, so that one client moves it by `clip` at most. The unit of pr
 from __future__ import annotations
 
 import math
-import secrets
 from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
 import msgspec
-import torch
 from msgspec import Meta
-from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.extensions import import_extra
 from isthmus.federated.algorithms import Cohort, Combine, Values
 from isthmus.federated.algorithms.wrapping import Wrapping
+from isthmus.training.secret_noise import SecretNoise
 
 GRID = 1e-4
 """The accountant's own. Whatever it is, its epsilon is no smaller than the true one."""
@@ -52,13 +50,9 @@ class Private(Wrapping, frozen=True):
 
     def changed(self, returns: Mapping[str, Combine], combined: Values, cohort: Cohort) -> Values:
         deviation = self.privacy.noise_multiplier * self.privacy.clip
-        noisy = {name: value + deviation * _normal(value) for name, value in combined.items()}
+        noise = SecretNoise()
+        noisy = {name: v + (deviation * noise.normal(v.shape)).to(v.dtype) for name, v in combined.items()}
         return {name: v if returns[name] == "sum" else v / self.expected for name, v in noisy.items()}
-
-
-def _normal(like: Tensor) -> Tensor:
-    draws = torch.Generator().manual_seed(secrets.randbits(63))
-    return torch.randn(like.shape, generator=draws, dtype=torch.float64).to(like.dtype)
 
 
 class Guarantee(msgspec.Struct, frozen=True, kw_only=True):

@@ -10,6 +10,8 @@ from msgspec import Meta
 
 from isthmus.errors import UserError
 
+LEAST, MOST = 1e-6, 1e9
+"""What float32 and the accountant can hold."""
 Above = Annotated[float, Meta(gt=0)]
 
 
@@ -38,8 +40,9 @@ class ActivationNoise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
                 got = f"both {first} and {second}" if given else f"neither {first} nor {second}"
                 raise UserError(f"privacy.activations: got {got}, expected one of them")
         for name in ("clip", "clip_rms", "noise_multiplier", "epsilon"):
-            if not math.isfinite(getattr(self, name) or 0.0):
-                raise UserError(f"privacy.activations.{name}: got {getattr(self, name)}, expected a finite number")
+            value = getattr(self, name)
+            if value is not None and not LEAST <= value <= MOST:
+                raise UserError(f"privacy.activations.{name}: got {value:g}, expected {LEAST:g} to {MOST:g}")
 
     def norm(self, values: int) -> float:
         """The largest norm of a sample that has so many values at the boundary."""

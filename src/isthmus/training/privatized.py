@@ -16,7 +16,6 @@ Gaussian: its lowest digits can tell values apart (Mironov 2012), which the acco
 
 from __future__ import annotations
 
-import secrets
 from collections.abc import Callable, Mapping
 from typing import NamedTuple
 
@@ -27,6 +26,7 @@ from torch import Tensor
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.graph.opgraph import Ref
+from isthmus.training.secret_noise import SecretNoise, new_key
 
 
 class Boundary(msgspec.Struct, frozen=True, kw_only=True):
@@ -90,20 +90,20 @@ def clip_backward(clipped: _Clipped, gradients: Mapping[Ref, Tensor]) -> dict[Re
 class Privatizer:
     """Of one stage: what its values become before they leave, and their gradients on the way back.
 
-    Every release draws its noise from a seed of its own, from the system's source of random numbers: the job's seed,
+    Every release draws its noise under a key of its own, from the system's source of random numbers: the job's seed,
     which the coordinator knows, has no part in it, and neither a second pass nor a repeated step draws the same again.
     """
 
     def __init__(
         self, released: Released, *, keeps: bool, accelerator: Accelerator = HOST,
-        draw_seed: Callable[[], int] = lambda: secrets.randbits(63),
+        draw_key: Callable[[], bytes] = new_key,
     ) -> None:  # fmt: skip
-        """`keeps`: gradients of released values will be asked for. `draw_seed` is another in tests alone: no job and no
+        """`keeps`: gradients of released values will be asked for. `draw_key` is another in tests alone: no job and no
         message reaches it."""
         self.released = released
         self._accelerator = accelerator
         self._keeps = keeps
-        self._draw_seed = draw_seed
+        self._draw_key = draw_key
         self._clipped: dict[int, _Clipped] = {}
 
     def forward(self, micro_batch: int, values: Mapping[Ref, Tensor], *, training: bool) -> dict[Ref, Tensor]:
@@ -114,11 +114,11 @@ class Privatizer:
         clipped = clip(values, boundary)
         if training and self._keeps:
             self._clipped[micro_batch] = clipped
-        draws = torch.Generator().manual_seed(self._draw_seed())
+        draws = SecretNoise(self._draw_key())
         found: dict[Ref, Tensor] = {}
         for ref, axis in boundary.values:
             row = clipped.values[ref]
-            noise = boundary.deviation * torch.randn(row.shape, generator=draws, dtype=torch.float64)
+            noise = boundary.deviation * draws.normal(row.shape)
             noisy = _along(clipped.scale, row) * row + to_device(self._accelerator, noise)
             found[ref] = torch.empty_like(values[ref]).copy_(noisy.movedim(0, axis))
         return found

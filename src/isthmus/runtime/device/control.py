@@ -18,7 +18,7 @@ from torch import Tensor
 from isthmus.errors import PeerError
 from isthmus.protocol.events import Opened
 from isthmus.protocol.recovery import Holding
-from isthmus.runtime.device.executor import Order
+from isthmus.runtime.device.talk import Order
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.following import FollowMessage, LendMessage, LentMessage, LentPart

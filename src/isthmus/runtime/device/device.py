@@ -26,7 +26,7 @@ from isthmus.protocol.shortage import MemoryPeak
 from isthmus.runtime.device.batches import Batches
 from isthmus.runtime.device.control import Control, CoordinatorGone
 from isthmus.runtime.device.data import stage_data
-from isthmus.runtime.device.executor import Done, Executor, Order
+from isthmus.runtime.device.executor import Executor
 from isthmus.runtime.device.expected import expected_parcels, expected_parts
 from isthmus.runtime.device.following import Borrower, Lender
 from isthmus.runtime.device.island_ranks import begin_session, end_session
@@ -35,6 +35,7 @@ from isthmus.runtime.device.meeting import Meeting
 from isthmus.runtime.device.mirroring import MirrorReceiver
 from isthmus.runtime.device.sample_check import check_samples_apart
 from isthmus.runtime.device.sharing import Sharing
+from isthmus.runtime.device.talk import Done, Order
 from isthmus.runtime.identity import Identity
 from isthmus.runtime.identity.concealed import ONE_OWNER
 from isthmus.runtime.messages.assignment import Assignment

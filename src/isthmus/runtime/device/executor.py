@@ -7,9 +7,7 @@ import sys
 from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
-from typing import NamedTuple
 
-import msgspec
 import torch
 from torch import Tensor
 
@@ -46,7 +44,6 @@ from isthmus.protocol.events import (
     WorkerEvent,
     WorkerInstruction,
 )
-from isthmus.protocol.finite import NonFinite
 from isthmus.protocol.work import Item
 from isthmus.protocol.worker import Worker
 from isthmus.runtime.device.batches import Batches
@@ -57,10 +54,10 @@ from isthmus.runtime.device.links import Links
 from isthmus.runtime.device.mirroring import MirrorSender
 from isthmus.runtime.device.sharing import Sharing, no_turn
 from isthmus.runtime.device.snapshots import Snapshots
+from isthmus.runtime.device.talk import Done, Order
 from isthmus.runtime.device.tasklets import Tasklets
 from isthmus.runtime.device.ways import Ways
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
-from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.processes.kept_pages import keep_pages
 from isthmus.trace import Span
 from isthmus.training.engine import Engine, received_spec, sent_spec
@@ -78,26 +75,6 @@ def tune_process() -> None:
     """Make this process one that computes and communicates at the same time, over and over the same."""
     sys.setswitchinterval(SWITCH_S)
     keep_pages()
-
-
-class Done(msgspec.Struct, frozen=True):
-    """What a device tells of a finished item."""
-
-    item: int
-    loss: float | None
-    count: float | None
-    spans: tuple[Span, ...]
-    late_s: float
-    state: Snapshot | None
-    """What a checkpoint holds of the stage; it may still be being copied."""
-    non_finite: NonFinite | None
-
-
-class Order(NamedTuple):
-    """What the coordinator said that is nothing for a stage at work."""
-
-    message: AnyMessage
-    tensors: list[Tensor]
 
 
 Chore = Callable[[], None]
