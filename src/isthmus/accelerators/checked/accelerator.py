@@ -45,10 +45,6 @@ class CheckedEvent(Event):
                 host_waits(self.clock)
             return True
 
-    def release_cached(self) -> None:
-        with LOCK:
-            self._device.collect()
-
     def synchronize(self) -> None:
         with LOCK:
             self._device.check_alive()
@@ -140,6 +136,10 @@ class Checked:
         with LOCK:
             self._device.collect()
             return self._device.memory.use()
+
+    def release_cached(self) -> None:
+        with LOCK:
+            self._device.collect()
 
     def reset_peak(self) -> None:
         with LOCK:
