@@ -10,8 +10,8 @@ from msgspec import Meta
 
 from isthmus.errors import UserError
 
-LEAST, MOST = 1e-6, 1e9
-"""What float32 and the accountant can hold."""
+LEAST, MOST = 1e-12, 1e9
+"""What float64 and the accountant can hold."""
 Above = Annotated[float, Meta(gt=0)]
 
 
