@@ -58,6 +58,26 @@ def equals_plain(run: Path, prepared: Prepared, *, bits: bool = False) -> None:
         torch.testing.assert_close(saved[name], value.detach(), rtol=rtol, atol=atol)
 
 
+def lose_a_holder(job: Job, joined: Joined, run: Path, plan: Path | None = None) -> None:
+    """A run that ends because d1 is lost after some steps."""
+    ends: list[Exception] = []
+
+    def running() -> None:
+        try:
+            go(job, joined, run, plan)
+        except PeerError as error:
+            ends.append(error)
+
+    thread = threading.Thread(target=running, daemon=True)
+    thread.start()
+    reached(run, 10)
+    joined.remove("d1")
+    thread.join(120)
+    assert not thread.is_alive()
+    (error,) = ends
+    assert "'d1'" in str(error) and "has data of its own" in str(error)
+
+
 def test_holders_of_different_files_feed_a_device_without_any(
     joined: Joined, tmp_path: Path, coordinator: Path, opened: list[str]
 ) -> None:
@@ -89,23 +109,9 @@ def test_labels_and_samples_stay_with_holders_that_run_both_ends_of_the_chain(
     joined.add("d2", None)
     job = fed_job(tmp_path, steps=300, labels_stay=True)
     job = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, save_every=10))
-    prepared, run, ends = read_here(job, data), tmp_path / "run", list[Exception]()
+    prepared, run = read_here(job, data), tmp_path / "run"
     plan = both_ends(prepared, tmp_path)
-
-    def running() -> None:
-        try:
-            go(job, joined, run, plan)
-        except PeerError as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=running, daemon=True)
-    thread.start()
-    reached(run, 10)
-    joined.remove("d1")
-    thread.join(120)
-    assert not thread.is_alive()
-    (error,) = ends
-    assert "'d1'" in str(error) and "has data of its own" in str(error)
+    lose_a_holder(job, joined, run, plan)
     joined.add("d1", data / "d1")
     shorter = msgspec.structs.replace(job, training=msgspec.structs.replace(job.training, steps=60))
     go(shorter, joined, run, resume=True)
@@ -120,24 +126,10 @@ def test_a_run_does_not_go_on_without_a_holders_samples_and_resumes_with_them(
     for seed, name in enumerate(HOLDERS):
         joined.add(name, write_samples(data / name, seed=seed))
     joined.add("d2", None)
-    job, run, ends = fed_job(tmp_path, steps=300), tmp_path / "run", list[Exception]()
+    job, run = fed_job(tmp_path, steps=300), tmp_path / "run"
     one_each = msgspec.structs.replace(job.training, micro_batches=2, save_every=10)
     job = msgspec.structs.replace(job, training=one_each)
-
-    def running() -> None:
-        try:
-            go(job, joined, run)
-        except PeerError as error:
-            ends.append(error)
-
-    thread = threading.Thread(target=running, daemon=True)
-    thread.start()
-    reached(run, 10)
-    joined.remove("d1")
-    thread.join(120)
-    assert not thread.is_alive()
-    (error,) = ends
-    assert "'d1'" in str(error) and "has data of its own" in str(error)
+    lose_a_holder(job, joined, run)
     joined.add("d1", data / "d1")
     go(job, joined, run, resume=True)
     equals_plain(run, read_here(job, data), bits=True)

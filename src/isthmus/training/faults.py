@@ -12,7 +12,6 @@ from isthmus.errors import IsthmusError, StepError
 from isthmus.protocol.shortage import Shortage
 from isthmus.units import parse_size
 
-_DEVICES_OWN = (MemoryError, OSError, torch.OutOfMemoryError, torch.AcceleratorError)
 _NO_MEMORY = "can't allocate memory"
 """What torch says, as a plain RuntimeError, where the CPU's memory is short."""
 _LIBRARY_SHORT = re.compile(
@@ -26,7 +25,7 @@ _ASKED = re.compile(r"[Tt]ried to allocate ([0-9]+(?= bytes)|[0-9.]+ ?[KMGT]?i?B
 def raise_if_jobs(what: str, error: Exception) -> None:
     """Call it in an `except` and raise again what it leaves: StepError unless memory is short, or the device's disk,
     accelerator or connection failed."""
-    if isinstance(error, (IsthmusError, *_DEVICES_OWN)) or is_short_of_memory(error) or is_drivers(error):
+    if isinstance(error, IsthmusError | OSError) or is_short_of_memory(error) or is_drivers(error):
         return
     reason = " ".join(f"{type(error).__name__}: {error}".split())[:500]
     raise StepError(what, reason) from error

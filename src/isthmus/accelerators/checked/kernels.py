@@ -43,7 +43,6 @@ _VIEWS = {"as_strided", "view", "_reshape_alias", "unfold", "set_", "_unsafe_vie
 """Operators of backends that compute nothing."""
 _INDEXED = {"index", "index_put_", "_index_put_impl_"}
 """Their indices may lie on the host. Where they are of bools, the host waits to know how many are true."""
-_libraries: list[torch.library.Library] = []
 
 
 def _index(where: torch.device | None) -> int:
