@@ -62,6 +62,7 @@ class SyncPolicy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     period: Annotated[int, msgspec.Meta(ge=1)] = 1
     """Steps; 1 for `every-step`."""
     outer_rate: Annotated[float, msgspec.Meta(gt=0)] = 0.7
+    """`outer` and `streaming`: learning rate of the outer step."""
     outer_momentum: Annotated[float, msgspec.Meta(ge=0, lt=1)] = 0.9
     """`outer` and `streaming`. The defaults are DiLoCo's."""
     delay: Annotated[int, msgspec.Meta(ge=0)] = 1

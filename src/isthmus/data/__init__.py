@@ -3,9 +3,9 @@
 from isthmus.data.dataset import ColumnSpec, Dataset, Split
 from isthmus.data.joined import JoinedDataset
 from isthmus.data.order import JoinedOrder, SampleOrder
-from isthmus.data.registry import DataSpec, dataset_kinds, load_dataset
+from isthmus.data.registry import DataSpec, dataset_kinds, describe_dataset, load_dataset
 
 __all__ = [
     "ColumnSpec", "DataSpec", "Dataset", "JoinedDataset", "JoinedOrder", "SampleOrder", "Split", "dataset_kinds",
-    "load_dataset",
+    "describe_dataset", "load_dataset",
 ]  # fmt: skip

@@ -35,20 +35,27 @@ _DIGIT_SIDE = 8
 
 
 class NpzOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """An `.npz` whose arrays share their first dim. Held-out samples: `heldout_path`, else a share of `path`."""
+    """The arrays of an .npz file."""
 
     path: str
+    """An .npz file. Each array is a column; their first dimension is the sample."""
     heldout_path: str | None = None
+    """Held-out samples; without it a share of `path`."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """That share, drawn at random."""
 
 
 class DigitsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """The digits' form: `flat` gives one vector per sample, `size` the sides in pixels, `channels` equal copies."""
+    """scikit-learn's handwritten digits: 1,797 images of 8 x 8 pixels."""
 
     flat: bool = False
+    """One vector per sample instead of an image."""
     size: Annotated[int, Meta(ge=_DIGIT_SIDE)] = _DIGIT_SIDE
+    """Height and width in pixels."""
     channels: Literal[1, 3] = 1
+    """Equal copies of the image."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.1
+    """Share of the samples that training never sees."""
 
 
 class ArrayDataset:

@@ -33,15 +33,14 @@ _HELD_OUT_NAMES = ("validation", "test")
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`path` is a directory that `datasets.save_to_disk` wrote: one data set, or several splits.
-
-    `columns` maps the model's names to the data set's; without it every column of numbers is taken as it is called.
-    Held-out rows are the directory's own split of that name, else a random share.
-    """
+    """A data set that the library `datasets` has saved."""
 
     path: str
+    """A directory that `datasets.save_to_disk` wrote: one data set, or several splits."""
     columns: dict[str, str] = {}
+    """The model's names of columns, each with the data set's name; without it every column of numbers is taken."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of the rows that training never sees, where the directory has no split for it."""
 
 
 class DiskDataset:

@@ -35,20 +35,22 @@ _HELD_OUT_NAMES = ("validation", "validation_matched", "test")
 
 
 class PairsOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where the pairs are and how they become tokens.
-
-    `path` is a file of JSON lines, or a directory that `datasets.save_to_disk` wrote. Held-out pairs come from
-    `heldout_path`; else from the directory's own split of that name; else they are the last `holdout` share.
-    `fields` are the names of the two sentences and the label; a label is a number or one of `label_names`.
-    """
+    """Pairs of sentences with a label."""
 
     path: str
+    """A file of JSON lines, or a directory that `datasets.save_to_disk` wrote."""
     heldout_path: str | None = None
+    """Held-out pairs; without it the directory's own split, else a share of `path`."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """That share: the last pairs."""
     sequence_length: Annotated[int, Meta(ge=8)] = 128
+    """Tokens per sample, both sentences together."""
     tokenizer: str = BYTES
+    """"bytes", or a directory with a tokenizer.json."""
     fields: tuple[str, str, str] = ("premise", "hypothesis", "label")
+    """Names of the first sentence, the second sentence and the label."""
     label_names: Annotated[tuple[str, ...], Meta(min_length=1)] = ("entailment", "neutral", "contradiction")
+    """Labels that are texts, in the order of their numbers."""
 
 
 class Rows(msgspec.Struct, frozen=True):

@@ -31,12 +31,17 @@ class PartitionSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     scheme: Scheme = "iid"
+    """Who has which samples."""
     clients: Annotated[int, Meta(ge=1)] | None = None
     """Of every scheme but `natural` and `files`, where the data say."""
     alpha: Annotated[float, Meta(gt=0)] = 0.1
+    """Of `dirichlet` and `quantity`: the smaller, the more clients differ."""
     shards: Annotated[int, Meta(ge=1)] = 2
+    """Of `shards`: pieces per client."""
     label: str = "labels"
+    """Of `dirichlet` and `shards`: the column of labels."""
     column: str = "client"
+    """Of `natural`: the column that names the client."""
 
 
 @dataclass(frozen=True, eq=False)

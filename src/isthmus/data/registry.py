@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from typing import cast
+from typing import Any, cast
 
 import msgspec
 
@@ -17,7 +17,8 @@ from isthmus.data.leaf import LeafOptions, load_leaf
 from isthmus.data.pairs import PairsOptions, load_pairs
 from isthmus.data.text import TextOptions, load_text
 from isthmus.errors import IsthmusError, UserError, unknown_name
-from isthmus.extensions import load_third_party, read_options, third_party
+from isthmus.extensions import import_object, load_third_party, read_options, third_party
+from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
 
 ENTRY_POINTS = "isthmus.datasets"
 
@@ -28,7 +29,9 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     what its owner allows before it loads anything."""
 
     kind: str
+    """One of `isthmus datasets`, or `package.module:callable` of your own."""
     options: dict[str, object] = {}
+    """Settings of that kind: `isthmus describe KIND` lists them."""
     description: str = ""
     """A file that says what the data are like, where they are not (`isthmus describe`)."""
     of: dict[str, dict[str, object]] = {}
@@ -39,53 +42,34 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
         return msgspec.structs.replace(self, options={**self.options, **self.of.get(holder, {})}, of={})
 
 
-def _text(options: Mapping[str, object], split: Split) -> Dataset:
-    return load_text(read_options("text", options, TextOptions), split)
-
-
-def _pairs(options: Mapping[str, object], split: Split) -> Dataset:
-    return load_pairs(read_options("pairs", options, PairsOptions), split)
-
-
-def _npz(options: Mapping[str, object], split: Split) -> Dataset:
-    return load_npz(read_options("npz", options, NpzOptions), split)
-
-
-def _digits(options: Mapping[str, object], split: Split) -> Dataset:
-    return load_digits(read_options("digits", options, DigitsOptions), split)
-
-
-def _disk(options: Mapping[str, object], split: Split) -> Dataset:
-    return load_disk(read_options("disk", options, DiskOptions), split)
-
-
-def _image_folder(options: Mapping[str, object], split: Split) -> Dataset:
-    return folder.load_image_folder(read_options(folder.KIND, options, folder.ImageFolderOptions), split)
-
-
-def _image_parquet(options: Mapping[str, object], split: Split) -> Dataset:
-    return parquet.load_image_parquet(read_options(parquet.KIND, options, parquet.ImageParquetOptions), split)
-
-
-def _leaf(options: Mapping[str, object], split: Split) -> Dataset:
-    return load_leaf(read_options(LEAF, options, LeafOptions), split)
-
-
-_BUILT_IN: Mapping[str, Callable[[Mapping[str, object], Split], Dataset]] = {
-    "text": _text,
-    "pairs": _pairs,
-    "npz": _npz,
-    "digits": _digits,
-    "disk": _disk,
-    folder.KIND: _image_folder,
-    parquet.KIND: _image_parquet,
-    LEAF: _leaf,
+_OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]] = {
+    "digits": (DigitsOptions, load_digits),
+    "disk": (DiskOptions, load_disk),
+    folder.KIND: (folder.ImageFolderOptions, folder.load_image_folder),
+    parquet.KIND: (parquet.ImageParquetOptions, parquet.load_image_parquet),
+    LEAF: (LeafOptions, load_leaf),
+    "npz": (NpzOptions, load_npz),
+    "pairs": (PairsOptions, load_pairs),
+    "text": (TextOptions, load_text),
 }
+"""By kind: what its options are, and what loads it."""
 
 
 def dataset_kinds() -> list[str]:
     """The kinds that `load_dataset` knows, entry points of the group `isthmus.datasets` included, sorted."""
-    return sorted({*_BUILT_IN, *third_party(ENTRY_POINTS)})
+    return sorted({*_OURS, *third_party(ENTRY_POINTS)})
+
+
+def describe_dataset(kind: str) -> tuple[str, tuple[OptionDoc, ...]]:
+    """One line on a kind of data, and its options. UserError for an unknown one, or a package that cannot be read."""
+    if kind in _OURS:
+        options, load = _OURS[kind]
+        return first_line(options), option_docs(options)
+    others = third_party(ENTRY_POINTS)
+    if not is_callable_name(kind) and kind not in others:
+        raise unknown_name("data kind", kind, dataset_kinds())
+    load = import_object("data kind", kind) if is_callable_name(kind) else load_third_party(others[kind])
+    return first_line(load), argument_docs(load)
 
 
 def load_dataset(spec: DataSpec, split: Split) -> Dataset:
@@ -95,8 +79,9 @@ def load_dataset(spec: DataSpec, split: Split) -> Dataset:
     """
     if split not in SPLITS:
         raise unknown_name("split", split, SPLITS)
-    if spec.kind in _BUILT_IN:
-        return _BUILT_IN[spec.kind](spec.options, split)
+    if spec.kind in _OURS:
+        options, load_ours = _OURS[spec.kind]
+        return load_ours(read_options(spec.kind, spec.options, options), split)
     if is_callable_name(spec.kind):
         return load_callable(spec.kind, spec.options, split)
     others = third_party(ENTRY_POINTS)

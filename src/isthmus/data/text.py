@@ -42,19 +42,20 @@ _MACHINE_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomiz
 
 
 class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Where text comes from and how it is cut.
-
-    `files`: paths or globs (`**` crosses folders), or `stdlib`. `tokenizer`: `bytes` or a directory. `max_bytes`
-    bounds each split's text. `holdout` is the share of files (of one file: of its text) that training never sees.
-    `shift_labels` = false makes labels equal to the inputs, for models that shift them themselves.
-    """
+    """Text files as windows of tokens, or the source of Python's standard library."""
 
     files: str | tuple[str, ...]
+    """Paths or globs (`**` crosses folders), or "stdlib": the source of Python's standard library."""
     sequence_length: Annotated[int, Meta(ge=1)] = 128
+    """Tokens per sample."""
     tokenizer: str = BYTES
+    """"bytes" (256 tokens), or a directory with a tokenizer.json."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
+    """Of text in each split; without it all of it."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of the files that training never sees; of a single file, of its text."""
     shift_labels: bool = True
+    """true: labels are the next tokens. false: they equal the inputs, for models that shift inside (Hugging Face)."""
 
 
 class TextDataset:

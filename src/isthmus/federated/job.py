@@ -59,11 +59,17 @@ class FederatedConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """The algorithm, and how long. Zero turns an `every` off."""
 
     algorithm: str = "fedavg"
+    """One of `isthmus algorithms`, or `package.module:Class` of your own."""
     options: dict[str, object] = {}
+    """Settings of the algorithm: `isthmus describe NAME` lists them."""
     rounds: Positive = 10
+    """Rounds of the whole run."""
     seed: NotNegative = 0
+    """Of weights, partition, participation and the order of samples."""
     evaluate_every: NotNegative = 1
+    """Rounds between evaluations on held-out samples; 0: none."""
     evaluate_samples: Positive = 2000
+    """Held-out samples of an evaluation, at most."""
     evaluate_clients: NotNegative = 0
     """Clients of whose own data the accuracy is taken too, evenly over the population."""
     save_every: Positive = 1
@@ -74,6 +80,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """Where clients train."""
 
     scheme: str = "ours"
+    """How clients come to executors: ours, parrot, fa, sd, rw or sp."""
     executors: NotNegative = 2
     """0: as many as memory and cores hold, and as train faster together, by measurement at the start of the run."""
     device: str | Annotated[tuple[str, ...], Meta(min_length=1)] = AUTO
@@ -94,6 +101,7 @@ class Execution(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     together: NotNegative = 1
     """Clients of equal numbers of samples that are trained as one; 0: as many as a measurement finds best."""
     threads: Positive = 1
+    """Torch threads of each executor."""
     patience: str = "60 s"
     """Silence after which an executor counts as lost."""
 
@@ -117,19 +125,31 @@ class FederatedJob(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """The whole job file; its table `federated` sets it apart from a pipeline's."""
 
     name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Of the run: its folder is RUN_DIR/NAME."""
     model: ModelSpec
+    """Which model to train."""
     data: DataSpec | None = None
     """The population's, shared out by `partition`; of a deployment, the coordinator's own to evaluate on, if any."""
     federated: FederatedConfig
+    """The algorithm, and for how many rounds."""
     partition: PartitionSpec | None = None
+    """How the data are shared out among simulated clients."""
     local: LocalConfig = LocalConfig()
+    """How a client trains."""
     participation: Participation = Participation(fraction=1.0)
+    """Which clients take part in a round, and when a round closes."""
     admission: AdmissionRules = AdmissionRules()
+    """What an update must be to be accepted."""
     aggregation: Aggregation = Aggregation()
+    """How updates are combined."""
     privacy: Privacy | None = None
+    """Central differential privacy; without this table updates are not noised."""
     execution: Execution = Execution()
+    """Where simulated clients train."""
     deployment: Deployment | None = None
+    """Real sites in place of simulated clients."""
     run_dir: str = "runs"
+    """Where run folders are made."""
 
     @property
     def devices(self) -> tuple[str, ...]:

@@ -20,8 +20,11 @@ class LocalConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fiel
     """How every client trains. Parrot's settings are the defaults."""
 
     epochs: Annotated[int, Meta(ge=1)] = 1
+    """Passes over a client's data in a round."""
     batch_size: Annotated[int, Meta(ge=1)] = 20
+    """Samples per step of a client."""
     learning_rate: Annotated[float, Meta(gt=0)] = 0.05
+    """Of a client's SGD."""
     drop_last: bool = False
     """An epoch leaves out a last batch that is smaller than the others: batch norm cannot train on one sample. A client
     with less than one batch has that one."""

@@ -42,10 +42,15 @@ class SiteConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_field
     """A site's own file: what may run there, and its data, which stay."""
 
     job: str
+    """Name of the only job that may run here."""
     algorithm: AlgorithmSpec
+    """The only algorithm that may run here, with its options."""
     model: ModelSpec
+    """The only model that may be trained here, with its options."""
     data: DataSpec
+    """This site's data. They are never sent."""
     threads: Annotated[int, Meta(ge=1)] = 1
+    """Torch threads."""
     device: str = AUTO
     """Where it trains: `auto` (an accelerator of this machine, else the CPU), `cpu`, `cuda:1`, ..."""
     slow_down: Annotated[float, Meta(ge=0)] = 0.0

@@ -32,6 +32,7 @@ class Privacy(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
     noise_multiplier: Annotated[float, Meta(gt=0)]
     """The noise's deviation in units of `clip`, on the sum."""
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
+    """Of (epsilon, delta) differential privacy."""
 
 
 class Private(Wrapping, frozen=True):

@@ -3,7 +3,7 @@
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.hugging_face import is_hugging_face, save_hugging_face
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
-from isthmus.models.registry import ModelSpec, build_model, model_names
+from isthmus.models.registry import ModelSpec, build_model, describe_model, model_names
 from isthmus.models.tracing import as_eager
 from isthmus.models.unet import UNet, UNetConfig
 
@@ -19,6 +19,7 @@ __all__ = [
     "UNetConfig",
     "as_eager",
     "build_model",
+    "describe_model",
     "is_hugging_face",
     "model_names",
     "save_hugging_face",

@@ -6,11 +6,12 @@ The library is the optional extra `hf` and is imported on first use.
 from __future__ import annotations
 
 import difflib
+import inspect
 import shutil
 from collections.abc import Mapping
 from pathlib import Path
 from types import ModuleType
-from typing import Literal
+from typing import Any, Literal
 
 import msgspec
 import torch
@@ -19,7 +20,8 @@ from torch._subclasses.fake_tensor import FakeTensor
 
 from isthmus.documents import follow_umask
 from isthmus.errors import UserError, unknown_name
-from isthmus.extensions import import_extra, read_options
+from isthmus.extensions import import_extra
+from isthmus.option_docs import OptionDoc, toml_text
 
 BY_NAME: Mapping[str, tuple[str, Mapping[str, object]]] = {
     "hf-gpt2": ("GPT2LMHeadModel", {}),
@@ -50,13 +52,18 @@ _TOKENIZER_FILES = (
 
 
 class PretrainedOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """Options of the model `hf`. `path` is a local directory or a hub id; `config` overrides its config."""
+    """A model from a directory or the Hugging Face hub, with its weights."""
 
     path: str
+    """A directory with a model that transformers saved, or an id on the hub."""
     task: Literal["causal-lm", "sequence-classification", "image-classification"]
+    """What the model is trained for."""
     random_weights: bool = False
+    """Take the config alone and draw new weights."""
     dtype: Literal["float32", "bfloat16", "float16"] = "float32"
+    """Of the weights."""
     config: dict[str, object] = {}
+    """Entries of the model's config that are to differ."""
 
 
 EXPERTS = "batched_mm"
@@ -101,11 +108,7 @@ def build_from_class(owner: str, class_name: str, options: Mapping[str, object])
 
     Raises `UserError` for an unknown class or option, or a value that the config or the model refuses.
     """
-    library = _transformers()
-    model_class = getattr(library, class_name, None)
-    config_class = getattr(model_class, "config_class", None)
-    if model_class is None or config_class is None:
-        raise unknown_name("transformers model", class_name, _near(class_name, library))
+    model_class, config_class = _classes(class_name)
     _check_names(owner, options, config_class())
     try:
         config = config_class(**options)
@@ -115,6 +118,16 @@ def build_from_class(owner: str, class_name: str, options: Mapping[str, object])
         raise UserError(f"{owner} options {dict(options)}: {_one_line(error)}") from error
 
 
+def _classes(class_name: str) -> tuple[Any, Any]:
+    """A model's class and its config's. UserError for an unknown one."""
+    library = _transformers()
+    model_class = getattr(library, class_name, None)
+    config_class = getattr(model_class, "config_class", None)
+    if model_class is None or config_class is None:
+        raise unknown_name("transformers model", class_name, _near(class_name, library))
+    return model_class, config_class
+
+
 def _near(class_name: str, library: ModuleType) -> list[str]:
     """The library holds hundreds of classes: an error offers a few of them."""
     endings = ("LMHeadModel", "ForCausalLM", "ForMaskedLM", "SequenceClassification", "ImageClassification")
@@ -122,13 +135,23 @@ def _near(class_name: str, library: ModuleType) -> list[str]:
     return difflib.get_close_matches(class_name, names, n=5) or [class_name for class_name, _ in BY_NAME.values()]
 
 
-def build_pretrained(options: Mapping[str, object]) -> nn.Module:
+def describe_class(class_name: str, defaults: Mapping[str, object]) -> tuple[str, tuple[OptionDoc, ...]]:
+    """One line on a transformers model, and the arguments of its config; `defaults` are ours. UserError as
+    `build_from_class`."""
+    _, config_class = _classes(class_name)
+    values = {**config_class().to_dict(), **defaults}
+    of_all = inspect.signature(_transformers().PreTrainedConfig).parameters.keys() - {"tie_word_embeddings"}
+    names = [name for name in inspect.signature(config_class).parameters if name in values and name not in of_all]
+    docs = tuple(OptionDoc(key=name, type="", default=toml_text(values[name]), meaning="") for name in names)
+    return f"transformers.{class_name} with random weights; options are those of {config_class.__name__}", docs
+
+
+def build_pretrained(chosen: PretrainedOptions) -> nn.Module:
     """The model that a directory or the hub holds, in train mode.
 
     Only safetensors weights are read and no code from the repository is run. Under a `FakeTensorMode` the weights
     are not read, because only shapes matter there. Raises `UserError` for what cannot be read.
     """
-    chosen = read_options("hf", options, PretrainedOptions)
     path = Path(chosen.path).expanduser()
     if chosen.path.startswith(("/", ".", "~")) and not path.is_dir():
         raise UserError(f"hf option 'path': no directory {chosen.path}")

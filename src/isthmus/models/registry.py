@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from typing import Any
 
 import msgspec
 from torch import nn
@@ -14,6 +15,7 @@ from isthmus.models import hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.unet import UNet, UNetConfig
+from isthmus.option_docs import OptionDoc, argument_docs, first_line, option_docs
 
 ENTRY_POINTS = "isthmus.models"
 
@@ -27,37 +29,24 @@ class ModelSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     """
 
     name: str
+    """One of `isthmus models`, `hf:CLASS` for a class of transformers, or `package.module:callable` of your own."""
     options: dict[str, object] = {}
+    """The model's own settings: `isthmus describe NAME` lists them."""
 
 
-def _gpt(options: Mapping[str, object]) -> nn.Module:
-    return GPT(read_options("gpt", options, GPTConfig))
-
-
-def _unet(options: Mapping[str, object]) -> nn.Module:
-    return UNet(read_options("unet", options, UNetConfig))
-
-
-def _mlp(options: Mapping[str, object]) -> nn.Module:
-    return MLP(read_options("mlp", options, MLPConfig))
-
-
-def _cnn(options: Mapping[str, object]) -> nn.Module:
-    return CNN(read_options("cnn", options, CNNConfig))
-
-
-_BUILT_IN: Mapping[str, Callable[[Mapping[str, object]], nn.Module]] = {
-    "gpt": _gpt,
-    "unet": _unet,
-    "mlp": _mlp,
-    "cnn": _cnn,
-    "hf": hugging_face.build_pretrained,
+_OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any], nn.Module]]] = {
+    "cnn": (CNNConfig, CNN),
+    "gpt": (GPTConfig, GPT),
+    "mlp": (MLPConfig, MLP),
+    "unet": (UNetConfig, UNet),
+    "hf": (hugging_face.PretrainedOptions, hugging_face.build_pretrained),
 }
+"""By name: what a model's options are, and what makes it of them."""
 
 
 def model_names() -> list[str]:
     """The names that `build_model` knows, entry points of the group `isthmus.models` included, sorted."""
-    return sorted({*_BUILT_IN, *hugging_face.BY_NAME, *third_party(ENTRY_POINTS)})
+    return sorted({*_OURS, *hugging_face.BY_NAME, *third_party(ENTRY_POINTS)})
 
 
 def build_model(spec: ModelSpec) -> nn.Module:
@@ -68,8 +57,9 @@ def build_model(spec: ModelSpec) -> nn.Module:
     Raises `UserError` for an unknown model or option, an option's value, or a callable that cannot be imported.
     """
     name = spec.name
-    if name in _BUILT_IN:
-        return _BUILT_IN[name](spec.options)
+    if name in _OURS:
+        options, build = _OURS[name]
+        return build(read_options(name, spec.options, options))
     if name in hugging_face.BY_NAME:
         class_name, defaults = hugging_face.BY_NAME[name]
         return hugging_face.build_from_class(name, class_name, {**defaults, **spec.options})
@@ -81,6 +71,23 @@ def build_model(spec: ModelSpec) -> nn.Module:
     if name in others:
         return _call(name, load_third_party(others[name]), spec.options)
     raise unknown_name("model", name, model_names())
+
+
+def describe_model(name: str) -> tuple[str, tuple[OptionDoc, ...]]:
+    """One line on a model, and its options. UserError for an unknown name, and for a package that cannot be read."""
+    if name in _OURS:
+        options, build = _OURS[name]
+        return first_line(options if name == "hf" else build), option_docs(options)
+    if name in hugging_face.BY_NAME:
+        class_name, defaults = hugging_face.BY_NAME[name]
+        return hugging_face.describe_class(class_name, defaults)
+    if name.startswith("hf:"):
+        return hugging_face.describe_class(name.removeprefix("hf:"), {})
+    others = third_party(ENTRY_POINTS)
+    if ":" not in name and name not in others:
+        raise unknown_name("model", name, model_names())
+    build = import_object("model", name) if ":" in name else load_third_party(others[name])
+    return first_line(build), argument_docs(build)
 
 
 def _call(name: str, build: object, options: Mapping[str, object]) -> nn.Module:

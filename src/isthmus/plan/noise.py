@@ -27,6 +27,7 @@ class ActivationNoise(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     epsilon: Above | None = None
     """The noise is such that all planned passes over the data have this epsilon in sum."""
     delta: Annotated[float, Meta(gt=0, lt=1)] = 1e-5
+    """Of (epsilon, delta) differential privacy."""
     weights: Literal["frozen", "trained"] = "frozen"
     """Of stages that compute on raw samples: kept as they begin, so that no message tells of another sample than its
     own; or trained, and then what they tell of samples is not covered."""

@@ -20,7 +20,9 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """Who takes part, and when a round closes. One of `clients` and `fraction` says how many."""
 
     clients: Annotated[int, Meta(ge=1)] | None = None
+    """Clients per round."""
     fraction: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Share of all clients per round."""
     weighted: bool = False
     """Draw clients in proportion to their samples, in place of evenly."""
     poisson: bool = False
@@ -40,6 +42,7 @@ class Participation(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     deadline: str = "600 s"
     """After this a round closes with whoever is in, or is tried again if that is fewer than `minimum`."""
     attempts: Annotated[int, Meta(ge=1)] = 3
+    """How often a round that fails is tried again before the run ends."""
     staleness: Annotated[int, Meta(ge=0)] = 0
     """When a round closes without a client, its update counts in a later round, so many rounds on at most, for
     1 / sqrt(1 + rounds late) of what it says (FedBuff: Nguyen et al. 2022; the buffer is the quorum). In a simulation

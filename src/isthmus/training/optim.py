@@ -29,14 +29,21 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
     """One optimizer and the parameters that it updates (FusionLLM: optimizers per op)."""
 
     name: Literal["sgd", "adamw"] = "adamw"
+    """AdamW, or SGD."""
     pattern: str = "*"
     """Shell pattern over the module's own parameter names. The first entry that matches wins."""
     lr: NotNegative = 1e-3
+    """Learning rate, before the factor of [learning_rate]."""
     momentum: Share = 0.0
+    """Of SGD."""
     nesterov: bool = False
+    """Of SGD with momentum."""
     betas: tuple[Share, Share] = (0.9, 0.999)
+    """Of AdamW: decay of the mean of gradients, and of their squares."""
     eps: NotNegative = 1e-8
+    """Of AdamW: added to the denominator."""
     weight_decay: NotNegative = 0.0
+    """Decoupled for AdamW, added to gradients for SGD."""
     fused: bool | Literal["auto"] = "auto"
     """One kernel for all parameters; auto: on accelerators whose torch has it. Its bits are others."""
 
@@ -45,8 +52,11 @@ class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """A factor on every optimizer's rate: linear warm-up from 1/warmup, then constant or cosine to `final`."""
 
     schedule: Literal["constant", "cosine"] = "constant"
+    """After the warm-up."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
+    """Steps over which the factor rises linearly to 1."""
     final: NotNegative = 0.1
+    """The factor in the last step, unless the schedule is constant."""
 
     def factor(self, step: int, steps: int) -> float:
         """The factor of step number `step` (from 0) in a run of `steps`."""

@@ -29,8 +29,11 @@ class ImageOptions(PixelOptions, frozen=True, kw_only=True, forbid_unknown_field
     """
 
     transforms: tuple[Table, ...] = ()
+    """Tables with the `name` of a transform of torchvision.transforms.v2 and its arguments, in order."""
     heldout_transforms: tuple[Table, ...] | None = None
+    """For held-out images; without it the same, with random crops made central and flips left out."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
+    """Share of the images that training never sees, where the data have no split for it."""
 
 
 class EncodedImages(Protocol):

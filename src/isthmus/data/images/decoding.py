@@ -36,9 +36,13 @@ class PixelOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fie
     """
 
     mode: Literal["RGB", "RGBA", "L", "I;16"] = "RGB"
+    """What every image is converted to; the names are Pillow's."""
     background: tuple[Colour, Colour, Colour] | None = None
+    """Colour (red, green, blue) on which transparent images are laid; without it alpha is dropped."""
     exif_orientation: bool = True
+    """Turn photographs upright."""
     max_pixels: Annotated[int, Meta(ge=1, le=MOST_PIXELS)] = MOST_PIXELS
+    """A larger image is refused."""
 
 
 def decode(file: BinaryIO, named: str, options: PixelOptions) -> Image:

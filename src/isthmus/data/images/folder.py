@@ -22,15 +22,12 @@ HELD_OUT_NAMES = ("validation", "valid", "val", "test")
 
 
 class ImageFolderOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`path/CLASS/.../image.png`, of which a random share is held out; or `path/train/CLASS/...` beside one of
-    `validation`, `valid`, `val`, `test`, which is held out in its place (without any: a share of `train`).
-
-    Classes are numbered by their folders' names, sorted, or in the order of `classes`: parties that have images of
-    some classes only name all of them.
-    """
+    """Images in a folder per class."""
 
     path: str
+    """A folder with a folder per class; or with `train` and one of `validation`, `valid`, `val`, `test`."""
     classes: tuple[str, ...] = ()
+    """Names of all classes, in the order of their numbers; without it those found, sorted."""
 
 
 class FolderImages:

@@ -21,19 +21,18 @@ from isthmus.extensions import import_extra
 
 
 class ImageParquetOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """`path` is a file, a glob, or a folder of `*.parquet`. In a folder whose files are called `train-...` and
-    `validation-...` (or valid, val, test), the latter are held out; `heldout_path` names such files; else a random
-    share of the rows is held out.
-
-    `image` is a column of bytes, or of {bytes, path}. `label` is one of whole numbers, of fractions, or of texts, which
-    are numbered sorted, or in the order of `classes`.
-    """
+    """Images in a column of Parquet files."""
 
     path: str
+    """A file, a glob, or a folder of `*.parquet`."""
     heldout_path: str | None = None
+    """Held-out files; without it those called `validation-...` (or valid, val, test), else a share of the rows."""
     image: str = "image"
+    """The column of images: bytes, or {bytes, path}."""
     label: str = "label"
+    """The column of labels: whole numbers, fractions or texts."""
     classes: tuple[str, ...] = ()
+    """Labels that are texts, in the order of their numbers; without it those found, sorted."""
 
 
 class ParquetImages:

@@ -18,6 +18,7 @@ class FedNova(Algorithm, frozen=True):
     """
 
     momentum: Annotated[float, Meta(ge=0, lt=1)] = 0.0
+    """Of clients' SGD."""
 
     @property
     def returns(self) -> Mapping[str, Combine]:

@@ -40,7 +40,9 @@ class AlgorithmSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     """
 
     name: str = "fedavg"
+    """One of `isthmus algorithms`, or `package.module:Class` of your own."""
     options: dict[str, object] = {}
+    """Settings of the algorithm."""
 
 
 def algorithm_names() -> list[str]:

@@ -16,6 +16,7 @@ class Scaffold(Algorithm, frozen=True):
     """Every client keeps a control variate that corrects its drift from the others (Karimireddy et al. 2020)."""
 
     server_learning_rate: Annotated[float, Meta(gt=0)] = 1.0
+    """Of the server's step."""
 
     def init_server(self, model: Tensor) -> Values:
         return {"model": model, "control": torch.zeros_like(model)}
