@@ -13,7 +13,7 @@ from typing import Annotated, Any, Literal, Union, get_args, get_origin, get_typ
 import msgspec
 from msgspec import NODEFAULT, Meta
 
-NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "table", object: "any value"}
+NAMES = {bool: "true or false", int: "integer", float: "number", str: "text", dict: "table", object: "value"}
 LIMITS = {"ge": "at least", "gt": "above", "le": "at most", "lt": "below"}
 
 

@@ -42,7 +42,7 @@ Lengths of time, bandwidths, speeds and sizes are texts with a unit (see `isthmu
 from __future__ import annotations
 
 import json
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Annotated, TypeVar, cast
 
@@ -69,52 +69,103 @@ MOST_DEVICES = 100_000
 
 
 class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A device, or several that are equal."""
+
     name: str
+    """What it is called; with `count`, NAME-0, NAME-1, ..."""
     region: str = "local"
+    """Where it is. Links can be given between regions."""
     compute: object
+    """Speed in float32, as "10 GFLOPS"."""
     memory: object
+    """As "16 GiB"."""
     count: Annotated[int, msgspec.Meta(ge=1, le=MOST_DEVICES)] | None = None
+    """So many equal devices."""
     price_per_hour: float = 0.0
+    """In any unit of money, the same for all devices."""
     hardware: str = ""
+    """For people: "NVIDIA A40"."""
     scale: float = 1.0
+    """Sustained speed over `compute`, as `isthmus probe` or `isthmus calibrate` measured it."""
     half_compute: object = 0.0
+    """Sustained speed in bf16 and fp16, where it differs."""
     host_bandwidth: object = 0.0
+    """Between an accelerator and the host's memory, for people."""
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
+    """A link."""
+
     latency: object = None
+    """One way, as "20 ms"."""
     bandwidth: object = None
+    """As "100 Mbit/s"."""
     trace: object = None
+    """In place of both: a CSV file with the columns time, latency, bandwidth, or its rows."""
 
 
 class _RouteTable(msgspec.Struct, frozen=True, kw_only=True, rename={"source": "from", "target": "to"}):
+    """The link between two devices or two regions; of a region with itself, between its devices."""
+
     source: str
+    """A device or a region."""
     target: str
+    """A device or a region."""
     latency: object = None
+    """One way, as "20 ms"."""
     bandwidth: object = None
+    """As "100 Mbit/s"."""
     trace: object = None
+    """In place of both: a CSV file with the columns time, latency, bandwidth, or its rows."""
     symmetric: bool = True
+    """Whether the way back is the same."""
 
 
 class _SiteTable(msgspec.Struct, frozen=True, kw_only=True):
+    """What the devices of a region share towards other regions."""
+
     region: str
+    """The region."""
     uplink: object = None
+    """Bandwidth that all links out of it share, as "200 Mbit/s"."""
     egress_price_per_gb: float = 0.0
+    """Of bytes that leave it."""
 
 
 class _LinksTable(msgspec.Struct, frozen=True, kw_only=True):
+    """Links that no [[link]] names."""
+
     default: object = None
+    """Between regions: { latency = "50 ms", bandwidth = "100 Mbit/s" }."""
     intra: object = None
+    """Between devices of one region, in the same form."""
 
 
 class _FleetTable(msgspec.Struct, frozen=True, kw_only=True):
-    name: str | None = None
-    description: str = ""
-    device: list[object]
-    links: object = None
-    link: list[object] = []
-    site: list[object] = []
+    """A fleet file."""
 
+    name: str | None = None
+    """Of the fleet; without it the file's name."""
+    description: str = ""
+    """For people."""
+    device: list[object]
+    """The devices: one table [[device]] each."""
+    links: object = None
+    """Links that no [[link]] names."""
+    link: list[object] = []
+    """Links between two devices or two regions: one table [[link]] each."""
+    site: list[object] = []
+    """What the devices of a region share: one table [[site]] each."""
+
+
+TABLES: Mapping[str, type[msgspec.Struct]] = {
+    "": _FleetTable,
+    "[[device]]": _DeviceTable,
+    "[links]": _LinksTable,
+    "[[link]]": _RouteTable,
+    "[[site]]": _SiteTable,
+}
+"""Of a fleet file, by heading."""
 
 Table = TypeVar("Table", _DeviceTable, _LinkTable, _RouteTable, _LinksTable, _SiteTable, _FleetTable)
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from collections.abc import Mapping
 
 import msgspec
@@ -17,6 +16,7 @@ from isthmus.federated.algorithms.fedopt import FedAdam, FedAvgM, FedYogi
 from isthmus.federated.algorithms.fedprox import FedProx
 from isthmus.federated.algorithms.mime import Mime
 from isthmus.federated.algorithms.scaffold import Scaffold
+from isthmus.option_docs import OptionDoc, first_line, option_docs
 
 ENTRY_POINTS = "isthmus.algorithms"
 
@@ -50,9 +50,10 @@ def algorithm_names() -> list[str]:
     return sorted({*_BUILT_IN, *third_party(ENTRY_POINTS)})
 
 
-def describe_algorithm(name: str) -> str:
-    """One line on what an algorithm does. Raises UserError for an unknown name."""
-    return (inspect.getdoc(_class_of(name)) or "").partition("\n")[0]
+def describe_algorithm(name: str) -> tuple[str, tuple[OptionDoc, ...]]:
+    """One line on an algorithm, and its options. Raises UserError for an unknown name."""
+    found = _class_of(name)
+    return first_line(found), option_docs(found)
 
 
 def load_algorithm(spec: AlgorithmSpec) -> Algorithm:

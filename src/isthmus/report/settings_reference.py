@@ -1,0 +1,86 @@
+"""Every key of every file that people write, from the structs that read them: one Markdown page, or one table."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Iterable, Iterator, Mapping
+
+import msgspec
+
+from isthmus.federated.job import FederatedJob
+from isthmus.federated.offer import SiteConfig
+from isthmus.fleet.toml import TABLES as FLEET_TABLES
+from isthmus.job import Job
+from isthmus.option_docs import OptionDoc, option_docs
+
+
+class TableDoc(msgspec.Struct, frozen=True):
+    """A table of a file: its heading, as `[training]` or `[[optimizer]]`, empty at the top of the file."""
+
+    heading: str
+    summary: str
+    options: tuple[OptionDoc, ...]
+
+
+FILES: Mapping[str, type[msgspec.Struct]] = {
+    "Pipeline job": Job,
+    "Federated job": FederatedJob,
+    "Site": SiteConfig,
+}
+
+
+def tables_of(struct: type[msgspec.Struct], path: str = "", heading: str = "") -> Iterator[TableDoc]:
+    """The tables of a file, outer ones first. A table that is named in several places is told of at each."""
+    options = option_docs(struct)
+    yield TableDoc(heading=heading, summary=_summary(struct), options=options)
+    for option in options:
+        below = f"{path}.{option.key}".lstrip(".")
+        for inner in option.structs:
+            many = option.type.startswith("list")
+            yield from tables_of(inner, below, f"[[{below}]]" if many else f"[{below}]")
+
+
+def reference_page() -> str:
+    """`docs/reference/files.md`."""
+    parts = [
+        "# Files",
+        "Every key of every file that you write. This page is made from the structs that read the files "
+        "(`make reference`); a test compares the two. Quantities are texts with a unit: `\"20 ms\"`, `\"100 Mbit/s\"`, "
+        "`\"16 GiB\"`, `\"10 GFLOPS\"`.",
+    ]
+    for title, struct in FILES.items():
+        parts += _page_part(title, tables_of(struct))
+    fleet = (TableDoc(heading=h, summary=_summary(s), options=option_docs(s)) for h, s in FLEET_TABLES.items())
+    return "\n\n".join([*parts, *_page_part("Fleet", fleet)]) + "\n"
+
+
+def option_rows(options: Iterable[OptionDoc]) -> Iterator[tuple[str, str, str, str]]:
+    """(key, type, default, meaning)"""
+    for option in options:
+        yield option.key, option.type, option.default, option.meaning
+
+
+def _page_part(title: str, tables: Iterable[TableDoc]) -> Iterator[str]:
+    yield f"## {title}"
+    for table in tables:
+        if table.heading:
+            yield f"### `{table.heading}`"
+        yield table.summary
+        yield "\n".join(_markdown(table.options))
+
+
+def _markdown(options: Iterable[OptionDoc]) -> Iterator[str]:
+    yield "| key | type | default | meaning |"
+    yield "|---|---|---|---|"
+    for key, kind, default, meaning in option_rows(options):
+        shown = default if default in ("", "required") else f"`{default}`"
+        yield f"| `{key}` | {_cell(kind)} | {_cell(shown)} | {_cell(meaning)} |"
+
+
+def _cell(text: str) -> str:
+    return text.replace("|", "\\|")
+
+
+def _summary(struct: type[msgspec.Struct]) -> str:
+    """The first paragraph of the docstring."""
+    return " ".join((inspect.getdoc(struct) or "").partition("\n\n")[0].split())
