@@ -11,7 +11,7 @@ UNWARNED := 2> >(grep --invert-match --line-buffered '^WARNING: ' >&2)
 # How often `make fuzz` searches, each time with a fresh seed.
 ROUNDS ?= 1
 
-.PHONY: train test fuzz test-faults test-gpu check benchmarks clean
+.PHONY: train test fuzz test-faults test-gpu check reference docs benchmarks clean
 
 train: $(READY)
 	$(BIN)/isthmus train examples/gpt-stdlib.toml
@@ -38,6 +38,15 @@ check: $(READY)
 	$(BIN)/ruff check .
 	$(BIN)/pyright
 	$(BIN)/lint-imports
+
+# Pages of docs/reference that are made from the code.
+reference: $(READY)
+	$(BIN)/python docs/write_reference.py
+
+# The site, in site/. A warning or a link to nothing ends it.
+docs: $(READY)
+	$(PIP) -c constraints.txt -e ".[docs]" $(UNWARNED)
+	NO_MKDOCS_2_WARNING=1 $(BIN)/mkdocs build --strict
 
 benchmarks: $(READY)
 	for run in benchmarks/*/run.py; do $(BIN)/python $$run || exit 1; done

@@ -25,12 +25,15 @@ PUBLIC = {
     "plan_compression preference repeat_compression step_price SyncPolicy with_edges with_sync",
     "federated": "Algorithm AlgorithmSpec Cohort Combine Commits Identity Local LocalConfig Pass Server "
     "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
-    "data": "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds load_dataset",
+    "data": "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds "
+    "describe_dataset load_dataset",
     "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
     "in_half load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
+    "job": "Hooks Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked described_here "
+    "described_in fleet_of keep_prepared kept_prepared load_hook load_hooks load_job prepare terms_of",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
-    "is_hugging_face model_names save_hugging_face",
+    "describe_model is_hugging_face model_names save_hugging_face",
     "plan": "ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective Outer "
     "OwnSamples Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage "
     "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight "

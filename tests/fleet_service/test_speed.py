@@ -91,6 +91,6 @@ def test_a_job_in_half_precision_plans_with_the_speed_in_it() -> None:
     assert [d.sustained_flops_per_s for d in in_half(fleet).devices] == [12e9, 4e9]
     assert in_half(in_half(fleet)) == in_half(fleet)
     half = job_of("mlp", {}, DIGITS, precision="bf16")
-    with mock.patch("isthmus.job.resolve_fleet", lambda _: fleet):
+    with mock.patch("isthmus.job.loading.resolve_fleet", lambda _: fleet):
         assert fleet_of(half) == in_half(fleet)
         assert fleet_of(job_of("mlp", {}, DIGITS)) == fleet

@@ -3,14 +3,17 @@
 from __future__ import annotations
 
 import inspect
-from collections.abc import Iterable, Iterator, Mapping
+from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
 
+from isthmus.data import dataset_kinds, describe_dataset
+from isthmus.federated import algorithm_names, describe_algorithm
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.offer import SiteConfig
 from isthmus.fleet.toml import TABLES as FLEET_TABLES
 from isthmus.job import Job
+from isthmus.models import describe_model, model_names
 from isthmus.option_docs import OptionDoc, option_docs
 
 
@@ -52,6 +55,34 @@ def reference_page() -> str:
         parts += _page_part(title, tables_of(struct))
     fleet = (TableDoc(heading=h, summary=_summary(s), options=option_docs(s)) for h, s in FLEET_TABLES.items())
     return "\n\n".join([*parts, *_page_part("Fleet", fleet)]) + "\n"
+
+
+KINDS: Mapping[str, tuple[str, Callable[[], list[str]], Callable[[str], tuple[str, tuple[OptionDoc, ...]]]]] = {
+    "model": ("[model] name", model_names, describe_model),
+    "data set": ("[data] kind", dataset_kinds, describe_dataset),
+    "algorithm": ("[federated] algorithm", algorithm_names, describe_algorithm),
+}
+"""What a file names, and has options of its own: where it is named, the names, and what there is to say of one."""
+
+
+def kinds_page() -> str:
+    """`docs/reference/options.md`: options of models, data sets and algorithms."""
+    parts = [
+        "# Models, data sets, algorithms",
+        "What a job can name, with its options. This page is made from the code (`make reference`). "
+        "`isthmus describe NAME` prints the same, and the options of Hugging Face models and of your own "
+        "`package.module:callable` too.",
+    ]
+    for kind, (where, names, describe) in KINDS.items():
+        parts.append(f"## {kind.capitalize()}s: `{where}`")
+        for name in names():
+            if name.startswith("hf-"):
+                continue  # options of another library, of the version that is installed
+            summary, options = describe(name)
+            parts += [f"### `{name}`", summary]
+            if options:
+                parts.append("\n".join(_markdown(options)))
+    return "\n\n".join(parts) + "\n"
 
 
 def option_rows(options: Iterable[OptionDoc]) -> Iterator[tuple[str, str, str, str]]:

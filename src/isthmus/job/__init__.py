@@ -1,0 +1,27 @@
+"""A job: which model, which data, how to train it, on which fleet. One TOML file."""
+
+from isthmus.job.hooks import Hooks, load_hook, load_hooks
+from isthmus.job.loading import checked, fleet_of, load_job, terms_of
+from isthmus.job.prepared import Prepared, described_here, described_in, keep_prepared, kept_prepared, prepare
+from isthmus.job.settings import Job, PlanConfig, PrivacyConfig, RuntimeConfig, TrainingConfig
+
+__all__ = [
+    "Hooks",
+    "Job",
+    "PlanConfig",
+    "Prepared",
+    "PrivacyConfig",
+    "RuntimeConfig",
+    "TrainingConfig",
+    "checked",
+    "described_here",
+    "described_in",
+    "fleet_of",
+    "keep_prepared",
+    "kept_prepared",
+    "load_hook",
+    "load_hooks",
+    "load_job",
+    "prepare",
+    "terms_of",
+]

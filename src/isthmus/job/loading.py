@@ -1,0 +1,129 @@
+"""A job file read and checked, and what it asks of a plan on its fleet."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+from collections.abc import Mapping
+from pathlib import Path
+
+from isthmus.cost.compression import ratio_planner_names
+from isthmus.documents import check_is_local, convert, read_toml
+from isthmus.errors import UserError, unknown_name
+from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
+from isthmus.job.settings import Job
+from isthmus.plan import SCHEDULES, OwnSamples, Terms
+from isthmus.units import parse_duration
+
+
+def load_job(path: Path) -> Job:
+    """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
+    job = convert(read_toml(path, "job file"), Job, str(path))
+    try:
+        return checked(job)
+    except UserError as e:
+        raise type(e)(f"{path}: {e}") from None
+
+
+def checked(job: Job) -> Job:
+    """The job, cut into the first of its numbers of micro-batches. UserError for settings that do not go together."""
+    _check_training(job)
+    _check_holders(job)
+    check_is_local("run_dir", job.run_dir)
+    if job.schedule not in SCHEDULES:
+        raise UserError(f"schedule: {unknown_name('schedule', job.schedule, SCHEDULES)}")
+    if job.compression is not None and job.compression.method not in ratio_planner_names():
+        raise UserError(
+            f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}"
+        )
+    if job.runtime.changes and not job.runtime.emulate:
+        raise UserError("runtime.changes: only an emulated fleet can be changed, and runtime.emulate is false")
+    if not 1 <= job.patience_s < math.inf:
+        raise UserError(f"runtime.patience: got {job.runtime.patience!r}, expected at least 1 s")
+    return job.cut_into(job.counts[0])
+
+
+def _check_training(job: Job) -> None:
+    t = job.training
+    for count in job.counts:
+        if t.batch_size % count:
+            field = "plan.micro_batches" if job.plan.micro_batches else "training.micro_batches"
+            raise UserError(f"training.batch_size: got {t.batch_size}, expected a multiple of {field} ({count})")
+    if t.steps % job.sync.period:
+        raise UserError(
+            f"training.steps: got {t.steps}, expected a multiple of sync.period ({job.sync.period}): replicas are "
+            "equal only at the end of a period"
+        )
+    if not job.optimizer:
+        raise UserError("optimizer: got an empty list, expected at least one [[optimizer]]")
+    for optimizer in job.optimizer:
+        if optimizer.nesterov and not optimizer.momentum:
+            raise UserError("optimizer.nesterov: got true without momentum, expected momentum above 0")
+
+
+def _check_holders(job: Job) -> None:
+    plan, feeders = job.plan, job.plan.feeders
+    if plan.labels_stay and not plan.holders:
+        raise UserError("plan.labels_stay: got true, expected a plan.data_holder where the labels stay")
+    if job.privacy is not None and not plan.holders:
+        raise UserError("privacy.activations: got one, expected a plan.data_holder that it is to protect")
+    if "" in plan.holders:
+        raise UserError("plan.data_holder: got an empty name, expected a device or a region")
+    if plan.holders_data == "own" and not feeders:
+        raise UserError("plan.holders_data: got 'own' without a plan.data_holder, expected one")
+    if len(set(feeders)) < len(feeders):
+        raise UserError(f"plan.data_holder: got {', '.join(feeders)}, expected each device once")
+    if job.data.description and feeders:
+        raise UserError(
+            "data.description: got one with plan.holders_data 'own', expected none: holders describe their own"
+        )
+    for name in job.data.of:
+        if name not in feeders:
+            whose = ", ".join(feeders) or "none without plan.holders_data = 'own'"
+            raise UserError(f"data.of: {name!r} is not among the holders with data of their own: {whose}")
+
+
+def fleet_of(job: Job) -> Fleet:
+    """UserError for a fleet that is not there, or lacks a device that is to change or a data holder."""
+    fleet = resolve_fleet(job.fleet)
+    fleet = fleet.thin(job.devices) if job.devices is not None else fleet
+    fleet = in_half(fleet) if job.training.precision != "fp32" else fleet
+    for number, change in enumerate(job.runtime.changes):
+        try:
+            changed(fleet, [change], change.step)
+        except UserError as e:
+            raise UserError(f"runtime.changes[{number}]: {e}") from None
+    for name in job.plan.holders:
+        try:
+            fleet.located(name)
+        except UserError as e:
+            thinned = f", of which {job.devices} devices are left," if job.devices is not None else ""
+            raise UserError(f"plan.data_holder: fleet {fleet.name!r}{thinned}: {e}") from None
+    return fleet
+
+
+def terms_of(job: Job, fleet: Fleet, own_samples: Mapping[str, OwnSamples] = {}) -> Terms:
+    """What the job asks of a plan on this fleet, of which devices may have been lost; `own_samples` are those of
+    holders whose data are their own, once they are known. UserError where no data holder is left, or one with data of
+    its own is not."""
+    found: list[str] = []
+    for name in job.plan.holders:
+        with contextlib.suppress(UserError):
+            found += fleet.located(name)
+    if job.plan.holders and not found:
+        raise UserError(f"plan.data_holder: none of the data holders is there: {', '.join(job.plan.holders)}")
+    feeders = job.plan.feeders
+    for name in feeders:
+        if name not in fleet.names:
+            region = any(device.region == name for device in fleet.devices)
+            what = f"got region {name!r}, expected devices" if region else f"device {name!r} is not there"
+            raise UserError(f"plan.data_holder: {what}: each has data of its own")
+    holders = feeders or tuple(name for name in fleet.names if name in found)
+    return Terms(
+        objective=job.plan.objective, data_holders=holders,
+        own_samples=tuple(own_samples[name] for name in feeders) if own_samples else (),
+        labels_stay=job.plan.labels_stay,
+        max_step_s=parse_duration(job.plan.max_step, "plan.max_step") if job.plan.max_step else None,
+        max_price=job.plan.max_price, compression=job.compression,
+        memory_headroom=job.plan.memory_headroom,
+    )  # fmt: skip

@@ -1,0 +1,235 @@
+"""What a job file says."""
+
+from __future__ import annotations
+
+from typing import Annotated, Literal
+
+import msgspec
+import torch
+from msgspec import Meta
+
+from isthmus.cost import SyncPolicy
+from isthmus.data import DataSpec
+from isthmus.fleet import Change
+from isthmus.job.hooks import Hooks
+from isthmus.models import ModelSpec
+from isthmus.plan import ActivationNoise, CompressionConfig, Objective
+from isthmus.protocol.finite import OnNonFinite
+from isthmus.training.engine import EngineConfig
+from isthmus.training.kernels import Kernels
+from isthmus.training.optim import LearningRate, OptimizerConfig
+from isthmus.training.scaling import LossScaling
+from isthmus.units import parse_duration
+
+Positive = Annotated[int, Meta(ge=1)]
+NotNegative = Annotated[int, Meta(ge=0)]
+
+
+Precision = Literal["fp32", "bf16", "fp16"]
+DTYPES = {"fp32": torch.float32, "bf16": torch.bfloat16, "fp16": torch.float16}
+
+
+class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How long, how much at once, how often to look and to save. Zero turns an `every` off."""
+
+    steps: Positive = 100
+    """Optimizer steps of the whole run."""
+    batch_size: Positive = 32
+    """Samples per optimizer step."""
+    micro_batches: Positive = 8
+    """Parts of a batch that are in the pipeline at once; must divide `batch_size`."""
+    seed: NotNegative = 0
+    """Of weights, dropout and the order of samples."""
+    shuffle: bool = True
+    """Whether every pass over the data has an order of its own; false: as they lie."""
+    precision: Precision = "fp32"
+    """bf16 and fp16 compute and send in bfloat16 or float16 and keep fp32 master weights; fp16 scales the loss."""
+    loss_scale: LossScaling | None = None
+    """With fp16, how its scale begins and moves, where that is not as torch.amp.GradScaler has it."""
+    clip_norm: Annotated[float, Meta(ge=0)] = 0.0
+    """Largest norm of all gradients together; 0: they are not clipped."""
+    non_finite: OnNonFinite = "stop"
+    """A step whose loss or gradient norm is NaN or infinite ends the run; or its update is left out; or nothing is
+    looked at."""
+    non_finite_steps: Positive | None = None
+    """So many of them in a row end the run; by default 1 with `stop`, 100 with `skip`."""
+    eval_every: NotNegative = 0
+    """Steps between evaluations on held-out samples; 0: none."""
+    eval_samples: NotNegative = 256
+    """Held-out samples of an evaluation, at most."""
+    save_every: NotNegative = 0
+    """Steps between checkpoints; 0: at the end only."""
+    keep_checkpoints: Positive = 2
+    """Newest checkpoints that are kept."""
+
+    @property
+    def exchanges_norms(self) -> bool:
+        """Whether stages wait for each other's gradient norms before they update."""
+        return self.clip_norm > 0 or self.leaves_out
+
+    @property
+    def leaves_out(self) -> bool:
+        """Whether the update of a step that is not finite is left out on every stage."""
+        return self.non_finite == "skip" or self.loss_scaling is not None
+
+    @property
+    def loss_scaling(self) -> LossScaling | None:
+        return (self.loss_scale or LossScaling()) if self.precision == "fp16" else None
+
+    @property
+    def dtype(self) -> torch.dtype:
+        """In which stages compute."""
+        return DTYPES[self.precision]
+
+    def __post_init__(self) -> None:
+        if self.loss_scale is not None and self.precision != "fp16":
+            raise ValueError(f"loss_scale: got one with precision {self.precision!r}, expected precision 'fp16'")
+
+    @property
+    def most_non_finite_steps(self) -> int:
+        """Consecutive steps that are not finite after which the run ends; 0: none are too many."""
+        return 0 if self.non_finite == "ignore" else self.non_finite_steps or {"stop": 1, "skip": 100}[self.non_finite]
+
+
+class PlanConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What a plan must respect besides time."""
+
+    objective: Objective = "time"
+    """`cost` minimises the price of a step: devices by the hour, and bytes that leave priced sites."""
+    max_step: str = ""
+    """With objective `cost`: how long a step may take ("2.5 s"). None: as long as is cheapest."""
+    max_price: Annotated[float, Meta(gt=0)] | None = None
+    """With objective `time`: what 1,000 steps may cost, in the unit of the fleet's prices."""
+    data_holder: str | tuple[str, ...] = ()
+    """A device or a region that has the data, or several: only they read it. None: the data are everywhere."""
+    holders_data: Literal["same", "own"] = "same"
+    """`same`: any one of the data holders reads for all. `own`: each has other samples, and all take part: every one
+    runs the first stage on its own data."""
+    micro_batches: tuple[Positive, ...] = ()
+    """Into how many a plan may cut a batch; none: into `training.micro_batches`. Each divides `training.batch_size`."""
+    recompute: bool = True
+    """Whether stages short of memory may run their forward twice instead of keeping what it saves."""
+    memory_headroom: Annotated[float, Meta(ge=0, lt=1)] = 0.10
+    """Share of each device's memory that plans leave free: for what is not in the model of memory, as allocators'
+    fragments and libraries' workspaces."""
+    labels_stay: bool = False
+    """Labels do not leave the data holders: they run the last part of the model as well as the first."""
+
+    @property
+    def feeders(self) -> tuple[str, ...]:
+        """The holders, where each has data of its own."""
+        return self.holders if self.holders_data == "own" else ()
+
+    @property
+    def holders(self) -> tuple[str, ...]:
+        return (self.data_holder,) if isinstance(self.data_holder, str) else self.data_holder
+
+
+class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """How device processes run on this machine."""
+
+    threads: Positive = 1
+    """Torch threads of each device."""
+    emulate: bool = True
+    """Shape links and stretch compute to the fleet's figures."""
+    device: str | dict[str, str] = "cpu"
+    """Where device processes compute: `cpu`, `cuda:0`, ..., or `auto`, which deals this machine's accelerators out in
+    turn. A table has a name per device; those that it leaves out take the CPU. Machines that join say it themselves."""
+    tf32: bool | None = None
+    """Whether float32 products and convolutions may use TF32, where the hardware has it; by default as torch does: in
+    convolutions alone."""
+    deterministic: bool = False
+    """Whether equal inputs give equal bits on accelerators too: operators without such a kernel are refused."""
+    patience: str = "60 s"
+    """Silence after which a party counts as lost."""
+    lease_ahead: Positive = 3
+    """Steps that a device is told of before it needs them."""
+    recovery_attempts: Positive = 3
+    """Attempts to go on after losses, with no step done in between, after which the run ends. The first loss of each
+    device since the last step ends none."""
+    snapshots: bool = True
+    """Keep the state in the devices' memory from time to time, with a copy on another device: what a run goes on from
+    when one is lost."""
+    snapshot_every: NotNegative = 0
+    """Steps between snapshots; 0: as the links have room for them."""
+    adapt: bool = True
+    """Measure devices and links from the work itself, and change the plan where that pays."""
+    changes: tuple[Change, ...] = ()
+    """Of the emulated fleet, along the run: to see what becomes of it."""
+
+
+class PrivacyConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """What becomes of values before they leave a data holder."""
+
+    activations: ActivationNoise
+    """Clipping and Gaussian noise on activations that leave a data holder."""
+
+
+class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+    """The whole job file."""
+
+    name: Annotated[str, Meta(pattern=r"^[A-Za-z0-9][A-Za-z0-9._-]*$")]
+    """Of the run: its folder is RUN_DIR/NAME."""
+    model: ModelSpec
+    """Which model to train."""
+    data: DataSpec
+    """Which data to train on."""
+    fleet: str = "laptop"
+    """A built-in topology or a path to a fleet TOML."""
+    devices: Positive | None = None
+    """Thin the fleet to so many devices."""
+    planner: str = "auto"
+    """Who plans: `isthmus planners` lists them."""
+    schedule: str = "1f1b"
+    """In which order a stage computes micro-batches: `1f1b` or `gpipe`."""
+    plan: PlanConfig = PlanConfig()
+    """What a plan must respect besides time."""
+    compression: CompressionConfig | None = None
+    """Without this table messages travel as they are."""
+    run_dir: str = "runs"
+    """Where run folders are made."""
+    training: TrainingConfig = TrainingConfig()
+    """How long to train, in which batches and precision, when to evaluate and to save."""
+    optimizer: tuple[OptimizerConfig, ...] = (OptimizerConfig(),)
+    """One table [[optimizer]] per group of parameters; the first whose pattern matches a parameter updates it."""
+    learning_rate: LearningRate = LearningRate()
+    """A factor on every optimizer's learning rate, by step."""
+    sync: SyncPolicy = SyncPolicy()
+    """Of several replicas."""
+    privacy: PrivacyConfig | None = None
+    """Without this table values leave data holders as they were computed."""
+    runtime: RuntimeConfig = RuntimeConfig()
+    """How device processes run."""
+    hooks: Hooks = Hooks()
+    """Your own functions, called during a run."""
+
+    @property
+    def micro_batch_size(self) -> int:
+        return self.training.batch_size // self.training.micro_batches
+
+    @property
+    def counts(self) -> tuple[int, ...]:
+        """Into how many micro-batches a plan may cut a batch."""
+        return self.plan.micro_batches or (self.training.micro_batches,)
+
+    def cut_into(self, micro_batches: int) -> Job:
+        training = msgspec.structs.replace(self.training, micro_batches=micro_batches)
+        return msgspec.structs.replace(self, training=training)
+
+    @property
+    def evaluates(self) -> bool:
+        """Whether held-out samples are needed."""
+        return self.training.eval_every > 0
+
+    @property
+    def patience_s(self) -> float:
+        return parse_duration(self.runtime.patience, "runtime.patience")
+
+    def engine(self) -> EngineConfig:
+        t = self.training
+        return EngineConfig(
+            optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
+            micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
+            non_finite=t.non_finite, loss_scaling=t.loss_scaling,
+            kernels=Kernels(tf32=self.runtime.tf32, deterministic=self.runtime.deterministic),
+        )  # fmt: skip

@@ -1,0 +1,84 @@
+"""The reference says what the code accepts."""
+
+from __future__ import annotations
+
+import importlib.util
+from pathlib import Path
+from types import ModuleType
+from typing import Annotated, Literal
+
+import msgspec
+import pytest
+from msgspec import Meta
+
+from isthmus.option_docs import option_docs, type_text
+from isthmus.report.settings_reference import FILES, KINDS, tables_of
+
+DOCS = Path(__file__).parents[2] / "docs"
+
+
+def written() -> ModuleType:
+    spec = importlib.util.spec_from_file_location("write_reference", DOCS / "write_reference.py")
+    assert spec is not None and spec.loader is not None
+    module = importlib.util.module_from_spec(spec)
+    spec.loader.exec_module(module)
+    return module
+
+
+def test_the_pages_are_those_of_the_code() -> None:
+    for name, text in written().pages().items():
+        assert (DOCS / "reference" / name).read_text(encoding="utf-8") == text, f"{name}: run `make reference`"
+
+
+@pytest.mark.parametrize("file", FILES)
+def test_every_key_of_every_file_says_what_it_means(file: str) -> None:
+    tables = list(tables_of(FILES[file]))
+    assert [f"{table.heading} {option.key}" for table in tables for option in table.options if not option.meaning] == []
+    assert all(table.summary for table in tables)
+
+
+@pytest.mark.parametrize("kind", KINDS)
+def test_every_option_of_what_is_built_in_says_what_it_means(kind: str) -> None:
+    _, names, describe = KINDS[kind]
+    ours = [name for name in names() if not name.startswith("hf-")]
+    found = {name: describe(name) for name in ours}
+    assert all(summary for summary, _ in found.values())
+    assert [(name, o.key) for name, (_, options) in found.items() for o in options if not o.meaning] == []
+
+
+class Inner(msgspec.Struct):
+    """A table."""
+
+    depth: int = 1
+    """How deep."""
+
+
+class Outer(msgspec.Struct):
+    """A file."""
+
+    names: tuple[str, ...] = ()
+    """Of all."""
+    rate: Annotated[float, Meta(gt=0, le=1)] | None = None
+    kind: Literal["a", "b"] = "a"
+    inner: tuple[Inner, ...] = ()
+    """Several."""
+    pair: tuple[int, str] = (1, "x")
+    table: dict[str, int] = {}
+
+
+class Later(Outer):
+    rate: Annotated[float, Meta(gt=0, le=1)] | None = None
+    """Of the subclass."""
+
+
+def test_a_struct_in_words() -> None:
+    found = {option.key: option for option in option_docs(Outer)}
+    assert (found["names"].type, found["names"].default, found["names"].meaning) == ("list of text", "[]", "Of all.")
+    assert (found["rate"].type, found["rate"].default) == ("number above 0 and at most 1", "")
+    assert (found["kind"].type, found["kind"].default) == ('"a" or "b"', '"a"')
+    assert (found["pair"].type, found["pair"].default) == ("[integer, text]", '[1, "x"]')
+    assert found["table"].type == "table of integers"
+    assert found["inner"].structs == (Inner,)
+    assert [(t.heading, t.summary) for t in tables_of(Outer)] == [("", "A file."), ("[[inner]]", "A table.")]
+    assert {o.key: o.meaning for o in option_docs(Later)}["rate"] == "Of the subclass."
+    assert type_text(int | bool | None) == "integer or true or false"
