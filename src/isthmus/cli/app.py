@@ -16,6 +16,10 @@ from isthmus.plain import plain
 from isthmus.runtime.processes.interrupting import terminable
 
 COMMANDS = {
+    "starting": {
+        "init": "Write a job, a fleet and a model of your own to begin with. Asks what no option says, on a terminal.",
+        "example": "Copy an example into this folder.",
+    },
     "job_commands": {
         "plan": "Plan where each part of the model runs; or compare planners, or check a plan.",
         "simulate": "Run the plan on a virtual clock: the same machines as a real run, with modelled durations.",

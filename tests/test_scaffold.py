@@ -1,0 +1,80 @@
+"""First files run as they are written."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+from isthmus.errors import UserError
+from isthmus.federated.job import load_federated_job
+from isthmus.job import fleet_of, load_job, prepare
+from isthmus.scaffold import FirstJob, Task, copy_example, example_names, task_of, write_first_job
+
+
+def in_folder(folder: Path, monkeypatch: pytest.MonkeyPatch, first: FirstJob) -> None:
+    """As somebody who has gone there: modules of an earlier folder are forgotten."""
+    write_first_job(folder, first)
+    monkeypatch.chdir(folder)
+    monkeypatch.syspath_prepend(str(folder))
+    for name in ("model", "algorithm"):
+        monkeypatch.delitem(__import__("sys").modules, name, raising=False)
+
+
+@pytest.mark.parametrize("task", ["text", "images"])
+def test_a_first_job_is_captured_and_has_a_fleet(task: Task, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_folder(tmp_path / "new", monkeypatch, FirstJob(name="first", task=task, devices=3, steps=7))
+    job = load_job(Path("job.toml"))
+    assert (job.name, job.training.steps, len(fleet_of(job).devices)) == ("first", 7, 3)
+    assert prepare(job).captured.train.trainable
+
+
+def test_a_first_federated_job_is_read_with_its_own_algorithm(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    in_folder(tmp_path, monkeypatch, FirstJob(name="first", task="federated", devices=1, clients=12, steps=3))
+    job = load_federated_job(Path("job.toml"))
+    assert (job.federated.rounds, job.execution.executors) == (3, 1)
+    assert type(job.algorithm(12)).__name__ == "MyAlgorithm"
+
+
+def test_own_text_and_own_images(tmp_path: Path) -> None:
+    (tmp_path / "corpus").mkdir()
+    for name in ("train/cat", "train/dog", "train/owl", "test/cat"):
+        (tmp_path / "images" / name).mkdir(parents=True)
+    write_first_job(tmp_path / "a", FirstJob(name="a", data=str(tmp_path / "corpus")))
+    assert load_job(tmp_path / "a" / "job.toml").data.options["files"] == str(tmp_path / "corpus" / "**" / "*.txt")
+    write_first_job(tmp_path / "b", FirstJob(name="b", task="images", data=str(tmp_path / "images")))
+    job = load_job(tmp_path / "b" / "job.toml")
+    assert (job.data.kind, job.model.options) == ("image-folder", {"channels": 3, "classes": 3})
+
+
+@pytest.mark.parametrize(
+    ("first", "words"),
+    [
+        (FirstJob(name="x", data="no-such.txt"), "data: no file no-such.txt"),
+        (FirstJob(name="x", task="images", data="nowhere"), "data: no folder nowhere"),
+        (FirstJob(name="x", devices=1), "devices: got 1, expected at least 2"),
+    ],
+)
+def test_what_cannot_be_written_leaves_nothing(first: FirstJob, words: str, tmp_path: Path) -> None:
+    with pytest.raises(UserError, match=words):
+        write_first_job(tmp_path / "new", first)
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_is_overwritten(tmp_path: Path) -> None:
+    (tmp_path / "model.py").write_text("mine")
+    with pytest.raises(UserError, match=r"has model\.py already"):
+        write_first_job(tmp_path, FirstJob(name="x"))
+    assert [path.name for path in tmp_path.iterdir()] == ["model.py"]
+
+
+def test_every_example_is_copied_once(tmp_path: Path) -> None:
+    for name in example_names():
+        assert all(path.exists() for path in copy_example(name, tmp_path))
+        with pytest.raises(UserError, match="does not overwrite"):
+            copy_example(name, tmp_path)
+    assert {"gpt-stdlib.toml", "two-machines-fleet.toml", "torchrun"} <= {path.name for path in tmp_path.iterdir()}
+    with pytest.raises(UserError, match="gpt-stdlib"):
+        copy_example("gpt-stdlb", tmp_path)
+    with pytest.raises(UserError, match="images"):
+        task_of("image")
