@@ -17,7 +17,9 @@ import pytest
 from isthmus.cli import queueing
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.database import StoreError
-from isthmus.runtime.service import service
+from isthmus.runtime.messages.fleet import Present
+from isthmus.runtime.messages.versions import versions_here
+from isthmus.runtime.service import presence
 from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, post
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.job_queue import JobQueue
@@ -138,12 +140,12 @@ def test_a_full_disk_does_not_end_the_coordinator(tmp_path: Path, monkeypatch: p
 
 
 def test_who_is_waited_for_is_said(fleet: Fleet, tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(service, "REMIND_S", 0.2)
-    monkeypatch.setattr(service, "WATCH_S", 0.05)
+    monkeypatch.setattr(presence, "REMIND_S", 0.2)
+    monkeypatch.setattr(presence, "LOOK_S", 0.05)
 
     def end(name: str = "bob") -> None:
-        with fleet.service._changed:  # pyright: ignore[reportPrivateUsage]  # as if it had joined
-            fleet.service._present[name] = mock.Mock()  # pyright: ignore[reportPrivateUsage]
+        here = fleet.service._presence  # pyright: ignore[reportPrivateUsage]
+        here.came(name, mock.Mock(), Present(run="", versions=versions_here()))
 
     with in_background(lambda: fleet.service.wait_for(["bob"]), end):
         soon(lambda: len(fleet.said) > 1)

@@ -7,7 +7,6 @@ connection for as long as it is in the fleet (`Present`), and opens one more for
 from __future__ import annotations
 
 import contextlib
-import math
 import queue
 import threading
 import time
@@ -25,7 +24,6 @@ from isthmus.runtime.identity.keys import id_of
 from isthmus.runtime.messages.data import Compared, Described
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import (
-    MOST_HARDWARE,
     MOST_REQUEST_BYTES,
     Disengage,
     Dismissed,
@@ -41,20 +39,20 @@ from isthmus.runtime.messages.probe import Computes, Expecting, Measured
 from isthmus.runtime.messages.relay import Park, Reach
 from isthmus.runtime.messages.run import Heartbeat, Join, Way
 from isthmus.runtime.messages.versions import mismatch, versions_here
-from isthmus.runtime.service.bulletin import Bulletin, DeviceNews, LinkNews, post, withdraw
+from isthmus.runtime.service.bulletin import Bulletin, post, withdraw
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
 from isthmus.runtime.service.holders import FleetAsks
 from isthmus.runtime.service.joining import admit
+from isthmus.runtime.service.presence import REVOKED, Presence
 from isthmus.runtime.service.remarks import Remarks
 from isthmus.runtime.transport.allowance import Allowance
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception, first_message
-from isthmus.runtime.transport.relay import Relay, RelayedLink
+from isthmus.runtime.transport.relay import Relay
 from isthmus.runtime.transport.secure import Connection
-from isthmus.units import format_duration
 
 Answer = TypeVar("Answer", bound=Message)
 ANSWERS = Expecting | Measured | Computes | Described | Compared
@@ -63,9 +61,6 @@ WATCH_S = 1.0
 """How often to look who was revoked."""
 BEAT_S = 0.5
 """How often a device is told that it is heard while it waits for a run that is expected."""
-REVOKED = "it was revoked"
-REMIND_S = 30.0
-"""How often to say who is waited for."""
 MOST_MESSAGES_PER_S = 5.0
 """Of a device without work. It has a heartbeat to send, and now and then a renewal."""
 MOST_AT_ONCE = 50.0
@@ -81,23 +76,15 @@ class Service:
         self._patience_s = patience_s
         self._say = say
         self._remarks = Remarks(say)
+        self._presence = Presence(state.roster, say)
         self._changed = threading.Condition()
-        self._present: dict[str, SendLane] = {}
-        """By name, of the devices that are connected."""
+        """Of what is below."""
         self._channels: dict[str, set[SocketChannel]] = {}
         """By id, all connections."""
         self._runs: dict[str, Reception] = {}
         self._standing: dict[str, Call] = {}
         self._ended: dict[str, dict[str, str]] = {}
         """By run and name: how the device's process ended."""
-        self._awaited: tuple[str, ...] = ()
-        """Devices without which a run does not begin, as people are told of them."""
-        self._hardware: dict[str, str] = {}
-        """By name, of those present, as they call it."""
-        self._working: dict[str, str] = {}
-        """By name, of those present: the run that a process of the device works for."""
-        self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
-        """By device: the run that it works for, and how it got to others."""
         self._asked: dict[str, tuple[str, queue.SimpleQueue[AnyMessage]]] = {}
         """By probe: who is to answer, and to whom."""
         self._names: dict[str, str] = {}
@@ -122,8 +109,7 @@ class Service:
         if self._watching.ident is not None:
             self._watching.join(WATCH_S)
             withdraw(self._state.folder)
-        for lane in list(self._present.values()):
-            lane.close(1.0)
+        self._presence.close()
         self._relay.close()
         for channel in [c for channels in self._channels.values() for c in channels]:
             channel.close()
@@ -137,44 +123,15 @@ class Service:
     @property
     def present(self) -> frozenset[str]:
         """Names of the devices that are connected."""
-        with self._changed:
-            return frozenset(self._present)
+        return self._presence.names
 
     def wait_for(self, devices: Sequence[str]) -> None:
-        """Until all of them are here, however long that takes: machines are started by people."""
-        began_s, reminded_s = time.monotonic(), -math.inf
-        with self._changed:
-            try:
-                while missing := [d for d in devices if d not in self._present]:
-                    self._awaited = tuple(map(self._called, missing))
-                    if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
-                        reminded_s = now_s
-                        since = f", for {format_duration(now_s - began_s)}" if now_s - began_s >= REMIND_S else ""
-                        here = f"{len(devices) - len(missing)} here"
-                        self._say(f"waiting for {', '.join(self._awaited)} to join ({here}){since}")
-                    self._changed.wait(WATCH_S)
-            finally:
-                self._awaited = ()
+        """As `Presence`."""
+        self._presence.wait_for(devices)
 
     def wait_for_any(self, devices: Sequence[str]) -> list[str]:
-        """Those of them that are here, once there is one."""
-        if not self.present & set(devices):
-            self._awaited = tuple(map(self._called, devices))
-            self._say(f"waiting for one of {', '.join(self._awaited)} to join")
-        try:
-            with self._changed:
-                while not (here := [d for d in devices if d in self._present]):
-                    self._changed.wait(WATCH_S)
-        finally:
-            self._awaited = ()
-        return here
-
-    def _called(self, device: str) -> str:
-        """A device that is missing. Of one that was revoked, waiting alone does not help."""
-        with contextlib.suppress(StoreError):
-            if self._state.roster.is_revoked(device):
-                return f"{device} ({REVOKED}: a new key and a ticket bring it back)"
-        return device
+        """As `Presence`."""
+        return self._presence.wait_for_any(devices)
 
     @property
     def outlives(self) -> bool:
@@ -195,25 +152,20 @@ class Service:
         self._ended[call.run] = {}
         self._receive(call.run, reception)
         try:
-            work = _FleetWork(self, call)
+            work = _FleetWork(self, self._presence, call)
             for device in call.devices:
                 work.call(device)
             yield work
         finally:
             del self._runs[call.run], self._ended[call.run]
-            self._tell((*call.devices, *call.others), Disengage(run=call.run))
+            self._presence.tell((*call.devices, *call.others), Disengage(run=call.run))
 
     def engage(self, device: str, call: Call) -> None:
         """Have a process of the device join the run, if none works for it already."""
-        with self._changed:
+        self._presence.engaged(device, call.run)
+        with self._changed:  # last: what is known to have ended is not at work
             self._ended[call.run].pop(device, None)
-            self._working[device] = call.run
-        self._tell([device], _engage(call, call.stages.get(device, 1)))
-
-    def linked(self, device: str, run: str, ways: Sequence[Way]) -> None:
-        """How a device at work has got to others."""
-        with self._changed:
-            self._ways[device] = (run, tuple(ways))
+        self._presence.tell([device], _engage(call, call.stages.get(device, 1)))
 
     def ended(self, run: str) -> Mapping[str, str]:
         with self._changed:
@@ -223,17 +175,6 @@ class Service:
         """Who was asked to leave, by whatever process (`isthmus drain`), since this was called last."""
         return self._state.take_leaving()
 
-    def works_for(self, device: str, run: str) -> bool:
-        """Whether a process of a device that is here was called to the run, and has not ended."""
-        with self._changed:
-            return device in self._present and self._working.get(device) == run
-
-    def idle(self, call: Call) -> list[str]:
-        """Devices of the call that are here, and no process of theirs works for it."""
-        with self._changed:
-            here = (d for d in (*call.devices, *call.others) if d in self._present)
-            return [d for d in here if self._working.get(d) != call.run]
-
     @contextlib.contextmanager
     def standing(self, call: Call, reception: Reception) -> Generator[None]:
         """A call to work that holds for whoever of its devices is here, and for those that come meanwhile."""
@@ -242,25 +183,25 @@ class Service:
         for stranger in sorted(self.present - set(call.devices)):
             self._say(f"{stranger} waits: {_meant_for(call)}")
         try:
-            self._tell(call.devices, _engage(call))
+            self._presence.tell(call.devices, _engage(call))
             yield
         finally:
             del self._runs[call.run], self._standing[call.run]
-            self._tell(call.devices, Disengage(run=call.run))
+            self._presence.tell(call.devices, Disengage(run=call.run))
 
     def ask(self, device: str, message: AnyMessage, kind: type[Answer], within_s: float) -> Answer:
         """What a device answers to a question, which `run` names. PeerError when it does not, or leaves."""
         answers: queue.SimpleQueue[AnyMessage] = queue.SimpleQueue()
         self._asked[message.run] = (device, answers)
-        asked, until_s = self._present.get(device), time.monotonic() + within_s
+        asked, until_s = self._presence.lane(device), time.monotonic() + within_s
         try:
-            self._tell([device], message)
+            self._presence.tell([device], message)
             answer = None
             while answer is None:
                 with contextlib.suppress(queue.Empty):
                     answer = answers.get(timeout=min(WATCH_S, max(0.0, until_s - time.monotonic())))
                     break
-                if self._present.get(device) is not asked or asked is None:
+                if self._presence.lane(device) is not asked or asked is None:
                     raise PeerError(f"device {device!r}: has left before it answered")
                 if time.monotonic() >= until_s:
                     raise PeerError(f"device {device!r}: did not answer for {within_s:g} s")
@@ -273,12 +214,6 @@ class Service:
     def id_of(self, device: str) -> str:
         """Of a device that is here."""
         return next(id for id, name in self._names.items() if name == device)
-
-    def _tell(self, devices: Sequence[str], message: AnyMessage) -> None:
-        with self._changed:
-            for device in devices:
-                if (lane := self._present.get(device)) is not None:
-                    lane.put(message)
 
     def _stranger(self, connection: Connection) -> None:
         with contextlib.suppress(OSError, PeerError, StoreError):
@@ -342,13 +277,7 @@ class Service:
         calls = list(self._standing.values())
         others = "" if any(name in call.devices for call in calls) else "; ".join(map(_meant_for, calls))
         lane.put(Welcome(run="", device=name, patience_s=self._patience_s, idle=others))
-        with self._changed:
-            former, self._present[name] = self._present.get(name), lane
-            self._working[name] = present.working
-            self._hardware[name] = "".join(c for c in present.hardware if c.isprintable())[:MOST_HARDWARE]
-            self._changed.notify_all()
-        if former is not None:  # it has come back before we noticed that it was gone
-            former.close(0.0)
+        self._presence.came(name, lane, present)
         self._state.roster.seen(party.id, time.time())
         self._remarks.about(name, f"{name} is here, and waits: {others}" if others else f"{name} is here")
         for call in list(self._standing.values()):
@@ -357,10 +286,7 @@ class Service:
         try:
             self._hear(channel, lane, name, party)
         finally:
-            lane.close(1.0)
-            with self._changed:
-                if self._present.get(name) is lane:
-                    del self._present[name]
+            self._presence.left(name, lane)
             self._remarks.about(name, f"{name} has left")
 
     def _hear(self, channel: SocketChannel, lane: SendLane, name: str, party: Party) -> None:
@@ -380,7 +306,7 @@ class Service:
                 how = message.how[:500] if self._state.roster.name_of(party.id) is not None else REVOKED
                 with self._changed:
                     self._ended[message.run][name] = how
-                    self._working[name] = ""
+                self._presence.ended(name)
             elif isinstance(message, ANSWERS) and message.run in self._asked:
                 device, answers = self._asked[message.run]
                 if device == name:
@@ -419,35 +345,12 @@ class Service:
     def news(self) -> Bulletin:
         """Who is here, and how devices at work reach each other."""
         with self._changed:
-            ids = {name: id for id, name in self._names.items()}
-            devices = tuple(
-                DeviceNews(
-                    name=name, id=ids.get(name, ""), hardware=self._hardware.get(name, ""),
-                    working=self._working.get(name) in self._runs,
-                )
-                for name in sorted(self._present)
-            )  # fmt: skip
-            awaited = self._awaited
-            ways = {
-                device: found for device, (run, found) in self._ways.items()
-                if run in self._runs and self._working.get(device) == run
-            }  # fmt: skip
-        relayed = self._relay.links()
-        links = [_link_news(device, way, relayed) for device, found in sorted(ways.items()) for way in found]
+            ids, runs = {name: id for id, name in self._names.items()}, frozenset(self._runs)
+        relayed = tuple(self._relay.links())
         return Bulletin(
-            at_s=time.time(), port=self.port, devices=devices, links=tuple(links), relayed=tuple(relayed),
-            awaited=awaited,
+            at_s=time.time(), port=self.port, devices=self._presence.devices(ids, runs),
+            links=self._presence.links(relayed, runs), relayed=relayed, awaited=self._presence.awaited,
         )  # fmt: skip
-
-
-def _link_news(device: str, way: Way, relayed: Sequence[RelayedLink]) -> LinkNews:
-    pair = (device, way.device)
-    carried = [link for link in relayed if set(link.devices) == set(pair)] if way.relayed else []
-    halves = [link.latency_s for link in carried if link.latency_s is not None]
-    return LinkNews(
-        devices=pair, relayed=way.relayed, carried_bytes=sum(link.carried_bytes for link in carried),
-        latency_s=way.latency_s if not way.relayed else max(halves, default=None), streams=way.streams, bbr=way.bbr,
-    )  # fmt: skip
 
 
 def _meant_for(call: Call) -> str:
@@ -460,27 +363,28 @@ def _engage(call: Call, stages: int = 1) -> Engage:
 
 
 class _FleetWork:
-    def __init__(self, service: Service, call: Call) -> None:
+    def __init__(self, service: Service, presence: Presence, call: Call) -> None:
         self._service = service
+        self._presence = presence
         self._call = call
 
     def ended(self) -> Mapping[str, str]:
         return self._service.ended(self._call.run)
 
     def starting(self, device: str) -> bool:
-        return self._service.works_for(device, self._call.run)
+        return self._presence.works_for(device, self._call.run)
 
     def returns(self, device: str) -> bool:
-        return device in self._service.present
+        return device in self._presence.names
 
     def offers(self) -> list[str]:
-        return self._service.idle(self._call)
+        return self._presence.idle((*self._call.devices, *self._call.others), self._call.run)
 
     def leaving(self) -> list[str]:
         return self._service.leaving()
 
     def linked(self, device: str, ways: Sequence[Way]) -> None:
-        self._service.linked(device, self._call.run, ways)
+        self._presence.linked(device, self._call.run, ways)
 
     def bandwidth(self, source: str, target: str) -> float | None:
         """By the two devices' agents, beside the processes that work."""

@@ -1,0 +1,170 @@
+"""Which devices of a fleet are connected, what each works for, and waiting for those that are not here."""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import threading
+import time
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+
+from isthmus.runtime.identity.database import StoreError
+from isthmus.runtime.identity.roster import Roster
+from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.fleet import MOST_HARDWARE, Present
+from isthmus.runtime.messages.run import Way
+from isthmus.runtime.service.bulletin import DeviceNews, LinkNews
+from isthmus.runtime.transport.lanes import SendLane
+from isthmus.runtime.transport.relayed import RelayedLink
+from isthmus.units import format_duration
+
+LOOK_S = 1.0
+"""How often to look whether a device that is waited for was revoked."""
+REMIND_S = 30.0
+"""How often to say who is waited for."""
+REVOKED = "it was revoked"
+
+
+class Presence:
+    """Devices by name; any thread. `say` is told one line for whatever a person may want to know."""
+
+    def __init__(self, roster: Roster, say: Callable[[str], None]) -> None:
+        self._roster = roster
+        self._say = say
+        self._changed = threading.Condition()
+        self._lanes: dict[str, SendLane] = {}
+        self._hardware: dict[str, str] = {}
+        """As the devices call it."""
+        self._working: dict[str, str] = {}
+        """The run that a process of the device works for."""
+        self._ways: dict[str, tuple[str, tuple[Way, ...]]] = {}
+        """The run that the device works for, and how it got to others."""
+        self._awaited: tuple[str, ...] = ()
+
+    @property
+    def names(self) -> frozenset[str]:
+        with self._changed:
+            return frozenset(self._lanes)
+
+    @property
+    def awaited(self) -> tuple[str, ...]:
+        """Devices without which a run does not begin, as people are told of them."""
+        return self._awaited
+
+    def lane(self, device: str) -> SendLane | None:
+        """To a device: another one after it has come back."""
+        return self._lanes.get(device)
+
+    def tell(self, devices: Iterable[str], message: AnyMessage) -> None:
+        """To those of them that are here."""
+        with self._changed:
+            for device in devices:
+                if (lane := self._lanes.get(device)) is not None:
+                    lane.put(message)
+
+    def came(self, device: str, lane: SendLane, present: Present) -> None:
+        with self._changed:
+            former, self._lanes[device] = self._lanes.get(device), lane
+            self._working[device] = present.working
+            self._hardware[device] = "".join(c for c in present.hardware if c.isprintable())[:MOST_HARDWARE]
+            self._changed.notify_all()
+        if former is not None:  # it has come back before we noticed that it was gone
+            former.close(0.0)
+
+    def left(self, device: str, lane: SendLane) -> None:
+        lane.close(1.0)
+        with self._changed:
+            if self._lanes.get(device) is lane:
+                del self._lanes[device]
+
+    def close(self) -> None:
+        for lane in list(self._lanes.values()):
+            lane.close(1.0)
+
+    def wait_for(self, devices: Sequence[str]) -> None:
+        """Until all of them are here, however long that takes: machines are started by people."""
+        began_s, reminded_s = time.monotonic(), -math.inf
+        with self._changed:
+            try:
+                while missing := [d for d in devices if d not in self._lanes]:
+                    self._awaited = tuple(map(self._called, missing))
+                    if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
+                        reminded_s = now_s
+                        since = f", for {format_duration(now_s - began_s)}" if now_s - began_s >= REMIND_S else ""
+                        here = f"{len(devices) - len(missing)} here"
+                        self._say(f"waiting for {', '.join(self._awaited)} to join ({here}){since}")
+                    self._changed.wait(LOOK_S)
+            finally:
+                self._awaited = ()
+
+    def wait_for_any(self, devices: Sequence[str]) -> list[str]:
+        """Those of them that are here, once there is one."""
+        if not self.names & set(devices):
+            self._awaited = tuple(map(self._called, devices))
+            self._say(f"waiting for one of {', '.join(self._awaited)} to join")
+        try:
+            with self._changed:
+                while not (here := [d for d in devices if d in self._lanes]):
+                    self._changed.wait(LOOK_S)
+        finally:
+            self._awaited = ()
+        return here
+
+    def _called(self, device: str) -> str:
+        """A device that is missing. Of one that was revoked, waiting alone does not help."""
+        with contextlib.suppress(StoreError):
+            if self._roster.is_revoked(device):
+                return f"{device} ({REVOKED}: a new key and a ticket bring it back)"
+        return device
+
+    def engaged(self, device: str, run: str) -> None:
+        """A process of the device is called to the run."""
+        with self._changed:
+            self._working[device] = run
+
+    def ended(self, device: str) -> None:
+        """Its process has."""
+        with self._changed:
+            self._working[device] = ""
+
+    def linked(self, device: str, run: str, ways: Sequence[Way]) -> None:
+        """How a device at work has got to others."""
+        with self._changed:
+            self._ways[device] = (run, tuple(ways))
+
+    def works_for(self, device: str, run: str) -> bool:
+        """Whether a process of a device that is here was called to the run, and has not ended."""
+        with self._changed:
+            return device in self._lanes and self._working.get(device) == run
+
+    def idle(self, devices: Iterable[str], run: str) -> list[str]:
+        """Those of them that are here, and no process of theirs works for the run."""
+        with self._changed:
+            return [d for d in devices if d in self._lanes and self._working.get(d) != run]
+
+    def devices(self, ids: Mapping[str, str], runs: Collection[str]) -> tuple[DeviceNews, ...]:
+        """What people are told of those that are here. `ids` are by name, `runs` go on."""
+        with self._changed:
+            return tuple(
+                DeviceNews(
+                    name=name, id=ids.get(name, ""), hardware=self._hardware.get(name, ""),
+                    working=self._working.get(name) in runs,
+                )
+                for name in sorted(self._lanes)
+            )  # fmt: skip
+
+    def links(self, relayed: Sequence[RelayedLink], runs: Collection[str]) -> tuple[LinkNews, ...]:
+        """What people are told of connections between devices at work, some of which are relayed."""
+        with self._changed:
+            ways = {d: found for d, (run, found) in self._ways.items() if run in runs and self._working.get(d) == run}
+        return tuple(_link_news(device, way, relayed) for device, found in sorted(ways.items()) for way in found)
+
+
+def _link_news(device: str, way: Way, relayed: Sequence[RelayedLink]) -> LinkNews:
+    pair = (device, way.device)
+    carried = [link for link in relayed if set(link.devices) == set(pair)] if way.relayed else []
+    halves = [link.latency_s for link in carried if link.latency_s is not None]
+    return LinkNews(
+        devices=pair, relayed=way.relayed, carried_bytes=sum(link.carried_bytes for link in carried),
+        latency_s=way.latency_s if not way.relayed else max(halves, default=None), streams=way.streams, bbr=way.bbr,
+    )  # fmt: skip
