@@ -19,7 +19,7 @@ is there (`recalls`).
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Sequence
+from collections.abc import Collection, Iterable, Sequence
 from typing import Literal
 
 from isthmus.protocol.attempts import Attempts, StepFailure, Suspects
@@ -62,6 +62,7 @@ from isthmus.protocol.coordinator_events import (
 from isthmus.protocol.finite import Divergence
 from isthmus.protocol.following import Following
 from isthmus.protocol.leases import Leases
+from isthmus.protocol.members import Members
 from isthmus.protocol.phases import CoordinatorStatistics, Phase
 from isthmus.protocol.recalls import Recalls
 from isthmus.protocol.recovery import Holding, Layout, Lineage, held_at, loans, recovery_step
@@ -93,10 +94,7 @@ class Coordinator:
         self._began = self._restarted = lineage is not None
         """Whether there may be more than the checkpoint to go on from; whether devices may be at work for an epoch
         before."""
-        self._present: set[str] = set()
-        self._offered: set[str] = set()
-        self._leaving: set[str] = set()
-        self._held: dict[str, Sequence[Holding]] = {}
+        self._members = Members()
         self._next: Layout | None = None
         self._following: Following | None = None
         """What newcomers of the next plan get beforehand."""
@@ -122,9 +120,9 @@ class Coordinator:
     def awaited(self) -> frozenset[str]:
         """The devices that it waits for before it goes on."""
         if self._phase == "joining":
-            return frozenset(self.devices) - self._present
+            return frozenset(self._members.missing(self.devices))
         if self._phase == "holding":
-            return frozenset(self._present - self._held.keys())
+            return self._members.silent
         if self._phase == "recalling":
             return self._recalls.awaited
         if self._phase == "settling" and self._following is not None and not self._leases.open:
@@ -162,7 +160,7 @@ class Coordinator:
             case Interrupted():
                 return self._on_interrupted()
             case Held(device=device, holdings=holdings):
-                self._held[device] = holdings
+                self._members.holds(device, holdings)
                 return self._on_held()
             case Planned(layout=layout, pays=pays):
                 return self._on_planned(layout, pays=pays)
@@ -175,7 +173,7 @@ class Coordinator:
             case Followed() | FollowingEnded():
                 return self._on_followed(event)
             case Offered(device=device):
-                self._offered.add(device)
+                self._members.offered(device)
                 self._recalls.back(device)
                 if self._phase == "recalling":
                     return self._begin_anew()
@@ -183,7 +181,7 @@ class Coordinator:
                     return [Call(device)]  # it is here, and does not know that it is awaited
                 return self._reconsider()
             case Leaving(device=device):
-                self._leaving.add(device)
+                self._members.leaves(device)
                 return self._reconsider(must=True)
             case Changed():
                 return self._reconsider()
@@ -191,9 +189,7 @@ class Coordinator:
     # Joining, fetching, placing
 
     def _on_joined(self, device: str, holdings: Sequence[Holding]) -> Out:
-        self._present.add(device)
-        self._offered.discard(device)
-        self._held[device] = holdings
+        self._members.joined(device, holdings)
         self._recalls.at_work(device)
         if self._phase == "joining":
             return self._restore()
@@ -203,17 +199,17 @@ class Coordinator:
             return self._on_held()
         called = self._next is not None and device in self._next.parts
         if self._phase == "running" and called and self._next is not None:  # the work went on while it started
-            return self._bring() if self._present.issuperset(self._next.parts) else []
+            return [] if self._members.missing(self._next.parts) else self._bring()
         return self._reconsider()
 
     def _restore(self) -> Out:
         """Once all are here: choose the state to go on from, and have what the plan moved brought here."""
-        if not self._present.issuperset(self.devices):
+        if self._members.missing(self.devices):
             return []
         if self._restarted:
             self._next = self.layout
             return self._hold()
-        held = {d: h for d, h in self._held.items() if d in self._present}
+        held = self._members.holdings
         found = recovery_step(self.layout.all_parts, held, self._lineage) if self._began else None
         from_memory = found is not None and found >= self._saved
         self._step = found if found is not None and from_memory else self._saved
@@ -253,10 +249,9 @@ class Coordinator:
         out = self._lease()
         if not self._leases.keeps:
             out += self._release()
-        if staying := self._leaving & set(self.devices):
-            return out + self._reconsider(must=bool(staying))
-        unused = (self._present | self._offered) - self._leaving - set(self.devices)
-        return out + self._reconsider() if unused else out
+        if self._members.leaving(self.devices):
+            return out + self._reconsider(must=True)
+        return out + self._reconsider() if self._members.available.difference(self.devices) else out
 
     # Running
 
@@ -294,9 +289,8 @@ class Coordinator:
         return [] if step is None else [Retire(step), *self._release()]
 
     def _release(self) -> Out:
-        gone = sorted(self._leaving & self._present - set(self.devices))
-        for device in gone:
-            self._forget(device)
+        gone = self._members.released(self.devices)
+        self._plan_without(gone)
         return [Release(device) for device in gone]
 
     def _lease(self) -> Out:
@@ -305,7 +299,7 @@ class Coordinator:
 
     def _on_interrupted(self) -> Out:
         begins = self._phase in ("joining", "fetching", "placing") and not self._began
-        if begins or (self._phase == "recalling" and not self._present):
+        if begins or (self._phase == "recalling" and not self._members.here):
             return self._end("interrupted")
         if self._phase == "closing" or self._leases.over:
             return []  # the run's last item is leased already: it ends as if nobody had asked
@@ -335,7 +329,7 @@ class Coordinator:
             return []
         out = self._lend_no_more()
         self._next = layout
-        missing = [d for d in layout.parts if d not in self._present]
+        missing = self._members.missing(layout.parts)
         return out + ([Call(d) for d in missing] if missing else self._bring())
 
     def _bring(self) -> Out:
@@ -384,13 +378,13 @@ class Coordinator:
 
     def _on_no_plan(self, reason: str) -> Out:
         if self._phase == "planning":
-            if self._suspects.devices & self._available - self._planned_for:
+            if self._suspects.devices & self._members.available - self._planned_for:
                 return self._make_plan(of_all=True)
-            if self._recalls.awaited or self._available > self._planned_for:
+            if self._recalls.awaited or self._members.available > self._planned_for:
                 self._phase = "recalling"
                 return self._begin_anew()
             return self._end("lost", f"{self._reason}; no plan for what is left: {reason}" if self._reason else reason)
-        self._leaving.clear()
+        self._members.stay()
         return []
 
     def _move(self) -> Out:
@@ -405,9 +399,10 @@ class Coordinator:
         if not self.survives:
             return self._end("lost", f"device {device!r} was lost: {reason}")
         self._recalls.lost(device, reason, returns=lost.returns)
-        concerns = bool(gone & (self._present | self.awaited)) or self._phase == "recalling"
+        concerns = bool(gone & (self._members.here | self.awaited)) or self._phase == "recalling"
         for name in gone:
-            self._forget(name)
+            self._members.gone(name)
+        self._plan_without(gone)
         fences: Out = [Fence(name) for name in sorted(gone)]
         if not concerns:
             return fences
@@ -437,60 +432,54 @@ class Coordinator:
         self._reason = f"device {device!r}: {failure.reason}"
         return self._hold()
 
-    def _forget(self, device: str) -> None:
-        self._held.pop(device, None)
-        for devices in (self._present, self._offered, self._leaving):
-            devices.discard(device)
-        if self._next is not None and device in self._next.parts:
+    def _plan_without(self, gone: Collection[str]) -> None:
+        """A plan that was made for these devices too comes to nothing."""
+        if self._next is not None and not self._next.parts.keys().isdisjoint(gone):
             self._next = None
 
     def _hold(self) -> Out:
         self._epoch += 1
         self._phase, self._restarted, self._following = "holding", False, None
         self._reports.clear()
-        self._held.clear()
-        return [Hold(d) for d in sorted(self._present)] if self._present else self._on_held()
+        self._members.asked()
+        return [Hold(d) for d in sorted(self._members.here)] or self._on_held()
 
     def _on_held(self) -> Out:
-        if self._phase != "holding" or not self._held.keys() >= self._present:
+        if self._phase != "holding" or self._members.silent:
             return []
         planned, self._next = self._next, None
-        if planned is not None and self._available >= planned.parts.keys():
+        if planned is not None and self._members.available >= planned.parts.keys():
             return self._adopt(planned)
-        if not self._present:
+        if not self._members.here:
             self._phase = "recalling"
             return self._begin_anew()
         return self._make_plan()
 
     @property
-    def _available(self) -> frozenset[str]:
-        return frozenset((self._present | self._offered) - self._leaving)
-
-    @property
     def _trusted(self) -> frozenset[str]:
         """Without those on which a step failed, as long as there are others."""
-        return self._available - self._suspects.devices or self._available
+        return self._members.available - self._suspects.devices or self._members.available
 
     def _make_plan(self, *, of_all: bool = False) -> Out:
-        self._phase, self._planned_for = "planning", self._available if of_all else self._trusted
+        self._phase, self._planned_for = "planning", self._members.available if of_all else self._trusted
         return [MakePlan(tuple(sorted(self._planned_for)), waits=True)]
 
     def _begin_anew(self) -> Out:
         """Once everybody is back who can come back, where too few are left."""
         if self._recalls.awaited:
             return []
-        if not self._available:
+        if not self._members.available:
             return self._end("lost", f"{self._reason}; no other device is left")
-        step = max(self._saved, self._leases.acknowledged) if self._present else self._saved
+        step = max(self._saved, self._leases.acknowledged) if self._members.here else self._saved
         if not self._recalls.again(step):
             return self._end("lost", f"{self._reason}; {self._recalls.vain(step)}")
-        return [self._recalls.recall(self._available), *self._make_plan()]
+        return [self._recalls.recall(self._members.available), *self._make_plan()]
 
     def _adopt(self, layout: Layout) -> Out:
         self.layout = layout
         self.devices = tuple(layout.parts)
         self._phase = "joining"
-        missing = [d for d in self.devices if d not in self._present]
+        missing = self._members.missing(self.devices)
         return [Call(d) for d in missing] if missing else self._restore()
 
     def _end(self, outcome: Ending, reason: str = "") -> Out:
