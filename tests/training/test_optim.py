@@ -28,6 +28,14 @@ def test_the_first_matching_pattern_wins():
         (LearningRate(schedule="cosine", final=0.1), 50, 0.55),
         (LearningRate(schedule="cosine", final=0.1), 100, 0.1),
         (LearningRate(schedule="cosine", final=0.1), 200, 0.1),
+        (LearningRate(schedule="linear", warmup_steps=50, final=0.2), 75, 0.6),
+        (LearningRate(schedule="linear", final=0.2), 100, 0.2),
+        (LearningRate(schedule="inverse-sqrt"), 0, 1.0),
+        (LearningRate(schedule="inverse-sqrt", warmup_steps=4), 15, 0.5),
+        (LearningRate(schedule="warmup-stable-decay", warmup_steps=4), 79, 1.0),
+        (LearningRate(schedule="warmup-stable-decay", final=0.0), 90, 0.5),
+        (LearningRate(schedule="warmup-stable-decay", decay_steps=10, final=0.0), 90, 1.0),
+        (LearningRate(schedule="warmup-stable-decay", decay_steps=10, final=0.0), 95, 0.5),
     ],
 )
 def test_learning_rate_factor(schedule: LearningRate, step: int, factor: float):
@@ -98,3 +106,8 @@ def test_fused_is_refused_where_torch_has_none():
     parameter = nn.Parameter(torch.empty(3, device="meta"))
     with pytest.raises(UserError, match="fused: got true for meta, which has none"):
         Optimizers([OptimizerConfig(fused=True)], {"w": parameter})
+
+
+def test_decay_steps_are_of_one_schedule():
+    with pytest.raises(ValueError, match="decay_steps: got it with schedule 'cosine'"):
+        LearningRate(schedule="cosine", decay_steps=3)

@@ -5,15 +5,20 @@ from __future__ import annotations
 import os
 import re
 import sys
-from typing import cast
+from typing import TYPE_CHECKING, cast
 
 import typer
 
+from isthmus.cli.later import Later
 from isthmus.cli.lazy import lazy_app
 from isthmus.errors import InternalError, IsthmusError, UserError
-from isthmus.extensions import what_is_missing
 from isthmus.plain import plain
 from isthmus.runtime.processes.interrupting import terminable
+
+if TYPE_CHECKING:
+    from isthmus import extensions
+else:
+    extensions = Later("isthmus.extensions")
 
 COMMANDS = {
     "starting": {
@@ -86,8 +91,9 @@ def main() -> None:
     except Exception as e:
         if debug:
             raise
-        if isinstance(e, ModuleNotFoundError) and (missing := what_is_missing(_called(arguments), e)) is not None:
-            e = UserError(missing)
+        if isinstance(e, ModuleNotFoundError):
+            missing = extensions.what_is_missing(_called(arguments), e)
+            e = e if missing is None else UserError(missing)
         sys.stderr.write(f"error: {_told(e)}\n")  # at once: threads may still speak, and `print` writes twice
         family = UserError if isinstance(e, OSError) else InternalError
         code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code

@@ -4,11 +4,12 @@ from __future__ import annotations
 
 import importlib
 from collections.abc import Mapping
-from typing import Any
+from typing import Annotated, Any
 
 import typer
-from rich.markup import escape
 from typer.core import TyperGroup
+
+from isthmus import __version__
 
 Commands = Mapping[str, Mapping[str, str]]
 """By the module of `isthmus.cli` that has them in its Typer `app`: names and help, in the order of the help."""
@@ -26,12 +27,18 @@ def lazy_app(told: str, commands: Commands) -> typer.Typer:
             return name, known and load(known.name or "", commands), rest
 
     app = typer.Typer(
-        name="isthmus", cls=Lazy, help=told, no_args_is_help=True, add_completion=False,
+        name="isthmus",
+        cls=Lazy,
+        help=told,
+        no_args_is_help=True,
         pretty_exceptions_enable=False,
-    )  # fmt: skip
+        rich_markup_mode=None,  # a tenth of a second, and square brackets would be taken for styles
+        context_settings={"max_content_width": 120},
+    )
+    app.callback()(_options)
     for named in commands.values():
         for name, help_text in named.items():
-            app.command(name=name, help=escape(help_text))(_not_loaded)
+            app.command(name=name, help=help_text)(_not_loaded)
     return app
 
 
@@ -39,13 +46,23 @@ def load(name: str, commands: Commands) -> Any:
     """The command itself, as typer makes it for its click."""
     where = next(module for module, named in commands.items() if name in named)
     module = importlib.import_module(f"isthmus.cli.{where}")
+    module.app.rich_markup_mode = None
     found = typer.main.get_command(module.app)
-    # a module may have one command
-    command: Any = found.commands[name] if isinstance(found, TyperGroup) else found
-    documented: list[Any] = [command, *(p for p in command.params if getattr(p, "help", None))]
-    for one in documented:  # words in square brackets would be taken for rich's markup, and left out
-        one.help = escape(one.help or "")
-    return command
+    return found.commands[name] if isinstance(found, TyperGroup) else found  # a module may have one command
+
+
+def _print_version(asked: bool) -> None:
+    if asked:
+        typer.echo(f"isthmus {__version__}")
+        raise typer.Exit
+
+
+def _options(
+    version: Annotated[
+        bool, typer.Option("--version", is_eager=True, callback=_print_version, help="Print the version.")
+    ] = False,
+) -> None:
+    pass
 
 
 def _not_loaded() -> None:

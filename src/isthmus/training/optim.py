@@ -49,23 +49,48 @@ class OptimizerConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_
 
 
 class LearningRate(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
-    """A factor on every optimizer's rate: linear warm-up from 1/warmup, then constant or cosine to `final`."""
+    """A factor on every optimizer's rate: linear warm-up from 1/warmup to 1, then a schedule."""
 
-    schedule: Literal["constant", "cosine"] = "constant"
-    """After the warm-up."""
+    schedule: Literal["constant", "linear", "cosine", "inverse-sqrt", "warmup-stable-decay"] = "constant"
+    """After the warm-up: stays at 1; falls to `final` in a line or half a cosine; falls with the root of the step
+    number; or stays at 1 and falls to `final` in a line over the last `decay_steps`."""
     warmup_steps: Annotated[int, Meta(ge=0)] = 0
     """Steps over which the factor rises linearly to 1."""
+    decay_steps: Annotated[int, Meta(ge=1)] | None = None
+    """Of `warmup-stable-decay`; without it a fifth of the run."""
     final: NotNegative = 0.1
-    """The factor in the last step, unless the schedule is constant."""
+    """The factor in the last step, unless the schedule is `constant` or `inverse-sqrt`."""
+
+    def __post_init__(self) -> None:
+        if self.decay_steps is not None and self.schedule != "warmup-stable-decay":
+            raise ValueError(f"decay_steps: got it with schedule {self.schedule!r}, expected 'warmup-stable-decay'")
 
     def factor(self, step: int, steps: int) -> float:
         """The factor of step number `step` (from 0) in a run of `steps`."""
         if step < self.warmup_steps:
             return (step + 1) / self.warmup_steps
-        if self.schedule == "constant":
-            return 1.0
-        progress = (step - self.warmup_steps) / max(1, steps - self.warmup_steps)
-        return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * min(1.0, progress)))
+        match self.schedule:
+            case "constant":
+                return 1.0
+            case "inverse-sqrt":
+                peak = max(1, self.warmup_steps)
+                return math.sqrt(peak / max(peak, step + 1))
+            case "linear":
+                return self._line(self._progress(step, self.warmup_steps, steps))
+            case "cosine":
+                progress = self._progress(step, self.warmup_steps, steps)
+                return self.final + (1 - self.final) * 0.5 * (1 + math.cos(math.pi * progress))
+            case "warmup-stable-decay":
+                decay_steps = math.ceil(steps / 5) if self.decay_steps is None else self.decay_steps
+                return self._line(self._progress(step, max(self.warmup_steps, steps - decay_steps), steps))
+
+    def _line(self, progress: float) -> float:
+        return 1 + (self.final - 1) * progress
+
+    @staticmethod
+    def _progress(step: int, first: int, steps: int) -> float:
+        """0 in step `first`, 1 after the last one."""
+        return min(1.0, max(0, step - first) / max(1, steps - first))
 
 
 class Optimizers:
