@@ -72,7 +72,7 @@ def test_planning_and_simulating_need_no_torch() -> None:
 
 def test_verifying_loads_neither_planners_nor_the_cost_model() -> None:
     code = (
-        "import sys, isthmus.verify\n"
+        "import sys, isthmus.verification\n"
         "print([m for m in sys.modules if m.startswith(('isthmus.planners', 'isthmus.cost'))])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True)

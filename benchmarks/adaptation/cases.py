@@ -10,7 +10,7 @@ from isthmus.data import DataSpec
 from isthmus.fleet import Change, Device, Fleet, Link, Links, Route, resolve_fleet
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 
 Kind = Literal["link", "device"]
 LINK_FACTOR, DEVICE_FACTOR = 0.1, 0.25

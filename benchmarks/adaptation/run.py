@@ -28,7 +28,7 @@ from rich.table import Table
 from isthmus.cli.planning import plan_for
 from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol.drift import LAG_STEPS, STEPS, Drift
 from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate

@@ -20,12 +20,12 @@ from isthmus.cost import Problem
 from isthmus.cost.sync import fastest, sync_s
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.plan import Sync, SyncGroup
-from isthmus.verify import Question
-from isthmus.verify.cutting import CutGraph, cut
-from isthmus.verify.reading import Reading
-from isthmus.verify.sums import averaging_groups, buffer_bytes
-from isthmus.verify.timing import Timed
+from isthmus.plans import Sync, SyncGroup
+from isthmus.verification import Question
+from isthmus.verification.cutting import CutGraph, cut
+from isthmus.verification.reading import Reading
+from isthmus.verification.sums import averaging_groups, buffer_bytes
+from isthmus.verification.timing import Timed
 
 
 def question_of(problem: Problem) -> Question:

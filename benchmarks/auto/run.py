@@ -27,10 +27,10 @@ from rich.table import Table
 
 from isthmus.cost import Problem
 from isthmus.errors import UserError
-from isthmus.plan import Plan
 from isthmus.planners import plan as make_plan
 from isthmus.planners import planner_names
-from isthmus.verify import verify
+from isthmus.plans import Plan
+from isthmus.verification import verify
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 CASES, QUICK_CASES = 200, 12

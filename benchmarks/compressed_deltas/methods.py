@@ -7,7 +7,7 @@ from collections.abc import Sequence
 import msgspec
 from replica import Method
 
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 
 STEPS, START = 900, 450
 

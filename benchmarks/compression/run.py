@@ -24,7 +24,7 @@ from rich.console import Console
 from rich.table import Table
 from torch import Tensor
 
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.training.compression import Bf16, Codec, Int8, NoCodec, Sparse2Bit, TopK
 from isthmus.training.compression.selection import largest
 

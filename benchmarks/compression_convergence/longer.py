@@ -28,7 +28,7 @@ from run import RATIO, planned
 
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.job import Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.training.optim import LearningRate
 from models import CASES, Case
 

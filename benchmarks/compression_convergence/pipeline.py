@@ -9,7 +9,7 @@ from torch import Tensor
 
 from isthmus.graph import Flow, Ref
 from isthmus.job import Prepared
-from isthmus.plan import Compression, Plan
+from isthmus.plans import Compression, Plan
 from isthmus.runtime.conducting.stages import stage_pairs
 from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import TorchEngine

@@ -29,7 +29,7 @@ from isthmus.cost import build_plan, plan_compression, with_edges
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s

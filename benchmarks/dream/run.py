@@ -25,10 +25,10 @@ from rich.console import Console
 from rich.table import Table
 from shapes import MODELS, model_times, problem_of, published, random_times
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import SyncProblem, plan_sync
 from isthmus.planners.sync.dream_dfs import search
 from isthmus.planners.sync.timeline import iteration_s, timeline
+from isthmus.plans.sync import SyncPlan
 
 LATEST = Path(__file__).parent / "results" / "latest.json"
 BRUTE_LAYERS, BRUTE_SCHEDULES = 30, 100_000

@@ -19,12 +19,12 @@ from isthmus.cost import Problem, build_replicas, parameter_state
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Fleet, topology
 from isthmus.graph import Flow
-from isthmus.plan import Plan
 from isthmus.planners.auto import auto
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.placement import PLACEMENTS, Grouping, PlacementProblem
 from isthmus.planners.placement.on_fleet import Search, equal_layouts
 from isthmus.planners.placement.random_groups import shuffled
+from isthmus.plans import Plan
 from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s

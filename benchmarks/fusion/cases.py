@@ -13,8 +13,8 @@ from isthmus.fleet import Fleet
 from isthmus.graph import Flow
 from isthmus.graph.capture import Column, capture
 from isthmus.models import ModelSpec, as_eager, build_model
-from isthmus.plan import Plan
 from isthmus.planners.blocks import legal_places
+from isthmus.plans import Plan
 
 
 class Case(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,7 +12,7 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig
 from isthmus.models import ModelSpec
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.training.optim import OptimizerConfig
 
 FAR = Link(0.050, 200e6 / 8)

@@ -18,7 +18,7 @@ from gpu_cases import NEAR, Case, fleet_of, plan_of
 
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.deployment import Deployment

@@ -14,7 +14,7 @@ from isthmus.cost.calibration import Warmup, calibrate
 from isthmus.cost.memory import elements
 from isthmus.fleet import Fleet, corrected
 from isthmus.job import Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report import StageMemoryUse, memory_use
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.places import local_places

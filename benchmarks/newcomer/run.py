@@ -35,7 +35,7 @@ from isthmus.data import DataSpec
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Coordinator, Item
 from isthmus.runtime.conducting.crew import Call, LocalCrew, Work
 from isthmus.runtime.conducting.deployment import Deployment

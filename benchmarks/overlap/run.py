@@ -28,7 +28,7 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, TrainingConfig, prepare
 from isthmus.models import ModelSpec
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, run_spec, train
 from isthmus.simulator import simulate
 from isthmus.trace import Trace, period_s, steady_step_s

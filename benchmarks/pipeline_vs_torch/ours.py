@@ -13,7 +13,7 @@ from workload import LEARNING_RATE, Figures, OursPlace, Workload
 from isthmus.cost import build_plan
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train

@@ -11,7 +11,7 @@ import msgspec
 
 from isthmus.fleet import Fleet
 from isthmus.job import Job, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
 from isthmus.runtime.processes.launcher import Place

@@ -18,7 +18,7 @@ from isthmus.cost.calibration import Calibration, Warmup, calibrate
 from isthmus.fleet import Fleet, Link, Route, corrected
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.runtime.lab.lab import COORDINATOR, Lab, measure
 from isthmus.runtime.processes.launcher import Place

@@ -28,7 +28,7 @@ from torch import nn
 
 from isthmus.data import DataSpec, load_dataset
 from isthmus.job import Prepared
-from isthmus.plan import ActivationNoise, Plan
+from isthmus.plans import ActivationNoise, Plan
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training.accounting import epsilon_of, squared_mu
 from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint

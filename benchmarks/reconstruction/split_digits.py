@@ -16,7 +16,7 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, Ref
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec, build_model
-from isthmus.plan import ActivationNoise, Plan
+from isthmus.plans import ActivationNoise, Plan
 from isthmus.runtime.conducting.leaving import protection
 from isthmus.runtime.conducting.stages import stage_pairs
 from isthmus.training.engine import TorchEngine

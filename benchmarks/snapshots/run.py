@@ -30,7 +30,7 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, RuntimeConfig, TrainingConfig, prepare
 from isthmus.models import ModelSpec
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.deployment import Deployment
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train

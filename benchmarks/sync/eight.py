@@ -15,8 +15,8 @@ from rich.table import Table
 from run import LATEST, MBIT, Report
 from workload import PERIOD
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
+from isthmus.plans.sync import SyncPlan
 from isthmus.simulator.sync_modes import SyncChoices, SyncedModel, simulate_sync
 from isthmus.sync.dream import OURS, PAPER
 

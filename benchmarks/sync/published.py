@@ -23,8 +23,8 @@ sys.path.insert(0, str(Path(__file__).parents[1] / "dream"))
 
 from shapes import MODELS, model_times, problem_of, published  # pyright: ignore[reportMissingImports]
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import plan_sync
+from isthmus.plans.sync import SyncPlan
 from isthmus.simulator.sync_modes import SyncChoices, SyncedLayer, SyncedModel, simulate_sync
 
 LATEST = Path(__file__).parent / "results" / "published.json"

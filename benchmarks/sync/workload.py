@@ -9,7 +9,7 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.models.gpt import GPT, GPTConfig
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans.sync import SyncPlan
 from isthmus.simulator.sync_modes import SyncedModel
 
 PERIOD = 5

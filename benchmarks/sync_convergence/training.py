@@ -13,7 +13,7 @@ from torch import Tensor, nn
 import isthmus.sync
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.models.gpt import GPT, GPTConfig
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync import Options
 
 Kind = Literal["gpt", "resnet"]

@@ -37,7 +37,7 @@ from isthmus.errors import Diverged, IsthmusError
 from isthmus.fleet import Fleet
 from isthmus.graph import Ref, StageGraph
 from isthmus.job import Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, train
 from isthmus.training import engine
 from isthmus.training.engine import TorchEngine

@@ -13,7 +13,7 @@ from isthmus.accelerators.clock import Clock
 from isthmus.accelerators.copies import to_device, to_host
 from isthmus.accelerators.staging import AHEAD, Cargo, HostBuffers, Trip, Way
 from isthmus.graph.allowlist import ALLOWED
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.runtime.device.tasklets import Tasklets
 from isthmus.trace import Span
 from isthmus.training.compression import codec_of

@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from isthmus.cost.calibration import Calibration, Line, Warmup, calibrate, fit, trimmed_mean
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, corrected
-from isthmus.plan import (
+from isthmus.plans import (
     Edge,
     Plan,
     Prediction,

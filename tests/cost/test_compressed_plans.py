@@ -11,7 +11,7 @@ from isthmus.cost import Layout, Problem, build_replicas, step_price, with_edges
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Site
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
-from isthmus.plan import Compression, Plan, load_plan, save_plan
+from isthmus.plans import Compression, Plan, load_plan, save_plan
 
 GB = 10**9
 VALUE = TensorSpec("float32", (Affine(1), 2), (2, 1))

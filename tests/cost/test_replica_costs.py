@@ -10,7 +10,7 @@ from isthmus.cost.sync import fastest, group_s, sync_s
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
-from isthmus.plan import Collective, Sync, SyncGroup
+from isthmus.plans import Collective, Sync, SyncGroup
 
 LINK = Link(latency_s=0.5, bandwidth_bytes_per_s=100.0)
 

@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.cost import build_plan
 from isthmus.fleet import Fleet, Link, Links
 from isthmus.job import Job, Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train

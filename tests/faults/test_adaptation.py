@@ -11,8 +11,8 @@ import pytest
 from isthmus.errors import UserError
 from isthmus.fleet import Change, Fleet
 from isthmus.job import Prepared, prepare
-from isthmus.plan import Plan
 from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item, drift
 from isthmus.runtime.conducting import plans
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train

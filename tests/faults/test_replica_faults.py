@@ -13,8 +13,8 @@ import pytest
 from isthmus.cost import Layout, SyncPolicy, build_replicas
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
-from isthmus.plan import Plan
 from isthmus.planners import scheduled
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.trace import Span

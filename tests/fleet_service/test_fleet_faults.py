@@ -16,7 +16,7 @@ from isthmus.cli.folder import RunFolder
 from isthmus.cost import build_plan
 from isthmus.fleet import Fleet as FleetOfDevices
 from isthmus.job import prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.trace import Span

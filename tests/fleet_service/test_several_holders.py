@@ -14,7 +14,7 @@ from isthmus.data.joined import joined_descriptions
 from isthmus.errors import PeerError
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.plan import load_plan, save_plan
+from isthmus.plans import load_plan, save_plan
 from tests.runtime.jobs import final_weights, fleet_of
 from tests.runtime.joined_loop import Plain
 

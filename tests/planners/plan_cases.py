@@ -12,7 +12,7 @@ from isthmus.cost import Problem, place
 from isthmus.cost.placement import Placement, recomputing
 from isthmus.fleet import Device, Fleet, Link, Links, Route
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec, cuts
-from isthmus.plan import classic_in_flight
+from isthmus.plans import classic_in_flight
 
 
 def tensor(*shape: int, dtype: str = "float32", batched: bool = True) -> TensorSpec:

@@ -13,7 +13,7 @@ from isthmus.cost import Layout, Problem, broken_term, build_plan, build_replica
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site
 from isthmus.graph import cuts
-from isthmus.plan import Objective, Plan, Terms
+from isthmus.plans import Objective, Plan, Terms
 
 
 def priced_fleet(seed: int, devices: int, *, memory: Sequence[int] | None = None, egress: float = 1.0) -> Fleet:

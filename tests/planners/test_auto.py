@@ -16,12 +16,12 @@ from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow
-from isthmus.plan import Plan, Terms
 from isthmus.planners import plan, planner_names
 from isthmus.planners.auto import auto
 from isthmus.planners.chain import chain
 from isthmus.planners.groups import share_out
 from isthmus.planners.replica_search import replica_counts
+from isthmus.plans import Plan, Terms
 
 
 def shares(total: int, parts: int) -> Iterator[tuple[int, ...]]:

@@ -26,7 +26,6 @@ from isthmus.cost import Problem, build_plan, parameter_state, place
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import OpGraph, Ref, assign, partition
-from isthmus.plan import Plan, load_plan, save_plan
 from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s
@@ -37,6 +36,7 @@ from isthmus.planners.relaxation import Relaxation
 from isthmus.planners.routes import Routes, all_orders, one_order
 from isthmus.planners.stage_tables import StageTables
 from isthmus.planners.threshold_search import Search
+from isthmus.plans import Plan, load_plan, save_plan
 
 INFINITE = float("inf")
 

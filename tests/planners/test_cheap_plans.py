@@ -15,17 +15,17 @@ from test_verify import check, question_of
 from isthmus.cost import Layout, build_replicas, preference, step_price
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, resolve_fleet
-from isthmus.plan import Terms
 from isthmus.planners import plan, planner_names
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.least import Least, with_certificate
 from isthmus.planners.network import network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound
 from isthmus.planners.registry import check_honoured
-from isthmus.verify import verify
-from isthmus.verify.bound import Bounds
-from isthmus.verify.price_bound import several_price, single_price
-from isthmus.verify.reading import Reading
+from isthmus.plans import Terms
+from isthmus.verification import verify
+from isthmus.verification.bound import Bounds
+from isthmus.verification.price_bound import several_price, single_price
+from isthmus.verification.reading import Reading
 
 
 @given(

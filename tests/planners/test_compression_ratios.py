@@ -21,8 +21,8 @@ from isthmus.cost.steptime import Pipeline, pipeline
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Site
 from isthmus.graph import cuts
-from isthmus.plan import Compression, Edge, Packing, Plan
 from isthmus.planners import plan
+from isthmus.plans import Compression, Edge, Packing, Plan
 
 NAMES = ["adatopk", "adatopk-paper", "bf16", "int8", "just-enough", "uniform"]
 CANDIDATES = (Packing(codec="bf16"), Packing(codec="topk", ratio=4.0), Packing(codec="topk", ratio=10.0))

@@ -21,7 +21,7 @@ from isthmus.planners.bounds import pooled_bound_s
 from isthmus.planners.joint import Descent, every_plan
 from isthmus.planners.network import network_of
 from isthmus.planners.replica_bound import replicas_bound_s
-from isthmus.verify import verify
+from isthmus.verification import verify
 
 sys.path.insert(0, str(Path(__file__).parents[2] / "benchmarks" / "auto"))
 

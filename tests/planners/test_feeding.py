@@ -14,8 +14,8 @@ from term_cases import priced_fleet
 from isthmus.cost import Problem, build_plan, preference
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
-from isthmus.plan import Objective, OwnSamples, Plan, Terms
 from isthmus.planners import plan as make_plan
+from isthmus.plans import Objective, OwnSamples, Plan, Terms
 
 
 def fed_problem(

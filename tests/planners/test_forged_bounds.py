@@ -12,10 +12,10 @@ from test_verify import question_of
 
 from isthmus.cost import Problem, preference
 from isthmus.errors import UserError
-from isthmus.plan import Certificate, Plan
 from isthmus.planners import over_counts, planner_names
 from isthmus.planners import plan as plan_by
-from isthmus.verify import verify
+from isthmus.plans import Certificate, Plan
+from isthmus.verification import verify
 
 SLOW = {"sky-optimal", "dtfm-genetic", "dtfm-kl"}
 

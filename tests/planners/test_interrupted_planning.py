@@ -11,10 +11,10 @@ from test_verify import question_of
 
 from isthmus.cost import Problem, preference
 from isthmus.errors import UserError
-from isthmus.plan import Plan
 from isthmus.planners import INTERRUPTED, SearchStopped, cut_short, observed_by, over_counts, planner_names
 from isthmus.planners import plan as plan_by
-from isthmus.verify import verify
+from isthmus.plans import Plan
+from isthmus.verification import verify
 
 SLOW = {"dtfm-genetic", "dtfm-genetic-code", "dtfm-kl", "sky-optimal"}
 PLANNERS = sorted(set(planner_names()) - SLOW)

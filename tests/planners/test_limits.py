@@ -15,9 +15,9 @@ from isthmus.cost import Problem, build_plan, step_price
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
-from isthmus.plan import Terms
 from isthmus.planners import over_counts, plan
-from isthmus.verify import verify
+from isthmus.plans import Terms
+from isthmus.verification import verify
 
 
 def priced(seed: int) -> Problem:

@@ -11,8 +11,8 @@ from isthmus.cost import Layout, Problem, SyncPolicy, build_plan, build_replicas
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, OpGraph, Ref
-from isthmus.plan import Terms
 from isthmus.planners import plan
+from isthmus.plans import Terms
 
 ONE_STAGE = OpGraph(
     name="one", mode="train", loss=Ref("loss"),

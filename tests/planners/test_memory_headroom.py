@@ -11,9 +11,9 @@ from test_verify import check, make_plan, question_of
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Plan, Terms
 from isthmus.planners import plan, planner_names
-from isthmus.verify import verify
+from isthmus.plans import Plan, Terms
+from isthmus.verification import verify
 
 OURS = [name for name in planner_names() if not name.startswith("test")]
 SPEEDS = [1.0, 2.0, 4.0]

@@ -9,8 +9,8 @@ from plan_cases import fleet_of, problem_of, random_graph
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Plan
 from isthmus.planners import over_counts, plan
+from isthmus.plans import Plan
 
 
 def problem_with(latency_seed: int, memory: int | None = None, schedule: str = "1f1b") -> Problem:

@@ -16,13 +16,13 @@ from isthmus.cost import Problem, place
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Device, Fleet, Link, Links, Route, topology
 from isthmus.graph import OpGraph, Ref
-from isthmus.plan import Plan
 from isthmus.planners import plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.communities import communities, path, visiting_order
 from isthmus.planners.network import network_of
 from isthmus.planners.op_fence import balanced
 from isthmus.planners.orders import scorer_of
+from isthmus.plans import Plan
 
 
 def islands(sizes: Sequence[int], *, neighbour: Link, far: Link, memory: int = 1 << 40) -> Fleet:

@@ -17,10 +17,10 @@ from isthmus.cli.proving import as_proven, question_of
 from isthmus.cost import Problem, SyncPolicy, parameter_state, preference
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, resolve_fleet
-from isthmus.plan import Certificate, CompressionConfig, Plan, Terms
 from isthmus.planners import can_price, over_counts, planner_names
 from isthmus.planners import plan as plan_by
-from isthmus.verify import Verdict, search, verify
+from isthmus.plans import Certificate, CompressionConfig, Plan, Terms
+from isthmus.verification import Verdict, search, verify
 
 SYNC = (
     *(SyncPolicy(),) * 3, SyncPolicy(mode="local", period=4), SyncPolicy(mode="partial", period=3),

@@ -16,10 +16,10 @@ from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, resolve_fleet
 from isthmus.graph import Flow, OpGraph, Ref, assign, partition
 from isthmus.graph.labels import label_columns, last_start
-from isthmus.plan import Plan, Terms
 from isthmus.planners import plan, planner_names
 from isthmus.planners.registry import check_honoured
-from isthmus.verify.reading import Reading
+from isthmus.plans import Plan, Terms
+from isthmus.verification.reading import Reading
 
 
 def respects(made: Plan, problem: Problem) -> bool:

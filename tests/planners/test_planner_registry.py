@@ -8,9 +8,9 @@ from plan_cases import fleet_of, problem_of, random_graph
 
 from isthmus.cost import Problem
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Plan
 from isthmus.planners import describe, plan, planner_names
 from isthmus.planners.even import even
+from isthmus.plans import Plan
 
 
 def backwards(problem: Problem) -> Plan:

@@ -17,8 +17,8 @@ from isthmus.cost import Layout, Problem, build_plan, build_replicas, preference
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import cuts
-from isthmus.plan import CompressionConfig, Packing, Plan, Terms
 from isthmus.planners import plan, planner_names
+from isthmus.plans import CompressionConfig, Packing, Plan, Terms
 from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import steady_step_s

@@ -13,7 +13,7 @@ from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, r
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, place
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import OpGraph, Ref, cuts
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 
 
 def random_layout(seed: int, stages: int, schedule: str) -> tuple[Problem, tuple[str, ...], list[int]]:

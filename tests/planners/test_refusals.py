@@ -9,8 +9,8 @@ from plan_cases import fleet_of, operator, parameter, placeholder, problem_of, r
 
 from isthmus.errors import FleetTooSmall
 from isthmus.graph import OpGraph, Ref
-from isthmus.plan import Terms
 from isthmus.planners import plan, planner_names
+from isthmus.plans import Terms
 
 OURS = [name for name in planner_names() if not name.startswith("test")]
 

@@ -13,8 +13,8 @@ from plan_cases import fleet_of, gpt_graph, problem_of
 from scipy.sparse import csr_matrix
 
 from isthmus.errors import UserError
-from isthmus.plan import Plan
 from isthmus.planners import highs, over_counts, plan, planner_names
+from isthmus.plans import Plan
 
 CLOCKS = ("monotonic", "perf_counter", "process_time", "thread_time", "time")
 SLOW = {"dtfm-genetic", "dtfm-genetic-code", "dtfm-kl"}

@@ -14,7 +14,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Link, Links
 from isthmus.graph import Flow, OpGraph
 from isthmus.planners import plan, planner_names
-from isthmus.verify import verify
+from isthmus.verification import verify
 
 
 def widened(graph: OpGraph, dtype: str) -> OpGraph:

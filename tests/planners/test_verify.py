@@ -18,16 +18,16 @@ from isthmus.cli.proving import question_of as asked_of
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state, plan_compression
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
-from isthmus.plan import Plan
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.least import Least, relaxed, with_certificate
 from isthmus.planners.network import network_of
-from isthmus.verify import Question, Verdict, state_bytes, verify
-from isthmus.verify.bound import Bounds
-from isthmus.verify.reading import Reading
-from isthmus.verify.search import Search
+from isthmus.plans import Plan
+from isthmus.verification import Question, Verdict, state_bytes, verify
+from isthmus.verification.bound import Bounds
+from isthmus.verification.reading import Reading
+from isthmus.verification.search import Search
 
 
 def question_of(problem: Problem) -> Question:

@@ -11,8 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.plan import Plan, Prediction, Replica, Schedule, Stage
-from isthmus.plan.plan import StageMemory
+from isthmus.plans import Plan, Prediction, Replica, Schedule, Stage
+from isthmus.plans.plan import StageMemory
 from isthmus.protocol.drift import APART, LAG_STEPS, STEPS, Drift, Figure, Gauge, News
 from isthmus.trace import Span
 

@@ -12,8 +12,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from isthmus.errors import UserError
-from isthmus.plan import Collective
-from isthmus.plan.collective import Message, Round, rounds
+from isthmus.plans import Collective
+from isthmus.plans.collective import Message, Round, rounds
 from isthmus.protocol.events import Merge, PartsArrived, SendParts
 from isthmus.protocol.exchange import Exchange, GroupView
 

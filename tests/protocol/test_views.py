@@ -2,7 +2,7 @@ import msgspec
 import pytest
 
 from isthmus.errors import UserError
-from isthmus.plan import Edge, Replica, Schedule, SharedParameter, Stage, StageMemory
+from isthmus.plans import Edge, Replica, Schedule, SharedParameter, Stage, StageMemory
 from isthmus.protocol.views import stage_views
 
 MEMORY = StageMemory(weights=0, gradients=0, optimizer=0, activations=0)

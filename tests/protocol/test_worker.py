@@ -4,7 +4,7 @@ import pytest
 from msgspec import structs
 
 from isthmus.errors import InternalError
-from isthmus.plan.collective import Message, Parts, Round
+from isthmus.plans.collective import Message, Parts, Round
 from isthmus.protocol import Item, StageView, Worker
 from isthmus.protocol.events import (
     Arrived,

@@ -4,7 +4,7 @@ import pytest
 from synthetic_pipeline import make_fleet, make_plan, play
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.trace import Trace
 
 

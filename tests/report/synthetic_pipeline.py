@@ -13,7 +13,7 @@ from collections.abc import Callable
 from typing import Literal
 
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.plan import Certificate, Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory, classic_in_flight
+from isthmus.plans import Certificate, Edge, Plan, Prediction, Replica, Schedule, Stage, StageMemory, classic_in_flight
 from isthmus.trace import Span, Trace, Track
 
 MIB = 1024**2

@@ -9,7 +9,7 @@ import pytest
 from rich.console import Console
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan, PlanPeriod
+from isthmus.plans import Plan, PlanPeriod
 from isthmus.report import comparison_table, run_summary
 from isthmus.trace import Span, Trace
 

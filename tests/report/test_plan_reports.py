@@ -30,7 +30,7 @@ from isthmus.report import (
 )
 from isthmus.report.seats import seats_of
 from isthmus.report.what_if import with_device
-from isthmus.verify import BoundCheck, Difference, Verdict
+from isthmus.verification import BoundCheck, Difference, Verdict
 
 UNITS = 12
 

@@ -13,7 +13,7 @@ from synthetic_pipeline import make_fleet, make_plan, play
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report import draw_loss, draw_timeline
 from isthmus.report.loss import smoothed
 from isthmus.report.timeline import BACKWARD, EVALUATION, FORWARD, UPDATE

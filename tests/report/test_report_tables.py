@@ -9,7 +9,7 @@ from synthetic_pipeline import make_fleet, make_plan
 
 from isthmus.fleet import Fleet, Link, Links, Route, topology
 from isthmus.graph.opgraph import Op, OpGraph, Ref
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report import (
     comparison_summary,
     comparison_table,

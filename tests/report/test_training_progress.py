@@ -7,7 +7,7 @@ from itertools import pairwise
 import pytest
 from rich.console import Console
 
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report import Progress
 
 

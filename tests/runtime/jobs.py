@@ -18,7 +18,7 @@ from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared
 from isthmus.models import ModelSpec
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.conducting.crew import LocalCrew
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.script import Outcome

@@ -8,7 +8,7 @@ from torch import Tensor
 from isthmus.data import JoinedDataset, JoinedOrder, load_dataset
 from isthmus.data.dataset import Indices, Split
 from isthmus.job import Prepared
-from isthmus.plan.turns import turn, whole
+from isthmus.plans.turns import turn, whole
 from isthmus.training.optim import Optimizers
 from isthmus.training.plain import plain_loss, plain_step, plain_update
 

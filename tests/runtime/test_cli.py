@@ -23,11 +23,11 @@ from isthmus.errors import UserError
 from isthmus.fleet import load_fleet
 from isthmus.fleet.changes import corrected
 from isthmus.job import fleet_of, load_job, prepare
-from isthmus.plan import Plan, Schedule, load_plan, save_plan
-from isthmus.plan.plan import PLAN_VERSION
 from isthmus.planners import planner_names
 from isthmus.planners.cohort import cohort_names
 from isthmus.planners.sync import sync_planner_names
+from isthmus.plans import Plan, Schedule, load_plan, save_plan
+from isthmus.plans.plan import PLAN_VERSION
 from isthmus.protocol.drift import fit_fleet
 from isthmus.training.plain import plain_loss
 

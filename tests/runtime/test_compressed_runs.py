@@ -17,7 +17,7 @@ from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, prepare
-from isthmus.plan import Compression, Edge, Packing, Plan
+from isthmus.plans import Compression, Edge, Packing, Plan
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate

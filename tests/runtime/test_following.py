@@ -16,7 +16,7 @@ from isthmus.cost import Layout, build_replicas
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet
 from isthmus.job import prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting import plans
 from isthmus.runtime.conducting.deployment import Deployment

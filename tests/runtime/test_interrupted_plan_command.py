@@ -16,10 +16,10 @@ from pathlib import Path
 import pytest
 
 from isthmus.cost import Problem
-from isthmus.plan import Plan
 from isthmus.planners import INTERRUPTED, keep, looked_at
 from isthmus.planners.even import even
 from isthmus.planners.watching import stopped
+from isthmus.plans import Plan
 
 from .commands import isthmus, write_job
 

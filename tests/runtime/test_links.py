@@ -12,7 +12,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError, UserError
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.protocol.events import Arrived, Parcel, Send
 from isthmus.runtime.device.links import Links, Signature
 from isthmus.runtime.device.meeting import Meeting

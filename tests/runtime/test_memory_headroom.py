@@ -11,7 +11,7 @@ import pytest
 from isthmus.cli.planning import plan_for
 from isthmus.errors import FleetTooSmall
 from isthmus.job import fleet_of, load_job, prepare
-from isthmus.plan import load_plan
+from isthmus.plans import load_plan
 
 from .commands import Done, edited, isthmus, refused, write_job
 

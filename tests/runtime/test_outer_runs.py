@@ -14,7 +14,7 @@ from isthmus.cost import Layout, SyncPolicy, build_replicas
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts
 from isthmus.job import Job, Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol.work import shares
 from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 from isthmus.simulator import simulate

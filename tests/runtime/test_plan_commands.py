@@ -11,8 +11,8 @@ import pytest
 from isthmus.cli.planning import plan_for
 from isthmus.errors import FleetTooSmall
 from isthmus.job import fleet_of, load_job, prepare
-from isthmus.plan import Compression, CompressionConfig, load_plan, save_plan
 from isthmus.planners import registry
+from isthmus.plans import Compression, CompressionConfig, load_plan, save_plan
 
 from .commands import edited, isthmus, refused, write_job
 

@@ -18,7 +18,7 @@ from isthmus.data import DataSpec, load_dataset
 from isthmus.errors import UserError
 from isthmus.graph import Flow
 from isthmus.job import Job, PlanConfig, Prepared, PrivacyConfig, load_job, prepare
-from isthmus.plan import ActivationNoise, Plan, read_spent
+from isthmus.plans import ActivationNoise, Plan, read_spent
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.leaving import Protection, leaving_text, protection
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train

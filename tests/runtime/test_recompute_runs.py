@@ -12,13 +12,13 @@ import pytest
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.plan import Plan
 from isthmus.planners import over_counts, planner_names
 from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.simulator import simulate
-from isthmus.verify import Question, StateBytes, verify
+from isthmus.verification import Question, StateBytes, verify
 
 from .jobs import TEXT, final_weights, fleet_of, job_of, plain_run
 

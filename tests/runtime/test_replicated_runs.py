@@ -12,8 +12,8 @@ import torch
 from isthmus.cost import Layout, SyncPolicy, build_replicas
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, Prepared, prepare
-from isthmus.plan import Collective, Plan
 from isthmus.planners import scheduled
+from isthmus.plans import Collective, Plan
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.training.checkpoint import latest_checkpoint, split_replica

@@ -9,8 +9,8 @@ import pytest
 
 from isthmus.fleet import Change, Fleet
 from isthmus.job import prepare
-from isthmus.plan import Plan
 from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.runtime.conducting import plans
 from isthmus.runtime.conducting.plans import Plans

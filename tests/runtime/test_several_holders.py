@@ -13,7 +13,7 @@ import torch
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol import Item
 from isthmus.runtime.conducting.run import RunOptions, Watcher, run_spec, train
 

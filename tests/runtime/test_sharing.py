@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from isthmus.plan.seats import device_of, is_first, seat, seats_of
+from isthmus.plans.seats import device_of, is_first, seat, seats_of
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.events import Work
 from isthmus.runtime.device.sharing import Sharing

@@ -15,7 +15,7 @@ from isthmus.cost import build_plan
 from isthmus.data import DataSpec, SampleOrder, load_dataset
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, prepare
-from isthmus.plan.seats import seat
+from isthmus.plans.seats import seat
 from isthmus.runtime.conducting.crew import Call, LocalCrew, NoWork, Work
 from isthmus.runtime.conducting.run import RunOptions, Watcher, train
 from isthmus.runtime.device.device import Device, Site

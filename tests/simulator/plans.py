@@ -3,7 +3,7 @@
 from collections.abc import Iterable, Sequence
 
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.plan import (
+from isthmus.plans import (
     Edge,
     Plan,
     Prediction,

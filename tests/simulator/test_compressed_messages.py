@@ -6,7 +6,7 @@ import msgspec
 from plans import chain, make_fleet, make_plan
 
 from isthmus.fleet import Link
-from isthmus.plan import Compression
+from isthmus.plans import Compression
 from isthmus.protocol import RunSpec
 from isthmus.simulator import simulate
 from isthmus.trace import link_bytes, steady_step_s

@@ -12,7 +12,7 @@ from plans import chain, make_fleet, make_plan
 
 from isthmus.fleet import Fleet, Link, dump_fleet, parse_fleet
 from isthmus.fleet.changes import corrected
-from isthmus.plan import Plan, PlanPeriod
+from isthmus.plans import Plan, PlanPeriod
 from isthmus.protocol import RunSpec
 from isthmus.protocol.drift import LEAST_BYTES, differs, fit_fleet
 from isthmus.simulator import simulate

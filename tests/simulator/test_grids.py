@@ -6,7 +6,7 @@ import pytest
 from plans import make_fleet, make_plan, names
 
 from isthmus.fleet import Link
-from isthmus.plan import schedule
+from isthmus.plans import schedule
 from isthmus.protocol import RunSpec
 from isthmus.simulator import SimulationOptions, simulate
 from isthmus.trace import Trace

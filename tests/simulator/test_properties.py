@@ -9,7 +9,7 @@ from hypothesis import strategies as st
 from plans import make_edge, make_fleet, make_plan, names
 
 from isthmus.fleet import Fleet, Link, Links, Route
-from isthmus.plan import Plan, SharedParameter
+from isthmus.plans import Plan, SharedParameter
 from isthmus.protocol import RunSpec, StageView, items
 from isthmus.protocol.views import stage_views
 from isthmus.simulator import Fault, SimulatedRun, SimulationOptions, simulate_run

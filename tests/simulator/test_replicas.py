@@ -10,7 +10,7 @@ from plans import make_plan
 
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links
-from isthmus.plan import Outer, Plan, Sync, SyncGroup
+from isthmus.plans import Outer, Plan, Sync, SyncGroup
 from isthmus.protocol import RunSpec
 from isthmus.simulator import SimulationOptions, simulate, simulate_run
 from isthmus.trace import step_times

@@ -12,7 +12,7 @@ from plans import chain, make_edge, make_fleet, make_plan
 
 from isthmus.errors import UserError
 from isthmus.fleet import Link
-from isthmus.plan import Plan, SharedParameter, Sync, SyncGroup
+from isthmus.plans import Plan, SharedParameter, Sync, SyncGroup
 from isthmus.protocol import RunSpec
 from isthmus.simulator import Fault, SimulationOptions, simulate, simulate_run
 from isthmus.trace import Trace, step_times

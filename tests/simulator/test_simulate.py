@@ -8,7 +8,7 @@ from plans import chain, make_edge, make_fleet, make_plan
 
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, Link, corrected
-from isthmus.plan import Plan, SharedParameter
+from isthmus.plans import Plan, SharedParameter
 from isthmus.protocol import RunSpec
 from isthmus.simulator import Fault, Overheads, SimulationOptions, simulate, simulate_run
 from isthmus.trace import Span, Trace, busy_share, link_bytes, period_s, steady_step_s, step_times

@@ -25,7 +25,7 @@ from torch import Tensor, nn
 
 import isthmus.sync
 from isthmus.errors import UserError
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync import Options
 from isthmus.sync.averaging import Averager
 from isthmus.sync.exchange import gather

@@ -10,8 +10,8 @@ import torch.distributed as dist
 from torch import nn
 
 from isthmus.errors import UserError
-from isthmus.plan import Certificate
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans import Certificate
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync import Options, attach, mode_names
 
 from .small import Bytes, loss_of, net, sgd

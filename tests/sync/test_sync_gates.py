@@ -10,8 +10,8 @@ import torch
 from torch import Tensor, nn
 
 from isthmus.models.gpt import GPT, GPTConfig
-from isthmus.plan.plan import Certificate
-from isthmus.plan.sync import SyncIteration, SyncPlan
+from isthmus.plans.plan import Certificate
+from isthmus.plans.sync import SyncIteration, SyncPlan
 from isthmus.sync import Options, Sync, attach
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.gates import ForwardGates

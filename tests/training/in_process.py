@@ -14,7 +14,7 @@ from isthmus.graph import Flow, Ref, StageGraph, assign, cuts, partition
 from isthmus.graph.align import align
 from isthmus.graph.capture import Captured, Column, capture
 from isthmus.models import as_eager
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.training.compression import SampleFeedback, codec_of
 from isthmus.training.engine import EngineConfig, TorchEngine
 from isthmus.training.layout import bytes_of, header_of, in_a_row, pack, receive_buffer, unpack

@@ -12,8 +12,8 @@ from hypothesis import strategies as st
 from torch import Tensor
 
 from isthmus.errors import UserError
-from isthmus.plan import Packing
-from isthmus.plan.packing import CODECS, INT8_BLOCK, SPARSE_CHUNK, kept, kept_in_chunks
+from isthmus.plans import Packing
+from isthmus.plans.packing import CODECS, INT8_BLOCK, SPARSE_CHUNK, kept, kept_in_chunks
 from isthmus.training.compression import (
     Bf16,
     Codec,

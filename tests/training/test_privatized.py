@@ -19,7 +19,7 @@ from torch import Tensor
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import Ref
-from isthmus.plan import ActivationNoise, Stretch
+from isthmus.plans import ActivationNoise, Stretch
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, spent_by_epoch, squared_mu
 from isthmus.training.privatized import Boundary, Privatizer, Released, clip
 from isthmus.training.secret_noise import KEY_BYTES, SecretNoise

@@ -12,8 +12,8 @@ from zoo import model
 from isthmus.cost import Problem, build_plan, parameter_state
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.graph import Flow, cuts
-from isthmus.verify import Question, state_bytes, verify
-from isthmus.verify.reading import Reading
+from isthmus.verification import Question, state_bytes, verify
+from isthmus.verification.reading import Reading
 
 
 @pytest.mark.parametrize("name", ["gpt-tied", "UsedThrice", "Written", "Counted"])

@@ -10,7 +10,7 @@ from isthmus.errors import UserError
 from isthmus.federated.job import is_federated
 from isthmus.federated.offer import is_site_file
 from isthmus.job import Job, load_job
-from isthmus.plan import Objective
+from isthmus.plans import Objective
 from isthmus.units import parse_duration
 
 

@@ -34,7 +34,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
 from isthmus.locking import locked
-from isthmus.plan import Plan, PlanPeriod, load_plan
+from isthmus.plans import Plan, PlanPeriod, load_plan
 from isthmus.trace import Trace, read_jsonl, write_jsonl
 
 Decoded = TypeVar("Decoded")

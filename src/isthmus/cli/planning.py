@@ -14,9 +14,9 @@ from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
-from isthmus.plan import Plan, PlanPeriod, Replica, load_plan
 from isthmus.planners import Least, check_honoured, over_counts, planner_names, scheduled
 from isthmus.planners import plan as make_plan
+from isthmus.plans import Plan, PlanPeriod, Replica, load_plan
 from isthmus.protocol import RunSpec
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.run import run_spec

@@ -12,10 +12,10 @@ from math import isfinite
 import msgspec
 
 from isthmus.cost import Problem
-from isthmus.plan import Plan
 from isthmus.planners import Least
 from isthmus.planners.least import with_certificate
-from isthmus.verify import Question, StateBytes, provable
+from isthmus.plans import Plan
+from isthmus.verification import Question, StateBytes, provable
 
 ROUNDING = 1 + 1e-7
 """Factor between a bound and what attains it."""

@@ -15,7 +15,7 @@ from rich.text import Text
 from isthmus.cli.jobs import jobs_table, opened
 from isthmus.cli.losses import losses_in
 from isthmus.documents import read_lines
-from isthmus.plan import read_spent
+from isthmus.plans import read_spent
 from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted
 from isthmus.runtime.service.job_queue import JobQueue, Submitted
 from isthmus.runtime.transport.relayed import RelayedLink

@@ -21,7 +21,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, described_in, keep_prepared, kept_prepared, prepare, terms_of
-from isthmus.plan import Plan, Spent
+from isthmus.plans import Plan, Spent
 from isthmus.protocol.drift import fit_fleet
 from isthmus.report import (
     ComparisonSummary,

@@ -9,10 +9,10 @@ import typer
 from rich.console import Console
 
 from isthmus.job import Job, fleet_of, prepare, terms_of
-from isthmus.plan import load_plan
+from isthmus.plans import load_plan
 from isthmus.report import verdict_table
-from isthmus.verify import Question, StateBytes, state_bytes, verify
-from isthmus.verify.question import FLOAT32_BYTES
+from isthmus.verification import Question, StateBytes, state_bytes, verify
+from isthmus.verification.question import FLOAT32_BYTES
 
 
 def verify_document(

@@ -18,7 +18,7 @@ from isthmus.cost.recompute import fastest
 from isthmus.cost.steptime import prediction, together
 from isthmus.cost.sync import copies_sync, replica_sync, sync_s
 from isthmus.errors import UserError
-from isthmus.plan import Certificate, Plan, Replica, Schedule, Stage, Sync
+from isthmus.plans import Certificate, Plan, Replica, Schedule, Stage, Sync
 from isthmus.units import format_compute, format_share
 
 

@@ -22,7 +22,7 @@ from typing import Literal, NamedTuple
 import msgspec
 
 from isthmus.errors import UserError, unknown_name
-from isthmus.plan import Plan, Stage
+from isthmus.plans import Plan, Stage
 from isthmus.trace import Span, Trace
 
 Work = Literal["F", "B", "E", "update"]

@@ -13,7 +13,7 @@ from isthmus.cost.in_flight import Room, in_flight_limits
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import pipeline, prediction, together
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import (
+from isthmus.plans import (
     CompressionConfig,
     Edge,
     Packing,

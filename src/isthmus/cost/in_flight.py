@@ -8,7 +8,7 @@ from typing import NamedTuple
 
 from isthmus.cost.problem import Problem
 from isthmus.cost.steptime import Pipeline
-from isthmus.plan import classic_in_flight
+from isthmus.plans import classic_in_flight
 
 
 class Room(NamedTuple):

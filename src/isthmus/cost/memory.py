@@ -7,7 +7,7 @@ from dataclasses import dataclass
 
 from isthmus.cost.problem import Problem
 from isthmus.graph import Op, StageGraph
-from isthmus.plan import StageMemory
+from isthmus.plans import StageMemory
 
 
 def trainable(op: Op) -> bool:

@@ -17,7 +17,7 @@ from isthmus.cost.steptime import Pipeline, pipeline
 from isthmus.cost.transfer import edges_of, shared_parameters
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.graph import StageGraph, assign, partition
-from isthmus.plan import Edge, SharedParameter
+from isthmus.plans import Edge, SharedParameter
 from isthmus.units import format_size
 
 

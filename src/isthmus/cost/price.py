@@ -11,7 +11,7 @@ import msgspec
 from isthmus.cost.problem import Problem
 from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan, Replica
+from isthmus.plans import Plan, Replica
 
 GB = 10**9
 ROUNDING = 1 + 1e-9

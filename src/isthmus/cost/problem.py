@@ -13,8 +13,8 @@ from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, Op
 from isthmus.graph.labels import last_start
-from isthmus.plan import SCHEDULES, Objective, Outer, Terms
-from isthmus.plan.sync import MODES_OF
+from isthmus.plans import SCHEDULES, Objective, Outer, Terms
+from isthmus.plans.sync import MODES_OF
 
 FLOAT32_BYTES = 4
 SUMMED = ("float32", "bfloat16", "float16")

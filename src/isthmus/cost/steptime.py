@@ -24,7 +24,7 @@ import msgspec
 from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
 from isthmus.cost.transfer import transfer_s, wire_s
-from isthmus.plan import Edge, Prediction, SharedParameter
+from isthmus.plans import Edge, Prediction, SharedParameter
 
 
 @dataclass(frozen=True)

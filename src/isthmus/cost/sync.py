@@ -17,8 +17,8 @@ from isthmus.cost.memory import elements, trainable
 from isthmus.cost.problem import FLOAT32_BYTES, SyncPolicy
 from isthmus.fleet import Fleet
 from isthmus.graph import Flow, StageGraph
-from isthmus.plan import Averages, Collective, Sync, SyncGroup, Terms
-from isthmus.plan.collective import rounds
+from isthmus.plans import Averages, Collective, Sync, SyncGroup, Terms
+from isthmus.plans.collective import rounds
 
 MOST_ORDERED = 5
 """Members up to which every order of a ring is tried."""

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from isthmus.cost.problem import Problem
 from isthmus.errors import UserError
 from isthmus.graph import Flow, Ref, StageGraph, TensorSpec
-from isthmus.plan import Edge, SharedParameter
+from isthmus.plans import Edge, SharedParameter
 
 
 def value_name(flow: Flow, ref: Ref) -> str:

@@ -13,8 +13,8 @@ import msgspec
 from isthmus.data.dataset import ColumnSpec, Dataset, Split
 from isthmus.data.registry import DataSpec, load_dataset
 from isthmus.errors import UserError, unknown_name
-from isthmus.plan import OwnSamples
-from isthmus.plan.turns import whole
+from isthmus.plans import OwnSamples
+from isthmus.plans.turns import whole
 
 BYTES_OF = {
     "bool": 1, "uint8": 1, "int8": 1, "int16": 2, "int32": 4, "int64": 8, "bfloat16": 2, "float16": 2, "float32": 4,

@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING
 from isthmus.data.dataset import ColumnSpec, Dataset, Indices, checked, joined
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
-from isthmus.plan import OwnSamples
+from isthmus.plans import OwnSamples
 
 if TYPE_CHECKING:
     import torch

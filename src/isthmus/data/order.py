@@ -13,7 +13,7 @@ import numpy as np
 import numpy.typing as npt
 
 from isthmus.errors import UserError
-from isthmus.plan.turns import turn
+from isthmus.plans.turns import turn
 
 
 @lru_cache(maxsize=16)

@@ -12,7 +12,7 @@ from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
-from isthmus.plan import SCHEDULES, OwnSamples, Terms
+from isthmus.plans import SCHEDULES, OwnSamples, Terms
 from isthmus.units import parse_duration
 
 

@@ -13,7 +13,7 @@ from isthmus.data import DataSpec
 from isthmus.fleet import Change
 from isthmus.job.hooks import Hooks
 from isthmus.models import ModelSpec
-from isthmus.plan import ActivationNoise, CompressionConfig, Objective
+from isthmus.plans import ActivationNoise, CompressionConfig, Objective
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.engine import EngineConfig
 from isthmus.training.kernels import Kernels

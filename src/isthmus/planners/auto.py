@@ -17,7 +17,6 @@ import msgspec
 from isthmus.cost import Problem, build_replicas, is_priced, layouts_of, preference
 from isthmus.cost.compression import packs_alike
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.chain import chain
@@ -33,6 +32,7 @@ from isthmus.planners.placement.on_fleet import islands, random
 from isthmus.planners.replica_search import PROMISING, ReplicaSearch
 from isthmus.planners.surrogates import over_surrogates, rebuilt, surrogates
 from isthmus.planners.watching import keep, part
+from isthmus.plans import Plan
 
 MOST_STARTS = 4
 """Plans from which the descent starts."""

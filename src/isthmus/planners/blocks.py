@@ -18,8 +18,8 @@ from isthmus.cost.compression import least_bytes
 from isthmus.cost.memory import elements, trainable, variable_bytes
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.graph import Op, Ref, cuts
-from isthmus.plan import StageMemory
 from isthmus.planners.network import Floats
+from isthmus.plans import StageMemory
 
 
 class Item(NamedTuple):

@@ -10,11 +10,11 @@ from __future__ import annotations
 
 import numpy as np
 
-from isthmus.plan import Certificate
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Floats, Network
 from isthmus.planners.spanning import Spanning
 from isthmus.planners.threshold_search import TOLERANCE
+from isthmus.plans import Certificate
 
 
 def pooled_bound_s(network: Network, blocks: Blocks, micro_batches: int) -> float:

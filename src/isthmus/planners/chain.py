@@ -3,10 +3,10 @@
 from __future__ import annotations
 
 from isthmus.cost import Problem
-from isthmus.plan import Plan
 from isthmus.planners.cheapest import cheapest
 from isthmus.planners.fastest import fastest
 from isthmus.planners.feeding import fed
+from isthmus.plans import Plan
 
 
 def chain(problem: Problem) -> Plan:

@@ -17,7 +17,6 @@ import msgspec
 from isthmus.cost import Problem, build_plan, is_priced, preference
 from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.every_pipeline import every_pipeline
@@ -26,6 +25,7 @@ from isthmus.planners.network import Network, network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.planners.watching import looked_at
+from isthmus.plans import Plan
 
 MOST_EXHAUSTIVE = 5
 """Devices up to which every set of them is tried."""

@@ -6,8 +6,8 @@ import bisect
 from collections.abc import Sequence
 
 from isthmus.cost import Problem, build_plan
-from isthmus.plan import Plan
 from isthmus.planners.blocks import legal_places
+from isthmus.plans import Plan
 
 
 def even(problem: Problem) -> Plan:

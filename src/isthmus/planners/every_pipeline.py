@@ -18,7 +18,6 @@ from isthmus.cost import Problem, build_plan, preference
 from isthmus.cost.price import GB, SECONDS_PER_HOUR
 from isthmus.cost.respect import broken_term
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.exact_cut import Label, next_label, received
 from isthmus.planners.greedy_fill import stage_bytes
@@ -26,6 +25,7 @@ from isthmus.planners.network import Network
 from isthmus.planners.pins import pins_of
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.planners.watching import keep, looked_at
+from isthmus.plans import Plan
 
 MOST_CANDIDATES = 150_000
 """Orders times cuts. With more, the fleet or the model is not small."""

@@ -14,7 +14,6 @@ from functools import partial
 from isthmus.cost import Problem, build_plan
 from isthmus.cost.compression import packs_alike
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.even import even
@@ -26,6 +25,7 @@ from isthmus.planners.order_search import Found, OrderSearch
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.planners.watching import keep, looked_at
+from isthmus.plans import Plan
 
 QUESTION = "the time of a step of any plan of one replica: any devices in any order, any cuts, by the closed form"
 

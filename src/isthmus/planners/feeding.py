@@ -19,7 +19,6 @@ from isthmus.cost.respect import broken_term
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link
 from isthmus.fleet.links import Links, Route
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks, legal_places
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.cheapest import cheapest
@@ -31,6 +30,7 @@ from isthmus.planners.network import network_of
 from isthmus.planners.price_bound import cheapest_pipeline_bound, price_certificate
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.planners.watching import keep
+from isthmus.plans import Plan
 
 MOST_EXHAUSTIVE = 6
 """Devices behind the holders up to which every chain is tried."""

@@ -13,10 +13,10 @@ from typing import NamedTuple
 
 from isthmus.cost import Layout, Problem, broken_term, build_replicas, preference
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.local_search import first_improvement
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.planners.watching import keep
+from isthmus.plans import Plan
 
 MOST_PLACES = 64
 """Places to cut up to which single cuts and devices move."""

@@ -16,7 +16,6 @@ import msgspec
 from isthmus.cost import Problem, is_priced, preference
 from isthmus.cost.compression import packs_alike
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Certificate, Plan, question_in_words
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import pooled_bound_s, step_certificate
 from isthmus.planners.chain import chain
@@ -27,6 +26,7 @@ from isthmus.planners.order_search import MOST_EXHAUSTIVE
 from isthmus.planners.price_bound import cheapest_pipeline_bound, cheapest_replicas_bound, price_certificate
 from isthmus.planners.replica_bound import replicas_bound_s
 from isthmus.planners.watching import SearchStopped, part
+from isthmus.plans import Certificate, Plan, question_in_words
 
 
 class Least(NamedTuple):

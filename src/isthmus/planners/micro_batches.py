@@ -12,9 +12,9 @@ import msgspec
 
 from isthmus.cost import Problem, preference
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Plan
 from isthmus.planners.least import Least, claim, least, stated, with_certificate
 from isthmus.planners.watching import SearchStopped, cut_short
+from isthmus.plans import Plan
 
 INTERRUPTED = "planning was interrupted: this is the best plan that was found till then"
 

@@ -15,13 +15,13 @@ from collections.abc import Sequence
 import numpy as np
 
 from isthmus.cost import Problem, build_plan
-from isthmus.plan import Plan, classic_in_flight
 from isthmus.planners.blocks import Blocks, alternatives
 from isthmus.planners.communities import communities, visiting_order
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.network import Floats, Network, network_of
 from isthmus.planners.orders import scorer_of
 from isthmus.planners.relaxation import Path
+from isthmus.plans import Plan, classic_in_flight
 
 HALVINGS = 30
 

@@ -8,7 +8,6 @@ from functools import partial
 import numpy as np
 
 from isthmus.cost import Problem, build_plan
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.network import Network
 from isthmus.planners.orders import candidate_orders, scorer_of
@@ -18,6 +17,7 @@ from isthmus.planners.routes import ANY, Routes, all_orders, one_order
 from isthmus.planners.stage_tables import StageTables
 from isthmus.planners.threshold_search import Budget, Search
 from isthmus.planners.watching import salvaged
+from isthmus.plans import Plan
 
 MOST_EXHAUSTIVE = 6
 """Devices up to which every order of every subset is searched."""

@@ -19,11 +19,11 @@ import numpy as np
 from isthmus.cost import Problem
 from isthmus.cost.price import SECONDS_PER_HOUR
 from isthmus.errors import UserError
-from isthmus.plan import Certificate
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.bounds import step_certificate
 from isthmus.planners.network import Floats, Network, network_of
 from isthmus.planners.replica_bound import replicas_bound_s
+from isthmus.plans import Certificate
 
 MOST_SETS = 6
 """Devices up to which the bound on several replicas looks at every set."""

@@ -17,7 +17,6 @@ from isthmus.cost import Problem, broken_term
 from isthmus.cost.price import beyond_limit
 from isthmus.errors import FleetTooSmall, IsthmusError, UserError, unknown_name
 from isthmus.extensions import import_object, load_third_party, third_party
-from isthmus.plan import Plan, Terms
 from isthmus.planners.least import stated, with_certificate
 from isthmus.planners.surrogates import over_surrogates
 from isthmus.planners.sync.dream import dream
@@ -25,6 +24,7 @@ from isthmus.planners.sync.dream_dfs import dream_dfs
 from isthmus.planners.sync.registry import SyncPlanner
 from isthmus.planners.sync.replicas import dream_replicas
 from isthmus.planners.watching import SearchStopped, keeping, looked_at
+from isthmus.plans import Plan, Terms
 from isthmus.units import format_duration
 
 if TYPE_CHECKING:

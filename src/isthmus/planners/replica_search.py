@@ -10,7 +10,6 @@ from itertools import combinations
 
 from isthmus.cost import Layout, Problem, build_replicas, preference
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks, coarse
 from isthmus.planners.fastest import fastest
 from isthmus.planners.groups import Grouping, GroupScorer, every_grouping, groupings
@@ -19,6 +18,7 @@ from isthmus.planners.network import Network
 from isthmus.planners.orders import scorer_of
 from isthmus.planners.pins import pins_of
 from isthmus.planners.watching import keep
+from isthmus.plans import Plan
 
 COUNTS_TRIED = 10
 """Numbers of replicas that are looked at: all small ones, then powers of two and the largest."""

@@ -14,8 +14,8 @@ import msgspec
 from isthmus.cost import Problem, build_replicas, layouts_of, preference
 from isthmus.cost.compression import harshest_codec, packs_alike
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.watching import keep
+from isthmus.plans import Plan
 
 
 def surrogates(problem: Problem) -> Iterator[Problem]:

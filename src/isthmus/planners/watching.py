@@ -20,7 +20,7 @@ from typing import Protocol
 
 from isthmus.cost import Layout, Problem, build_replicas, layouts_of, preference
 from isthmus.errors import IsthmusError, UserError
-from isthmus.plan import CompressionConfig, Plan
+from isthmus.plans import CompressionConfig, Plan
 
 
 class SearchStopped(IsthmusError):

@@ -12,8 +12,8 @@ import msgspec
 
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Plan
 from isthmus.planners.registry import scheduled
+from isthmus.plans import Plan
 
 
 def whole_replicas(problem: Problem, plan: Plan, devices: Collection[str]) -> Plan | None:

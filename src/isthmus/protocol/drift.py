@@ -23,7 +23,7 @@ from typing import NamedTuple
 
 from isthmus.fleet import Fleet
 from isthmus.fleet.changes import corrected
-from isthmus.plan import Plan, PlanPeriod, Stage
+from isthmus.plans import Plan, PlanPeriod, Stage
 from isthmus.trace import Span
 from isthmus.units import format_bandwidth, format_compute, significant
 

@@ -12,7 +12,7 @@ from collections.abc import Iterable, Sequence
 
 import msgspec
 
-from isthmus.plan.collective import Round
+from isthmus.plans.collective import Round
 from isthmus.protocol.events import Merge, PartsArrived, SendParts
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.plan.turns import turn
+from isthmus.plans.turns import turn
 from isthmus.protocol.work import Item
 
 

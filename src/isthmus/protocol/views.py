@@ -7,9 +7,9 @@ from collections.abc import Iterable, Sequence
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan.collective import Message, Round, rounds
-from isthmus.plan.plan import Plan, Replica
-from isthmus.plan.turns import whole
+from isthmus.plans.collective import Message, Round, rounds
+from isthmus.plans.plan import Plan, Replica
+from isthmus.plans.turns import whole
 from isthmus.protocol.exchange import GroupView
 from isthmus.protocol.feeding import Feeding
 from isthmus.protocol.worker import StageView

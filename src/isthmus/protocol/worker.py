@@ -28,7 +28,7 @@ from typing import Literal
 import msgspec
 
 from isthmus.errors import InternalError
-from isthmus.plan import Averages
+from isthmus.plans import Averages
 from isthmus.protocol.events import (
     Arrived,
     Collect,

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.plan import Certificate
+from isthmus.plans import Certificate
 from isthmus.units import format_duration
 
 

@@ -9,7 +9,7 @@ from rich.console import RenderableType
 from rich.text import Text
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Objective, Plan
+from isthmus.plans import Objective, Plan
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_duration, format_size
 

@@ -11,7 +11,7 @@ from rich.text import Text
 
 from isthmus.cost import Placement, Problem, is_priced, step_price
 from isthmus.cost.compute import compute_s
-from isthmus.plan import Plan, Replica, Sync, SyncGroup
+from isthmus.plans import Plan, Replica, Sync, SyncGroup
 from isthmus.report.certificates import certificate_text
 from isthmus.report.what_if import Change, improvements, placements, with_device
 from isthmus.units import format_bandwidth, format_duration, format_size

@@ -28,7 +28,7 @@ from matplotlib.ticker import FixedLocator, FuncFormatter, LogLocator, NullForma
 from numpy.typing import NDArray
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report.seats import RECOMPUTES, Seat, Use, seats_of, uses_of
 from isthmus.units import format_bandwidth, format_duration, format_size
 

@@ -8,7 +8,7 @@ from collections.abc import Mapping, Sequence
 from rich.console import RenderableType
 from rich.text import Text
 
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol.shortage import MemoryPeak
 from isthmus.report.summary import StageMemoryUse
 from isthmus.report.tables import new_table, titled

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 
 import msgspec
 
-from isthmus.plan import PlanPeriod
+from isthmus.plans import PlanPeriod
 from isthmus.report.summary import ComparisonSummary, PlanComparison, comparison_summary, prediction_error
 from isthmus.trace import Trace, steady_step_s, step_times
 

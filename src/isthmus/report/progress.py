@@ -15,7 +15,7 @@ from rich.table import Table
 from rich.text import Text
 
 from isthmus.plain import plain
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report.live import is_watched
 from isthmus.units import format_duration, format_size
 

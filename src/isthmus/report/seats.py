@@ -10,7 +10,7 @@ from matplotlib.colors import LinearSegmentedColormap
 
 from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 
 MOST_DEVICES = 96
 """Beyond this a cell would be smaller than a frame: the devices in use are drawn first, and the rest is counted."""

@@ -9,7 +9,7 @@ import msgspec
 
 from isthmus.cost import step_price
 from isthmus.fleet import Fleet
-from isthmus.plan import Certificate, Plan, Prediction, Replica, Stage, Terms
+from isthmus.plans import Certificate, Plan, Prediction, Replica, Stage, Terms
 from isthmus.trace import Span, Trace, busy_share, hidden_share, in_periods, link_bytes, steady_step_s
 
 

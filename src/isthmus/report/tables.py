@@ -11,7 +11,7 @@ from rich.text import Text
 
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report.certificates import certificate_text
 from isthmus.report.summary import (
     ComparisonSummary,

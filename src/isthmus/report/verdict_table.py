@@ -5,11 +5,11 @@ from __future__ import annotations
 from rich.console import RenderableType
 from rich.text import Text
 
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.report.certificates import certificate_text
 from isthmus.report.tables import new_table, titled
-from isthmus.verify import Verdict
-from isthmus.verify.verdict import Figure
+from isthmus.verification import Verdict
+from isthmus.verification.verdict import Figure
 
 
 def verdict_table(verdict: Verdict, plan: Plan, source: str) -> RenderableType:

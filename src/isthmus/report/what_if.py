@@ -15,7 +15,7 @@ from isthmus.cost.sync import sync_s
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, Route, corrected
 from isthmus.graph import cuts
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 
 MOST_SWAPS = 8
 """Stages, the busiest first, in whose place a device that is left out is tried."""

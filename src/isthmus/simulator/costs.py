@@ -6,7 +6,7 @@ from collections import defaultdict
 
 from isthmus.cost.sync import messages
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.protocol.events import Parcel, Send, SendParts, Work
 from isthmus.simulator.options import SimulationOptions
 

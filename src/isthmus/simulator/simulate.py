@@ -15,7 +15,7 @@ import msgspec
 
 from isthmus.errors import InternalError, UserError, unknown_name
 from isthmus.fleet import Fleet
-from isthmus.plan.plan import Plan
+from isthmus.plans.plan import Plan
 from isthmus.protocol.compute_lane import ComputeLane
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (

@@ -18,8 +18,8 @@ import torch.distributed as dist
 from torch import Tensor, nn
 
 from isthmus.errors import UserError
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import SyncProblem, plan_sync
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync.exchange import broadcast, gather, to_bytes
 from isthmus.sync.link import LinkModel, probe
 from isthmus.sync.mode import Setting, restored_document

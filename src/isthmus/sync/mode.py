@@ -12,7 +12,7 @@ from torch import Tensor
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync.averaging import Averager
 from isthmus.sync.compressed import CompressedAverager, DeltaCodec
 from isthmus.sync.divergence import MeasuredAverage

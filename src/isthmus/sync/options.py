@@ -7,7 +7,7 @@ import math
 import msgspec
 
 from isthmus.errors import UserError, check_choice
-from isthmus.plan.sync import MODES_OF, SyncPlan
+from isthmus.plans.sync import MODES_OF, SyncPlan
 
 
 class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):

@@ -5,8 +5,8 @@ from __future__ import annotations
 from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import SyncProblem, WorkerProfile, plan_sync
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync.layers import FlatModel
 from isthmus.sync.mode import Mode, Setting
 from isthmus.sync.scheduled import Scheduled

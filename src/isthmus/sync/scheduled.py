@@ -19,7 +19,7 @@ from torch import Tensor, nn
 from torch.amp.grad_scaler import GradScaler
 
 from isthmus.errors import UserError
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync.divergence import MeasuredAverage
 from isthmus.sync.gates import ForwardGates
 from isthmus.sync.hooks import GONE, gradients, versions

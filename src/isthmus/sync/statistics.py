@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import msgspec
 
-from isthmus.plan.sync import SyncPlan
+from isthmus.plans.sync import SyncPlan
 from isthmus.sync.link import LinkModel
 from isthmus.sync.monitor import PeriodReport
 from isthmus.sync.profile import WorkerTimes

@@ -19,7 +19,7 @@ from functools import lru_cache
 import numpy as np
 
 from isthmus.extensions import import_extra
-from isthmus.plan import Stretch
+from isthmus.plans import Stretch
 
 OWNER = "[privacy] activations"
 

@@ -18,7 +18,7 @@ from torch import Tensor
 
 from isthmus.errors import PeerError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.training.compression import codec_of
 from isthmus.training.compression.codec import FLOATS
 

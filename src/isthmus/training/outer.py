@@ -12,7 +12,7 @@ from collections.abc import Mapping, Sequence
 import torch
 from torch import Tensor, nn
 
-from isthmus.plan import Outer
+from isthmus.plans import Outer
 
 VALUE, MOMENTUM, DELTA = "outer", "outer_momentum", "outer_delta"
 OUTER_KEYS = frozenset({VALUE, MOMENTUM, DELTA})

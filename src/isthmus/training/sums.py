@@ -17,7 +17,7 @@ from torch import Tensor
 
 from isthmus.accelerators.copies import Reading, to_device
 from isthmus.errors import UserError
-from isthmus.plan import Outer
+from isthmus.plans import Outer
 from isthmus.training.engine import Engine
 from isthmus.training.outer import DELTA, OuterParameters, joined
 

@@ -14,8 +14,8 @@ from plan_cases import all_orders_of, every_cut, fleet_of, gpt_graph, problem_of
 from isthmus.cost import Problem, place
 from isthmus.errors import FleetTooSmall
 from isthmus.fleet import Fleet, Link, Links
-from isthmus.plan import Plan
 from isthmus.planners.allocation.on_fleet import certified, equal_compute, sky_heuristic, sky_optimal
+from isthmus.plans import Plan
 
 PLANNERS = {"certified": certified, "equal-compute": equal_compute, "sky-heuristic": sky_heuristic,
             "sky-optimal": sky_optimal}  # fmt: skip

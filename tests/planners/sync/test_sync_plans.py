@@ -12,7 +12,6 @@ from sync_cases import line_of, problem_of, problems, profile
 
 from isthmus.errors import UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync import (
     LayerWork,
     SyncProblem,
@@ -25,6 +24,7 @@ from isthmus.planners.sync import (
 from isthmus.planners.sync.bound import exposed_bound_s
 from isthmus.planners.sync.bubbles import fill_bubbles
 from isthmus.planners.sync.timeline import Timeline, iteration_s, timeline
+from isthmus.plans.sync import SyncPlan
 
 NAMES = ("dream", "dream-brute", "dream-dfs", "dream-spread", "equal-number")
 

@@ -7,7 +7,7 @@ from collections.abc import Callable, Iterable
 from isthmus.cost.compression.messages import Message, Packings, Sender, messages_of
 from isthmus.cost.problem import Problem
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 
 ROUNDS = 20
 PAPER_FACTOR = 3.0

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from isthmus.cost.compression.messages import Packings, Sender, messages_of
 from isthmus.cost.problem import Problem
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 
 
 def uniform(problem: Problem, sender: Sender, ratio: float) -> Packings:

@@ -8,7 +8,7 @@ from isthmus.cost.compression.messages import Sender, packed_edges, tensor_of, w
 from isthmus.cost.compression.registry import ratio_planner
 from isthmus.cost.problem import Problem
 from isthmus.graph import TensorSpec
-from isthmus.plan import CompressionConfig, Edge
+from isthmus.plans import CompressionConfig, Edge
 
 
 def as_asked(problem: Problem, sender: Sender) -> tuple[Edge, ...]:

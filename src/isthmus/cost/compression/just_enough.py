@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from isthmus.cost.compression.messages import Message, Packings, Sender, messages_of
 from isthmus.cost.problem import Problem
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 
 RATIOS = (4, 10, 20, 50, 100, 200, 500, 1000, 2000, 5000, 10_000)
 SLACK = 1 + 1e-9

@@ -12,7 +12,7 @@ from isthmus.cost.compute import compute_s
 from isthmus.cost.problem import Problem
 from isthmus.cost.transfer import transfer_s, value_spec, wire_s
 from isthmus.graph import TensorSpec
-from isthmus.plan import Compression, Edge, Packing, Replica
+from isthmus.plans import Compression, Edge, Packing, Replica
 
 
 class Sender(NamedTuple):

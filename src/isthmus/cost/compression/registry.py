@@ -12,7 +12,7 @@ from isthmus.cost.compression.just_enough import just_enough, ladder
 from isthmus.cost.compression.messages import Packings, Sender
 from isthmus.cost.problem import Problem
 from isthmus.errors import unknown_name
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 
 
 class RatioPlanner(NamedTuple):

@@ -16,7 +16,6 @@ import numpy as np
 
 from isthmus.cost import Problem, build_plan
 from isthmus.errors import FleetTooSmall
-from isthmus.plan import Certificate, Plan
 from isthmus.planners.allocation.certified import certified_layers
 from isthmus.planners.allocation.equal_compute import equal_compute_layers
 from isthmus.planners.allocation.problem import Allocation, Ints, LayerProblem, RunTooLarge, Transfers
@@ -26,6 +25,7 @@ from isthmus.planners.blocks import Blocks, alternatives, coarse
 from isthmus.planners.greedy_fill import greedy_fill, stage_bytes
 from isthmus.planners.network import Network, network_of
 from isthmus.planners.stage_tables import StageTables
+from isthmus.plans import Certificate, Plan
 from isthmus.units import format_size
 
 MOST_BLOCKS = 400

@@ -10,10 +10,10 @@ import numpy as np
 from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.cost.sync import fastest, group_s, messages
 from isthmus.fleet import Fleet
-from isthmus.plan import SyncGroup
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.network import Floats, Ints, Network
 from isthmus.planners.watching import looked_at
+from isthmus.plans import SyncGroup
 
 Part = tuple[tuple[int, ...], int, int]
 """Devices, one per replica, that own the gradients of parts first .. last."""

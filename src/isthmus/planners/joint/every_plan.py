@@ -16,7 +16,6 @@ from typing import NamedTuple
 import numpy as np
 
 from isthmus.cost import Layout, Problem, build_replicas
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.joint.averaging import Averaging
 from isthmus.planners.joint.cut_table import Ints, cut_table, every_cut
@@ -26,6 +25,7 @@ from isthmus.planners.joint.splits import Soonest, soonest
 from isthmus.planners.network import Network
 from isthmus.planners.threshold_search import TOLERANCE
 from isthmus.planners.watching import looked_at, salvaged
+from isthmus.plans import Plan
 
 MOST_DEVICES = 6
 MOST_PIPELINES = 400_000

@@ -14,12 +14,12 @@ import numpy as np
 
 from isthmus.cost import Layout, Problem, build_replicas
 from isthmus.errors import FleetTooSmall, UserError
-from isthmus.plan import Plan
 from isthmus.planners.blocks import Blocks
 from isthmus.planners.placement.grouping import Grouping
 from isthmus.planners.placement.problem import PlacementProblem, Task, from_fleet
 from isthmus.planners.placement.registry import PLACEMENTS
 from isthmus.planners.watching import keep
+from isthmus.plans import Plan
 
 Search = Callable[[PlacementProblem, int], Grouping]
 SEED = 0

@@ -5,12 +5,12 @@ from __future__ import annotations
 from collections.abc import Sequence
 from itertools import chain, pairwise
 
-from isthmus.plan.plan import Certificate
-from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
 from isthmus.planners.sync.bound import exposed_bound_s
 from isthmus.planners.sync.bubbles import fill_bubbles
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Timeline, iteration_s, timeline
+from isthmus.plans.plan import Certificate
+from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
 
 QUESTION = (
     "the time of a period under any assignment of every layer to one iteration of it, on one serial channel per worker"

@@ -12,10 +12,10 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync.assemble import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Floats, interval_exposed_s, timeline
+from isthmus.plans.sync import SyncPlan
 
 
 def dream(problem: SyncProblem) -> SyncPlan:

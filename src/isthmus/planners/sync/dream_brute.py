@@ -8,10 +8,10 @@ import math
 import numpy as np
 
 from isthmus.errors import UserError
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync.assemble import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import Floats, interval_exposed_s, timeline
+from isthmus.plans.sync import SyncPlan
 
 MOST_SCHEDULES = 2_000_000
 """A few seconds. 30 layers in 5 iterations are 46,376."""

@@ -6,10 +6,10 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync.assemble import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import Timeline, printed_exposed_s, timeline
+from isthmus.plans.sync import SyncPlan
 
 
 def dream_dfs(problem: SyncProblem) -> SyncPlan:

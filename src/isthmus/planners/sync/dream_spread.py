@@ -11,12 +11,12 @@ from __future__ import annotations
 import numpy as np
 from numpy.typing import NDArray
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync.assemble import sync_plan
 from isthmus.planners.sync.bound import exposed_bound_s
 from isthmus.planners.sync.dream import cheapest_ends
 from isthmus.planners.sync.problem import SyncProblem
 from isthmus.planners.sync.timeline import ROUNDING, Timeline, interval_exposed_s, timeline
+from isthmus.plans.sync import SyncPlan
 
 KICKS = 100
 """Kicks in vain before the search ends. A number, not a time: a problem always gives the same plan."""

@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-from isthmus.plan.sync import SyncPlan
 from isthmus.planners.sync.assemble import intervals, sync_plan
 from isthmus.planners.sync.problem import SyncProblem
+from isthmus.plans.sync import SyncPlan
 
 
 def equal_number(problem: SyncProblem) -> SyncPlan:

@@ -5,9 +5,9 @@ from __future__ import annotations
 from isthmus.cost import Placement, Problem, layouts_of, place, with_sync
 from isthmus.cost.sync import buffer_bytes, grouped, owners
 from isthmus.fleet import Fleet
-from isthmus.plan import Plan
 from isthmus.planners.sync.problem import SyncProblem, WorkerProfile
 from isthmus.planners.sync.registry import SyncPlanner
+from isthmus.plans import Plan
 
 
 def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:

@@ -13,7 +13,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import Diverged, FleetTooSmall, IsthmusError, PeerError, UserError
-from isthmus.plan.seats import device_of, is_first
+from isthmus.plans.seats import device_of, is_first
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.coordinator import Coordinator
 from isthmus.protocol.coordinator_events import (

@@ -14,7 +14,7 @@ import msgspec
 from isthmus.data import DataSpec
 from isthmus.data.description import DataDescription, check_description
 from isthmus.errors import IsthmusError
-from isthmus.plan.seats import device_of
+from isthmus.plans.seats import device_of
 from isthmus.runtime.conducting.holders import Asks
 from isthmus.runtime.messages.run import Way
 from isthmus.runtime.processes.describing import described_at

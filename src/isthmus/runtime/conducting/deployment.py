@@ -12,9 +12,9 @@ from isthmus.cost.problem import FLOAT32_BYTES
 from isthmus.errors import PeerError
 from isthmus.fleet import Fleet, Link, changed
 from isthmus.job import Prepared, terms_of
-from isthmus.plan import Packing, Plan, Stage
-from isthmus.plan.seats import device_of
 from isthmus.planners import whole_replicas
+from isthmus.plans import Packing, Plan, Stage
+from isthmus.plans.seats import device_of
 from isthmus.protocol import Layout
 from isthmus.protocol.work import Share, shares
 from isthmus.runtime.conducting.feedback import check_feedback

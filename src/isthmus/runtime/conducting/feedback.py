@@ -7,7 +7,7 @@ from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import Affine
 from isthmus.job import Prepared, terms_of
-from isthmus.plan import Edge, Plan
+from isthmus.plans import Edge, Plan
 
 
 def check_feedback(prepared: Prepared, plan: Plan, fleet: Fleet) -> None:

@@ -19,8 +19,8 @@ from isthmus.graph.mixing import mixes, sample_axis
 from isthmus.graph.opgraph import Op
 from isthmus.graph.partition import Crossing
 from isthmus.job import Prepared, terms_of
-from isthmus.plan import ActivationNoise, Plan, format_epsilon
-from isthmus.plan.turns import had_before
+from isthmus.plans import ActivationNoise, Plan, format_epsilon
+from isthmus.plans.turns import had_before
 from isthmus.runtime.conducting.stages import StagePair, stage_pairs
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, squared_mu
 from isthmus.training.privatized import Boundary, Released

@@ -9,8 +9,8 @@ from collections.abc import Callable, Sequence
 
 from isthmus.fleet import Fleet, changed, with_memory
 from isthmus.job import Prepared
-from isthmus.plan import Plan
-from isthmus.plan.seats import device_of, is_first
+from isthmus.plans import Plan
+from isthmus.plans.seats import device_of, is_first
 from isthmus.protocol import Layout
 from isthmus.protocol.coordinator_events import MakePlan
 from isthmus.protocol.drift import Drift, Figure, differs

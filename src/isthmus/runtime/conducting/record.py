@@ -10,7 +10,7 @@ from pathlib import Path
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan import Plan
+from isthmus.plans import Plan
 from isthmus.runtime.identity.files import write_private
 
 RECORD = "record.json"

@@ -14,8 +14,8 @@ from torch import Tensor
 from isthmus.errors import PeerError, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Prepared
-from isthmus.plan import Plan, PlanPeriod, Spent
-from isthmus.plan.seats import device_of, seat
+from isthmus.plans import Plan, PlanPeriod, Spent
+from isthmus.plans.seats import device_of, seat
 from isthmus.protocol import Coordinator, Item, Layout, Lineage, RunSpec
 from isthmus.protocol.coordinator_events import Begin, MakePlan
 from isthmus.protocol.drift import Figure, News

@@ -9,7 +9,7 @@ import msgspec
 from torch import Tensor
 
 from isthmus.errors import IsthmusError
-from isthmus.plan import PlanPeriod, Spent
+from isthmus.plans import PlanPeriod, Spent
 from isthmus.protocol.coordinator_events import Begin, Ending, MakePlan
 from isthmus.protocol.recovery import Layout
 from isthmus.protocol.shortage import MemoryPeak, Shortage

@@ -12,8 +12,8 @@ from pathlib import Path
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan import SPENT, ActivationNoise, Spent, Stretch, format_epsilon, read_spent
-from isthmus.plan.turns import had_before
+from isthmus.plans import SPENT, ActivationNoise, Spent, Stretch, format_epsilon, read_spent
+from isthmus.plans.turns import had_before
 from isthmus.protocol.work import Item
 from isthmus.runtime.conducting.leaving import Protection
 from isthmus.training.accounting import epsilon_of, spent_by_epoch, squared_mu

@@ -10,7 +10,7 @@ from isthmus.errors import UserError
 from isthmus.graph import Flow, StageGraph, assign, partition
 from isthmus.graph.align import align
 from isthmus.graph.captured import Captured
-from isthmus.plan import Plan, Replica
+from isthmus.plans import Plan, Replica
 from isthmus.protocol import StageView
 from isthmus.protocol.views import plan_views
 from isthmus.training.scaling import LOSS_SCALE

@@ -13,7 +13,7 @@ from isthmus.data import Dataset, JoinedOrder, SampleOrder
 from isthmus.data.augmented import batch_at
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref, StageGraph
-from isthmus.plan.turns import turn
+from isthmus.plans.turns import turn
 from isthmus.protocol.work import Item
 from isthmus.runtime.device.ways import Ways
 from isthmus.runtime.messages.assignment import Assignment

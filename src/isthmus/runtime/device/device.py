@@ -19,7 +19,7 @@ from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
 from isthmus.errors import IsthmusError, PeerError, StepError, UserError
-from isthmus.plan.seats import is_first
+from isthmus.plans.seats import is_first
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
 from isthmus.protocol.shortage import MemoryPeak

@@ -16,7 +16,7 @@ from isthmus.accelerators.copies import to_device
 from isthmus.data import Dataset
 from isthmus.errors import InternalError, StepError
 from isthmus.graph import Ref
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.protocol.events import (
     Arrived,
     Collect,

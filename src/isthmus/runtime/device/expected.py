@@ -10,7 +10,7 @@ import torch
 from isthmus.graph import Ref
 from isthmus.graph.opgraph import TensorSpec
 from isthmus.graph.partition import Crossing
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.protocol.events import Parcel
 from isthmus.runtime.device.links import Signature
 from isthmus.runtime.messages.assignment import Assignment

@@ -14,7 +14,7 @@ from torch import Tensor
 from isthmus.accelerators import HOST, Event
 from isthmus.accelerators.staging import Cargo, Fill
 from isthmus.errors import PeerError
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.protocol.events import Arrived, Parcel, PartsArrived, Send, SendParts
 from isthmus.runtime.device.mirroring import MirrorReceiver
 from isthmus.runtime.device.ways import Encode, LinkWays, Ways

@@ -21,7 +21,7 @@ import msgspec
 import torch
 
 from isthmus.errors import InternalError, IsthmusError, PeerError
-from isthmus.plan.seats import seat
+from isthmus.plans.seats import seat
 from isthmus.runtime.device.device import Device, Site, in_one_line
 from isthmus.runtime.device.sharing import Sharing
 from isthmus.runtime.identity import Identity

@@ -7,7 +7,7 @@ import msgspec
 from isthmus.data import DataSpec
 from isthmus.fleet import Link
 from isthmus.graph import StageGraph
-from isthmus.plan import Outer, Packing
+from isthmus.plans import Outer, Packing
 from isthmus.protocol import StageView
 from isthmus.protocol.work import Share
 from isthmus.training.engine import EngineConfig

@@ -14,7 +14,7 @@ from collections.abc import Callable, Generator, Mapping, Sequence
 from typing import TypeVar
 
 from isthmus.errors import PeerError, UserError
-from isthmus.plan.seats import device_of
+from isthmus.plans.seats import device_of
 from isthmus.runtime.conducting.crew import Call, Work
 from isthmus.runtime.conducting.deadlines import MOST_NAMES
 from isthmus.runtime.identity import Party

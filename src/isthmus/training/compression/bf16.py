@@ -8,7 +8,7 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.training.compression.codec import (
     as_bytes,
     check_decoded,

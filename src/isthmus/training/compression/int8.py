@@ -10,8 +10,8 @@ import torch
 from torch import Tensor
 from torch.nn import functional
 
-from isthmus.plan import Packing
-from isthmus.plan.packing import INT8_BLOCK
+from isthmus.plans import Packing
+from isthmus.plans.packing import INT8_BLOCK
 from isthmus.training.compression.codec import (
     check_decoded,
     check_extremes,

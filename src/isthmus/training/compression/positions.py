@@ -13,7 +13,7 @@ import torch
 from torch import Tensor
 
 from isthmus.errors import PeerError
-from isthmus.plan.packing import high_bits, low_bits, position_bytes, uses_bitmap
+from isthmus.plans.packing import high_bits, low_bits, position_bytes, uses_bitmap
 from isthmus.training.compression.bits import pack_flags, pack_numbers, unpack_flags, unpack_numbers
 
 

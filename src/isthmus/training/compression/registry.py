@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Mapping
 
-from isthmus.plan import Packing
+from isthmus.plans import Packing
 from isthmus.training.compression.bf16 import Bf16
 from isthmus.training.compression.codec import Codec
 from isthmus.training.compression.int8 import Int8

@@ -13,8 +13,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isthmus.plan import Packing
-from isthmus.plan.packing import SPARSE_CHUNK, kept, kept_in_chunks
+from isthmus.plans import Packing
+from isthmus.plans.packing import SPARSE_CHUNK, kept, kept_in_chunks
 from isthmus.training.compression.bits import pack_flags, unpack_flags
 from isthmus.training.compression.codec import (
     as_bytes,

@@ -9,8 +9,8 @@ from dataclasses import dataclass
 import torch
 from torch import Tensor
 
-from isthmus.plan import Packing
-from isthmus.plan.packing import kept
+from isthmus.plans import Packing
+from isthmus.plans.packing import kept
 from isthmus.training.compression.codec import (
     as_bytes,
     check_decoded,

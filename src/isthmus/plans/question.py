@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from isthmus.plan.terms import Terms
+from isthmus.plans.terms import Terms
 from isthmus.units import format_share
 
 

@@ -15,10 +15,10 @@ from functools import cached_property
 from typing import NamedTuple
 
 from isthmus.fleet import Fleet
-from isthmus.verify.joining import Joining, kinds_of
-from isthmus.verify.packing import wire_bytes
-from isthmus.verify.question import FLOAT32_BYTES
-from isthmus.verify.reading import Reading
+from isthmus.verification.joining import Joining, kinds_of
+from isthmus.verification.packing import wire_bytes
+from isthmus.verification.question import FLOAT32_BYTES
+from isthmus.verification.reading import Reading
 
 NEVER = float("inf")
 

@@ -7,7 +7,7 @@ from collections.abc import Sequence
 from typing import NamedTuple
 
 from isthmus.errors import UserError
-from isthmus.verify.reading import Reading, Value
+from isthmus.verification.reading import Reading, Value
 
 
 class Part(NamedTuple):

@@ -14,7 +14,7 @@ from typing import NamedTuple
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import Op, Ref
-from isthmus.verify.question import Question
+from isthmus.verification.question import Question
 
 SUMMED = ("float32", "bfloat16", "float16")
 """Parameters of these types are summed over replicas, in float32."""

@@ -11,9 +11,9 @@ import itertools
 from collections.abc import Iterator, Mapping, Sequence
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Collective, Sync, SyncGroup
-from isthmus.verify.cutting import CutGraph
-from isthmus.verify.question import FLOAT32_BYTES
+from isthmus.plans import Collective, Sync, SyncGroup
+from isthmus.verification.cutting import CutGraph
+from isthmus.verification.question import FLOAT32_BYTES
 
 Sent = list[tuple[str, str, float]]
 """Source, target and bytes of each message of a round."""

@@ -4,9 +4,9 @@ What these share with the rest is the words: graphs, fleets and plans as they ar
 written apart seldom make the same mistake, so a plan that passes is right, or wrong in the definitions.
 """
 
-from isthmus.verify.certificate import provable
-from isthmus.verify.check import verify
-from isthmus.verify.question import Question, StateBytes, state_bytes
-from isthmus.verify.verdict import BoundCheck, Difference, Verdict
+from isthmus.verification.certificate import provable
+from isthmus.verification.check import verify
+from isthmus.verification.question import Question, StateBytes, state_bytes
+from isthmus.verification.verdict import BoundCheck, Difference, Verdict
 
 __all__ = ["BoundCheck", "Difference", "Question", "StateBytes", "Verdict", "provable", "state_bytes", "verify"]

@@ -1,12 +1,12 @@
 """The plan document and its schedules."""
 
-from isthmus.plan.collective import Collective
-from isthmus.plan.compression import Compression
-from isthmus.plan.noise import ActivationNoise
-from isthmus.plan.outer import Outer
-from isthmus.plan.packing import Packing
-from isthmus.plan.period import PlanPeriod
-from isthmus.plan.plan import (
+from isthmus.plans.collective import Collective
+from isthmus.plans.compression import Compression
+from isthmus.plans.noise import ActivationNoise
+from isthmus.plans.outer import Outer
+from isthmus.plans.packing import Packing
+from isthmus.plans.period import PlanPeriod
+from isthmus.plans.plan import (
     Averages,
     Certificate,
     Edge,
@@ -21,11 +21,11 @@ from isthmus.plan.plan import (
     load_plan,
     save_plan,
 )
-from isthmus.plan.question import question_in_words
-from isthmus.plan.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
-from isthmus.plan.spent import SPENT, Spent, Stretch, format_epsilon, read_spent
-from isthmus.plan.sync import SyncIteration, SyncPlan, SyncWorker
-from isthmus.plan.terms import CompressionConfig, Objective, OwnSamples, Terms
+from isthmus.plans.question import question_in_words
+from isthmus.plans.schedule import SCHEDULES, Schedule, Tasklet, classic_in_flight
+from isthmus.plans.spent import SPENT, Spent, Stretch, format_epsilon, read_spent
+from isthmus.plans.sync import SyncIteration, SyncPlan, SyncWorker
+from isthmus.plans.terms import CompressionConfig, Objective, OwnSamples, Terms
 
 __all__ = [
     "SCHEDULES", "SPENT", "ActivationNoise", "Averages", "Certificate", "Collective", "Compression",

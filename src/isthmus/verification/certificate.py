@@ -9,15 +9,15 @@ from __future__ import annotations
 from collections.abc import Sequence
 from typing import NamedTuple
 
-from isthmus.plan import Certificate, question_in_words
-from isthmus.verify.bound import NEVER, Bounds
-from isthmus.verify.closed_form import ClosedForm, Setup
-from isthmus.verify.near import near
-from isthmus.verify.price_bound import several_price, single_price
-from isthmus.verify.question import Question
-from isthmus.verify.reading import Reading
-from isthmus.verify.search import Least, OutOfWork, Search
-from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger
+from isthmus.plans import Certificate, question_in_words
+from isthmus.verification.bound import NEVER, Bounds
+from isthmus.verification.closed_form import ClosedForm, Setup
+from isthmus.verification.near import near
+from isthmus.verification.price_bound import several_price, single_price
+from isthmus.verification.question import Question
+from isthmus.verification.reading import Reading
+from isthmus.verification.search import Least, OutOfWork, Search
+from isthmus.verification.verdict import CLOSE, BoundCheck, Ledger
 
 GAP_ROUNDING = 1e-7
 """Absolute: planners call a gap of rounding errors none."""

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan.packing import Packing
+from isthmus.plans.packing import Packing
 
 
 class Compression(msgspec.Struct, frozen=True, kw_only=True):

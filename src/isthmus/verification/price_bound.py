@@ -8,8 +8,8 @@ from __future__ import annotations
 
 import itertools
 
-from isthmus.verify.bound import NEVER, Bounds
-from isthmus.verify.price import SECONDS_PER_HOUR
+from isthmus.verification.bound import NEVER, Bounds
+from isthmus.verification.price import SECONDS_PER_HOUR
 
 MOST_SETS = 6
 """Devices up to which each set of them is bounded by itself."""

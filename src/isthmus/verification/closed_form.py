@@ -10,15 +10,15 @@ from typing import NamedTuple
 import msgspec
 
 from isthmus.errors import UserError
-from isthmus.plan import Collective
-from isthmus.verify.bound import Bounds
-from isthmus.verify.cutting import CutGraph, cut
-from isthmus.verify.packing import as_asked, is_exact
-from isthmus.verify.pipeline import Pipeline
-from isthmus.verify.price import SECONDS_PER_HOUR, paid
-from isthmus.verify.reading import Reading
-from isthmus.verify.sums import Summed, summed_soonest, sums_s
-from isthmus.verify.verdict import CLOSE
+from isthmus.plans import Collective
+from isthmus.verification.bound import Bounds
+from isthmus.verification.cutting import CutGraph, cut
+from isthmus.verification.packing import as_asked, is_exact
+from isthmus.verification.pipeline import Pipeline
+from isthmus.verification.price import SECONDS_PER_HOUR, paid
+from isthmus.verification.reading import Reading
+from isthmus.verification.sums import Summed, summed_soonest, sums_s
+from isthmus.verification.verdict import CLOSE
 
 NEVER = float("inf")
 

@@ -5,8 +5,8 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterable, Iterator, Sequence
 
-from isthmus.verify.closed_form import Setup
-from isthmus.verify.reading import Reading
+from isthmus.verification.closed_form import Setup
+from isthmus.verification.reading import Reading
 
 MOST_NEAR = 240
 

@@ -12,17 +12,17 @@ from collections.abc import Iterator, Sequence
 
 from isthmus.errors import UserError
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.plan import Plan, Prediction, Replica, Stage, Sync
-from isthmus.verify.certificate import Found, check_certificate
-from isthmus.verify.closed_form import Setup
-from isthmus.verify.cutting import CutGraph, Flowing, Part, cut
-from isthmus.verify.packing import least_bytes, packed_bytes
-from isthmus.verify.price import paid
-from isthmus.verify.question import Question
-from isthmus.verify.reading import Reading
-from isthmus.verify.sums import averaging_groups, buffer_bytes, sums_s, well_formed
-from isthmus.verify.timing import Timed
-from isthmus.verify.verdict import CLOSE, BoundCheck, Ledger, Verdict
+from isthmus.plans import Plan, Prediction, Replica, Stage, Sync
+from isthmus.verification.certificate import Found, check_certificate
+from isthmus.verification.closed_form import Setup
+from isthmus.verification.cutting import CutGraph, Flowing, Part, cut
+from isthmus.verification.packing import least_bytes, packed_bytes
+from isthmus.verification.price import paid
+from isthmus.verification.question import Question
+from isthmus.verification.reading import Reading
+from isthmus.verification.sums import averaging_groups, buffer_bytes, sums_s, well_formed
+from isthmus.verification.timing import Timed
+from isthmus.verification.verdict import CLOSE, BoundCheck, Ledger, Verdict
 
 _UNCHECKED = BoundCheck(status="unchecked", told="not checked: this is no plan for the problem")
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import msgspec
 
 from isthmus.fleet import Fleet
-from isthmus.plan.plan import Plan
+from isthmus.plans.plan import Plan
 
 
 class PlanPeriod(msgspec.Struct, frozen=True, kw_only=True):

@@ -5,9 +5,9 @@ from __future__ import annotations
 from collections.abc import Iterator, Sequence
 
 from isthmus.fleet import Fleet
-from isthmus.plan import Sync
-from isthmus.verify.sums import rounds_of
-from isthmus.verify.timing import Timed
+from isthmus.plans import Sync
+from isthmus.verification.sums import rounds_of
+from isthmus.verification.timing import Timed
 
 SECONDS_PER_HOUR = 3600
 BYTES_PER_GB = 10**9

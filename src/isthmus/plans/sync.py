@@ -6,7 +6,7 @@ from collections.abc import Mapping
 
 import msgspec
 
-from isthmus.plan.plan import Certificate
+from isthmus.plans.plan import Certificate
 
 _PLANNED = ("dream", "dreamddp")
 _OUTER = ("outer", "streaming")

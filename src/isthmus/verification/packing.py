@@ -6,10 +6,10 @@ from collections.abc import Sequence
 from functools import cache
 
 from isthmus.graph.opgraph import DTYPE_BYTES
-from isthmus.plan import CompressionConfig, Packing
-from isthmus.verify.cutting import CutGraph, Flowing
-from isthmus.verify.question import Question
-from isthmus.verify.reading import Value
+from isthmus.plans import CompressionConfig, Packing
+from isthmus.verification.cutting import CutGraph, Flowing
+from isthmus.verification.question import Question
+from isthmus.verification.reading import Value
 
 MILDER = 1 - 1e-6
 """Factor on a ratio that is a quotient of sums: what is sent is no less than with the planner's. Divided by it, the

@@ -12,12 +12,12 @@ import msgspec
 from msgspec import Meta
 
 from isthmus.errors import UserError
-from isthmus.plan.collective import Collective
-from isthmus.plan.compression import Compression
-from isthmus.plan.outer import Outer
-from isthmus.plan.schedule import Schedule
-from isthmus.plan.seats import seats_of
-from isthmus.plan.terms import Terms
+from isthmus.plans.collective import Collective
+from isthmus.plans.compression import Compression
+from isthmus.plans.outer import Outer
+from isthmus.plans.schedule import Schedule
+from isthmus.plans.seats import seats_of
+from isthmus.plans.terms import Terms
 
 PLAN_VERSION = 7
 Positive = Annotated[int, Meta(ge=1)]

@@ -16,13 +16,13 @@ import math
 from collections.abc import Iterator, Sequence
 from typing import NamedTuple
 
-from isthmus.verify.bound import Bounds
-from isthmus.verify.closed_form import ClosedForm, Setup
-from isthmus.verify.packing import wire_bytes
-from isthmus.verify.pipeline import Pipeline
-from isthmus.verify.price import SECONDS_PER_HOUR
-from isthmus.verify.reading import Reading
-from isthmus.verify.verdict import CLOSE
+from isthmus.verification.bound import Bounds
+from isthmus.verification.closed_form import ClosedForm, Setup
+from isthmus.verification.packing import wire_bytes
+from isthmus.verification.pipeline import Pipeline
+from isthmus.verification.price import SECONDS_PER_HOUR
+from isthmus.verification.reading import Reading
+from isthmus.verification.verdict import CLOSE
 
 MOST_DEVICES = 6
 MOST_GROWN = 400_000

@@ -10,7 +10,7 @@ import msgspec
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.graph.opgraph import OpGraph
-from isthmus.plan import Terms
+from isthmus.plans import Terms
 
 FLOAT32_BYTES = 4
 _KEPT_TENSORS = {"sgd": 0, "momentum": 1, "adagrad": 1, "rmsprop": 1, "adam": 2, "adamw": 2}

@@ -11,8 +11,8 @@ from __future__ import annotations
 from collections.abc import Sequence
 from functools import cached_property
 
-from isthmus.verify.cutting import CutGraph
-from isthmus.verify.question import Question
+from isthmus.verification.cutting import CutGraph
+from isthmus.verification.question import Question
 
 
 class Timed:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator, Sequence
 
-from isthmus.verify.cutting import CutGraph, Part
-from isthmus.verify.question import Question
-from isthmus.verify.timing import Timed
-from isthmus.verify.verdict import CLOSE
+from isthmus.verification.cutting import CutGraph, Part
+from isthmus.verification.question import Question
+from isthmus.verification.timing import Timed
+from isthmus.verification.verdict import CLOSE
 
 MOST_SUBSETS = 7
 """Stages short of memory up to which every set of them is tried as the set that recomputes; beyond, the first k."""
