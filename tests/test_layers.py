@@ -12,7 +12,7 @@ import pytest
 import isthmus
 
 WITHOUT_TORCH = [
-    "planners", "verify", "simulator", "fleet", "plan", "cost", "protocol", "trace", "units", "graph", "errors",
+    "planners", "verification", "simulator", "fleet", "plans", "cost", "protocol", "trace", "units", "graph", "errors",
     "streams", "data.partition", "data.femnist",
 ]  # fmt: skip
 
@@ -34,7 +34,7 @@ PUBLIC = {
     "described_in fleet_of keep_prepared kept_prepared load_hook load_hooks load_job prepare terms_of",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "describe_model is_hugging_face model_names save_hugging_face",
-    "plan": "ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective Outer "
+    "plans": "ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective Outer "
     "OwnSamples Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage "
     "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight "
     "format_epsilon load_plan question_in_words read_spent save_plan",
@@ -51,7 +51,7 @@ PUBLIC = {
     "training": "Engine EngineConfig LearningRate OptimizerConfig TorchEngine latest_checkpoint load_checkpoint "
     "plain_loss plain_step plain_update read_tensors",
     "runtime": "",
-    "verify": "BoundCheck Difference Question StateBytes Verdict provable state_bytes verify",
+    "verification": "BoundCheck Difference Question StateBytes Verdict provable state_bytes verify",
 }
 """What people may rely on: a change here is a change of the public API."""
 
