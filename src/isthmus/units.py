@@ -152,6 +152,11 @@ def format_share(share: float) -> str:
     return f"{100 * share:.4g} %"
 
 
+def format_count(count: int, noun: str) -> str:
+    """`1 step`, `2 steps`: of nouns that take an s."""
+    return f"{count} {noun}" if count == 1 else f"{count} {noun}s"
+
+
 def _parse_float(value: object, field: str, quantity: _Quantity) -> float:
     exact, _ = _parse(value, field, quantity)
     try:

@@ -49,7 +49,7 @@ def mapped(split: str, size: int = 6, noise: bool = True) -> Mapped:
 
 
 def ragged(split: str) -> list[dict[str, object]]:
-    return [{"x": [1, 2]}, {"x": [1, 2, 3]}, {"y": 1}]
+    return [{"x": [1, 2]}, {"x": [1, 2, 3]}, {"y": 1}, {"x": [0.5, 1.5]}]
 
 
 def pairs(split: str) -> list[tuple[int, int]]:
@@ -138,5 +138,7 @@ def test_samples_that_do_not_fit_are_named() -> None:
     data = load_dataset(spec("ragged"), "train")
     with pytest.raises(StepError, match=r"sample 1: column 'x': got shape \[3\], expected \[2\] as sample 0 has"):
         data.batch([0, 1], ["x"])
+    with pytest.raises(StepError, match=r"sample 3: column 'x': got float64, expected int64 as sample 0 has"):
+        data.batch([0, 3], ["x"])
     with pytest.raises(StepError, match="sample 2: has no column 'x', sample 0 has"):
         data.batch([2], ["x"])

@@ -14,7 +14,7 @@ from tests.data.pictures import drawing, everything, load, picture_folder, save
 from isthmus.data import ColumnSpec, DataSpec, load_dataset
 from isthmus.data import digests as digests_module
 from isthmus.data.within import confined_to
-from isthmus.errors import IsthmusError, StepError, UserError
+from isthmus.errors import StepError, UserError
 
 KIND = "image-folder"
 
@@ -55,6 +55,27 @@ def test_train_and_another_folder_are_the_splits(name: str, tmp_path: Path) -> N
     save(tmp_path / name / "clas-1" / "x.png", drawing(99))
     with pytest.raises(UserError, match=r"unknown class of .*'clas-1': did you mean 'class-1'"):
         load(KIND, tmp_path, "heldout")
+
+
+def test_several_folders_of_held_out_images_want_a_choice(tmp_path: Path) -> None:
+    for name in ("train", "val", "test"):
+        picture_folder(tmp_path / name, classes=2, each=3 if name == "train" else 1)
+    assert len(load(KIND, tmp_path)) == 6
+    with pytest.raises(UserError, match=r"'heldout_path': missing, expected which of val, test in .* is held out"):
+        load(KIND, tmp_path, "heldout")
+    assert len(load(KIND, tmp_path, "heldout", heldout_path=str(tmp_path / "test"))) == 2
+    with pytest.raises(UserError, match="option 'heldout_path': no folder"):
+        load(KIND, tmp_path, heldout_path=str(tmp_path / "nowhere"))
+    save(tmp_path / "test" / "class-7" / "x.png", drawing(99))
+    with pytest.raises(UserError, match=r"unknown class of .*test 'class-7'"):
+        load(KIND, tmp_path)
+
+
+def test_held_out_images_may_lie_elsewhere(tmp_path: Path) -> None:
+    picture_folder(tmp_path / "own", classes=2, each=3)
+    picture_folder(tmp_path / "other", classes=1, each=2)
+    paths = {"heldout_path": str(tmp_path / "other")}
+    assert [len(load(KIND, tmp_path / "own", split, **paths)) for split in ("train", "heldout")] == [6, 2]
 
 
 def test_a_class_may_be_called_train(tmp_path: Path) -> None:
@@ -173,8 +194,9 @@ def test_too_many_pixels_are_refused_before_they_are_decoded(tmp_path: Path, mon
     with pytest.raises(UserError, match="max_pixels"):
         load(KIND, tmp_path, max_pixels=10**9)
     monkeypatch.setattr(Image, "MAX_IMAGE_PIXELS", 500)  # Pillow's own refusal is a line too
-    with pytest.raises(IsthmusError, match=r"1.png \(sample 0\): cannot be decoded: Image size"):
-        _ = load(KIND, tmp_path, holdout=0).columns
+    for most, told in ((10**6, 1000), (900, 900)):
+        with pytest.raises(StepError, match=rf"1.png \(sample 0\): got over 1000 pixels, expected at most {told} "):
+            _ = load(KIND, tmp_path, holdout=0, max_pixels=most).columns
 
 
 def test_only_files_of_the_own_folder_are_read_even_later(tmp_path: Path) -> None:

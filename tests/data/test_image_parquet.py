@@ -59,6 +59,10 @@ def test_files_of_a_folder_follow_each_other_and_its_names_are_the_splits(tmp_pa
     write(tmp_path / "data" / "test-00000-of-00001.parquet", 2, first=50)
     assert torch.equal(everything(load(KIND, tmp_path))["pixel_values"], expected(list(range(11))))
     assert torch.equal(everything(load(KIND, tmp_path, "heldout"))["pixel_values"], expected([50, 51]))
+    other = write(tmp_path / "data" / "validation-00000-of-00001.parquet", 2, first=60)
+    with pytest.raises(UserError, match=r"'heldout_path': missing, expected which of test, validation in .* is held"):
+        load(KIND, tmp_path, "heldout")
+    other.unlink()
     (tmp_path / "data" / "test-00000-of-00001.parquet").unlink()
     assert [len(load(KIND, tmp_path, split, holdout=0.2)) for split in ("train", "heldout")] == [9, 2]
     assert len(load(KIND, tmp_path / "data" / "train-*.parquet", holdout=0)) == 11
@@ -90,6 +94,15 @@ def test_labels_may_be_texts_fractions_or_have_declared_names(tmp_path: Path) ->
         load(KIND, path, classes=["cat", "dog"])
     fractions = load(KIND, write(tmp_path / "b.parquet", 2, label=[0.5, 1.5]), holdout=0)
     assert everything(fractions)["labels"].tolist() == [0.5, 1.5] and fractions.columns["labels"].dtype == "float32"
+    for form in (pa.dictionary(pa.int8(), pa.string()), pa.string_view()):
+        column = pa.array(["cat", "ant", "cat"]).cast(form)
+        other = load(KIND, write(tmp_path / "c.parquet", 3, label=column), holdout=0)
+        assert everything(other)["labels"].tolist() == [1, 0, 1] and other.columns["labels"].limit == 2
+    numbered = load(KIND, write(tmp_path / "n.parquet", 3), holdout=0, classes=list("abcd"))
+    assert numbered.columns["labels"].limit == 4
+    views = pa.array([png(0), png(1)], type=pa.binary_view())
+    pq.write_table(pa.table({"image": views, "label": [0, 1]}), tmp_path / "v.parquet")
+    assert torch.equal(everything(load(KIND, tmp_path / "v.parquet", holdout=0))["pixel_values"], expected([0, 1]))
     datasets = pytest.importorskip("datasets")
     features = datasets.Features(image=datasets.Image(), label=datasets.ClassLabel(names=list("abcdefg")))
     rows = {"image": [{"bytes": png(1), "path": None}], "label": [3]}
@@ -107,10 +120,16 @@ def test_labels_may_be_texts_fractions_or_have_declared_names(tmp_path: Path) ->
         ({"label": "image"}, "column 'image': got struct<.*, expected numbers or texts"),
         ({"label": "holes"}, "column 'holes': row 2 has no label"),
         ({"label": "below"}, "column 'below': got -1, expected labels from 0 on"),
+        ({"label": "beyond"}, r"column 'beyond': got 4611686018427387904, expected labels of 0 to 2147483647"),
+        ({"label": "nan"}, "column 'nan': row 2: got nan, expected a finite number"),
+        ({"label": "large"}, "column 'large': row 1: got 1e[+]60, expected a finite number"),
+        ({"label": "nan", "classes": ["a"]}, "'classes': got 1 names, but .*'nan' holds fractions"),
+        ({"classes": ["a", "b"]}, r"got 2, expected labels of 0 to 1 \(option 'classes' has 2 names\)"),
     ],
 )
 def test_columns_that_do_not_fit(options: dict[str, object], message: str, tmp_path: Path) -> None:
-    path = write(tmp_path / "a.parquet", 3, holes=[1, None, 2], below=[0, -1, 0])
+    odd = {"beyond": [0, 2**62, 0], "nan": [0.0, float("nan"), 1.0], "large": [1e60, 0.0, 0.0]}
+    path = write(tmp_path / "a.parquet", 3, holes=[1, None, 2], below=[0, -1, 0], **odd)
     with pytest.raises(UserError, match=message):
         load(KIND, path, **options)
 

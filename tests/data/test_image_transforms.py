@@ -134,7 +134,12 @@ def test_normalize_is_last_and_a_number_per_channel() -> None:
         ([{"name": "RandomHorizontalFlip", "p": 1.5}], "'p'"),
         ([{"name": "RandomResizedCrop", "size": 8, "scale": [0.5, 0.1]}], "expected the smaller number first"),
         ([{"name": "Normalize", "mean": [0, 0], "std": [1, 1]}], "got 2 numbers, expected 3 for mode 'RGB'"),
-        ([{"name": "Normalize", "mean": [0], "std": [0]}], "std: got 0"),
+        ([{"name": "Normalize", "mean": [0], "std": [0]}], "got mean 0 and std 0, expected finite numbers"),
+        ([{"name": "Normalize", "mean": [0], "std": [1e-60]}], "got mean 0 and std 0, expected finite numbers"),
+        ([{"name": "Normalize", "mean": [0], "std": [math.nan]}], "got mean 0 and std nan, expected finite numbers"),
+        ([{"name": "Normalize", "mean": [1e60], "std": [1]}], "got mean inf and std 1, expected finite numbers"),
+        ([{"name": "RandomResizedCrop", "size": 8, "scale": [0, 0]}], "expected a part with an area"),
+        ([{"name": "RandomResizedCrop", "size": 8, "ratio": [1, math.inf]}], "expected a part with an area"),
         ([{"name": "Normalize", "mean": [0], "std": [1]}, FLIP], "got 'RandomHorizontalFlip' after 'Normalize'"),
         ([{"name": "ToTensor"}], "become float32 of 0 to 1 by themselves"),
         (

@@ -93,6 +93,8 @@ def test_other_fractions_than_of_255_are_kept(tmp_path: Path) -> None:
         (lambda d: d["num_samples"].__setitem__(0, 3), "user 'w' has 2 x and 2 y, expected 3 as num_samples says"),
         (lambda d: d["user_data"]["w"]["x"][1].pop(), r"user 'w': got 15 pixels, expected 16 \(option 'side'\)"),
         (lambda d: d["user_data"]["w"]["y"].__setitem__(0, 62), r"got labels of \d+ to 62, expected 0 to 61"),
+        (lambda d: d["user_data"]["w"]["x"][1].__setitem__(0, 5.0), "user 'w': got pixels of .* to 5, expected 0 to 1"),
+        (lambda d: d["user_data"]["w"]["x"][1].__setitem__(0, -1), "user 'w': got pixels of -1 to .*, expected 0 to 1"),
         (lambda d: d["user_data"]["w"]["x"].__setitem__(0, "a text"), "user 'w' cannot be read"),
     ],
 )

@@ -219,7 +219,7 @@ def test_a_model_with_running_means_is_simulated(tmp_path: Path) -> None:
         ),
         (
             [("[execution]", "[participation]\nclients = 2\nstaleness = 1\n[execution]"), ('"fedavg"', '"scaffold"')],
-            ["participation.staleness: got one for an algorithm whose clients keep something"],
+            ["participation.staleness: got 1 with an algorithm whose clients keep something"],
         ),
     ],
 )

@@ -88,9 +88,9 @@ def test_a_plan_beyond_the_limit_does_not_pass_the_check() -> None:
 
 
 def test_a_limit_belongs_to_the_other_objective() -> None:
-    with pytest.raises(UserError, match="max_step: got one with objective 'time'"):
+    with pytest.raises(UserError, match="max_step: got 1 s with objective 'time'"):
         Terms(max_step_s=1.0)
-    with pytest.raises(UserError, match="max_price: got one with objective 'cost'"):
+    with pytest.raises(UserError, match="max_price: got 1 with objective 'cost'"):
         Terms(objective="cost", max_price=1.0)
     with pytest.raises(UserError, match=r"plan\.max_price: planner 'even' knows no prices: choose 'auto' or 'chain'"):
         plan("even", replace(priced(1), terms=Terms(max_price=1.0)))

@@ -69,5 +69,5 @@ def test_a_nan_ends_the_run_all_the_same(tmp_path: Path) -> None:
 
 
 def test_a_scale_without_float16_is_refused() -> None:
-    with pytest.raises(msgspec.ValidationError, match="loss_scale: got one with precision 'bf16'"):
+    with pytest.raises(msgspec.ValidationError, match="loss_scale: got a scale with precision 'bf16'"):
         job(precision="bf16")

@@ -272,7 +272,7 @@ def test_there_is_a_holder_to_protect(tmp_path: Path) -> None:
     path = write_job(tmp_path)
     activations = '[privacy]\nactivations = { clip = 1.0, noise_multiplier = 1.0 }\n[learning_rate]'
     edited(path, ("[learning_rate]", activations))
-    with pytest.raises(UserError, match=r"privacy.activations: got one, expected a plan.data_holder"):
+    with pytest.raises(UserError, match=r"privacy.activations: got noise, expected a plan.data_holder"):
         load_job(path)
 
 

@@ -210,8 +210,8 @@ class TestAttach:
          ("dream", Options(forward_overlap=True, average_state=True),
           "'forward_overlap': got True, expected average_state=False with it"),
          ("outer", Options(error_decay=0.9), "'error_decay': got 0.9, expected a codec with it"),
-         ("partial", Options(plan=PLAN), "'plan': got one with mode 'partial', which does not read it: expected mode "
-          "'dream' or 'dreamddp'"),
+         ("partial", Options(plan=PLAN), "'plan': got a plan with mode 'partial', which does not read it: expected "
+          "mode 'dream' or 'dreamddp'"),
          ("dreamddp", Options(plan=PLAN, spare=0.5), "'spare': got 0.5, expected no plan with it")],
     )  # fmt: skip
     def test_options_that_change_nothing_without_others(self, mode: str, options: Options, told: str) -> None:
@@ -222,7 +222,7 @@ class TestAttach:
     @pytest.mark.parametrize("mode", ["dream", "every-step", "partial", "local"])
     def test_codec_where_there_are_no_deltas(self, mode: str) -> None:
         model = net()
-        with pytest.raises(UserError, match=f"codec: got one with mode '{mode}', expected 'outer' or 'streaming'"):
+        with pytest.raises(UserError, match=f"codec: got Bytes with mode '{mode}', expected 'outer' or 'streaming'"):
             attach(model, sgd(model), mode=mode, codec=Bytes())
 
     def test_streaming_delay_of_a_period(self) -> None:

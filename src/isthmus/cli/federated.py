@@ -166,4 +166,4 @@ def refuse_options(given: Mapping[str, object]) -> None:
     """Options of a pipeline's job say nothing here. UserError for the first that was given."""
     for name, value in given.items():
         if value is not None:
-            raise UserError(f"{name}: got one for a federated job, expected none: see --scheme and --executors")
+            raise UserError(f"{name}: got {value!r} for a federated job, expected none: see --scheme and --executors")

@@ -112,7 +112,7 @@ def join(joining: Joining) -> int:
     if joining.devices:
         return _several(joining, folder, patience_s, say)
     if island is not None and joining.site is not None:
-        raise UserError("--site: got one under torchrun, expected a site that trains in one process")
+        raise UserError(f"--site: got {str(joining.site)!r} under torchrun: a site trains in one process")
     if island is not None and island.rank:
         accelerator = open_accelerator(_of_rank(joining.device, island), "--device")
         memory_bytes = joining.place.memory_bytes

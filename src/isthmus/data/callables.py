@@ -144,6 +144,12 @@ class MappedDataset:
                 "sample 0 has",
             )
 
+        if not np.can_cast(found[name].dtype, self.columns[name].dtype, "same_kind"):
+            raise StepError(
+                f"data kind {self._kind!r}, sample {sample}",
+                f"column {name!r}: got {found[name].dtype}, expected {self.columns[name].dtype} as sample 0 has",
+            )
+
     def _read(self, sample: int, seed: int, epoch: int) -> dict[str, Array]:
         with _seeded(stream(seed, "augment", epoch, sample)):
             found = cast(object, self._samples[sample])

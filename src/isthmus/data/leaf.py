@@ -140,8 +140,13 @@ class LeafWriters:
                 f"0 to {self._options.classes - 1} (option 'classes')"
             )
         exact = np.array(found.x)
+        if exact.min() < 0 or exact.max() > 1:
+            raise UserError(
+                f"{KIND}: {path}: user {writer.name!r}: got pixels of {exact.min():g} to {exact.max():g}, "
+                "expected 0 to 1"
+            )
         levels = np.rint(exact * _LEVELS)
-        whole = (np.abs(exact * _LEVELS - levels) < 1e-6).all() and levels.min() >= 0 and levels.max() <= _LEVELS
+        whole = (np.abs(exact * _LEVELS - levels) < 1e-6).all()
         return levels.astype(np.uint8) if whole else exact.astype(np.float32), labels
 
     def columns(self) -> Mapping[str, ColumnSpec]:

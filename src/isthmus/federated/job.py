@@ -222,7 +222,8 @@ def check(job: FederatedJob) -> None:
         raise unknown_name("execution.planner", job.execution.planner, cohort_names())
     if job.scheme.per != "given" and job.execution.slow_down:
         raise UserError(
-            f"execution.slow_down: got one for scheme {job.execution.scheme!r}, which has no such executors"
+            f"execution.slow_down: got {len(job.execution.slow_down)} numbers for scheme {job.execution.scheme!r}, "
+            "which has no such executors"
         )
     if (eta := job.execution.slow_down) and len(eta) != job.execution.executors:
         raise UserError(f"execution.slow_down: got {len(eta)}, expected {job.execution.executors}, one per executor")
@@ -236,7 +237,7 @@ def check_combining(job: FederatedJob) -> None:
     if job.privacy is not None and job.aggregation.rule != "declared":
         raise UserError(f"aggregation.rule: got {job.aggregation.rule!r} beside [privacy], expected one of them")
     if job.privacy is not None and job.admission.max_norm is not None:
-        raise UserError("admission.max_norm: got one beside [privacy], whose clip it is, expected none")
+        raise UserError(f"admission.max_norm: got {job.admission.max_norm:g} beside [privacy], expected none")
     if job.aggregation.fewest > rules.minimum:
         raise UserError(
             f"participation.minimum: got {rules.minimum}, expected at least {job.aggregation.fewest} for "
@@ -257,7 +258,7 @@ def check_deployment(job: FederatedJob) -> None:
     if len(set(deployment.sites)) < sites:
         raise UserError("deployment.sites: got a name twice, expected each once")
     if job.participation.availability is not None:
-        raise UserError("participation.availability: got one for sites, which are available when they are here")
+        raise UserError("participation.availability: got a trace, expected none: sites are available when here")
     if (deployment.start or 1) > sites:
         raise UserError(f"deployment.start: got {deployment.start}, expected at most the {sites} sites")
     if not 0 <= deployment.wait_s < math.inf:
@@ -277,8 +278,8 @@ def check_staleness(job: FederatedJob, server: Server) -> None:
     """UserError for an algorithm whose updates cannot be late."""
     if job.participation.staleness and (server.keeps or server.passes > 1):
         raise UserError(
-            "participation.staleness: got one for an algorithm whose clients keep something, or that takes several "
-            "passes a round: expected 0"
+            f"participation.staleness: got {job.participation.staleness} with an algorithm whose clients keep "
+            "something, or that takes several passes a round: expected 0"
         )
 
 
@@ -288,7 +289,7 @@ def client_data(job: FederatedJob) -> ClientData:
         raise UserError("data: missing, expected the data to share out among clients")
     if job.data.kind == FEMNIST:
         if job.partition is not None:
-            raise UserError("partition: got one for data that comes by writers, expected none")
+            raise UserError(f"partition: got scheme {job.partition.scheme!r} for data that come by writers")
         return FemnistShaped(read_options(FEMNIST, job.data.options, FemnistOptions))
     if job.data.kind == LEAF and job.partition is None:
         return LeafClients(read_options(LEAF, job.data.options, LeafOptions))

@@ -32,7 +32,7 @@ class Resident:
         self.module = module = self._moved(module) if accelerator.asynchronous else module
         self._parameters = [p for p in module.parameters() if p.requires_grad]
         if not self._parameters:
-            raise UserError("model: got one without trainable parameters, expected at least one")
+            raise UserError("model: got no trainable parameter, expected at least one")
         self.dtype = self._parameters[0].dtype
         others = {p.dtype for p in self._parameters} - {self.dtype}
         if others or not self.dtype.is_floating_point:

@@ -66,7 +66,7 @@ def _check_holders(job: Job) -> None:
     if plan.labels_stay and not plan.holders:
         raise UserError("plan.labels_stay: got true, expected a plan.data_holder where the labels stay")
     if job.privacy is not None and not plan.holders:
-        raise UserError("privacy.activations: got one, expected a plan.data_holder that it is to protect")
+        raise UserError("privacy.activations: got noise, expected a plan.data_holder whose data it is to protect")
     if "" in plan.holders:
         raise UserError("plan.data_holder: got an empty name, expected a device or a region")
     if plan.holders_data == "own" and not feeders:
@@ -75,7 +75,8 @@ def _check_holders(job: Job) -> None:
         raise UserError(f"plan.data_holder: got {', '.join(feeders)}, expected each device once")
     if job.data.description and feeders:
         raise UserError(
-            "data.description: got one with plan.holders_data 'own', expected none: holders describe their own"
+            f"data.description: got {job.data.description!r} with plan.holders_data 'own', expected none: holders "
+            "describe their own"
         )
     for name in job.data.of:
         if name not in feeders:

@@ -83,7 +83,7 @@ class TrainingConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_f
 
     def __post_init__(self) -> None:
         if self.loss_scale is not None and self.precision != "fp16":
-            raise ValueError(f"loss_scale: got one with precision {self.precision!r}, expected precision 'fp16'")
+            raise ValueError(f"loss_scale: got a scale with precision {self.precision!r}, expected precision 'fp16'")
 
     @property
     def most_non_finite_steps(self) -> int:

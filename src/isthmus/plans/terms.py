@@ -60,9 +60,9 @@ class Terms(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tru
 
     def __post_init__(self) -> None:
         if self.max_step_s is not None and self.objective != "cost":
-            raise UserError("plan.max_step: got one with objective 'time', expected objective 'cost'")
+            raise UserError(f"plan.max_step: got {self.max_step_s:g} s with objective 'time', expected 'cost'")
         if self.max_price is not None and self.objective != "time":
-            raise UserError("plan.max_price: got one with objective 'cost', expected objective 'time'")
+            raise UserError(f"plan.max_price: got {self.max_price:g} with objective 'cost', expected 'time'")
         for field, limit in (("max_step", self.max_step_s), ("max_price", self.max_price)):
             if limit is not None and not 0 < limit < math.inf:
                 raise UserError(f"plan.{field}: got {limit:g}, expected a finite number above 0")

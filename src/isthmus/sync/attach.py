@@ -97,7 +97,10 @@ def attach(
         raise UserError("isthmus.sync.attach: got a DistributedDataParallel, expected the module inside (model.module)")
     options.check_read(mode, codec=codec is not None)
     if codec is not None and mode not in ("outer", "streaming"):
-        raise UserError(f"codec: got one with mode {mode!r}, expected 'outer' or 'streaming': only deltas are packed")
+        raise UserError(
+            f"codec: got {type(codec).__name__} with mode {mode!r}, expected 'outer' or 'streaming': only deltas are "
+            "packed"
+        )
     if codec is not None and not _is_codec(codec):
         raise UserError(f"codec: got {codec!r}, expected a codec such as isthmus.training.compression.Int8()")
     if attached(optimizer):

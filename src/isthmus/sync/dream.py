@@ -197,5 +197,5 @@ def _checked(plan: SyncPlan, setting: Setting) -> SyncPlan:
     if wrong:
         raise UserError(f"sync plan: layer {wrong[0]!r} is in only one of the plan and the model: same model?")
     if len(plan.iterations) != setting.period:
-        raise UserError(f"sync plan: got one for a period of {len(plan.iterations)}, expected {setting.period}")
+        raise UserError(f"sync plan: got a period of {len(plan.iterations)}, expected {setting.period}")
     return plan

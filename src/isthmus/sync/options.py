@@ -94,7 +94,7 @@ class Options(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=T
         told = {f.name: repr(getattr(self, f.name)) for f in msgspec.structs.fields(self)
                 if getattr(self, f.name) != f.default}  # fmt: skip
         if "plan" in told:
-            told["plan"] = "one"
+            told["plan"] = "a plan"
         for field, value in told.items():
             modes = MODES_OF.get(field, (mode,))
             if mode not in modes:

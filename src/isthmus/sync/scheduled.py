@@ -64,8 +64,8 @@ class Scheduled(Mode):
         optimizer = setting.updates.optimizer
         if not per_parameter(optimizer):
             raise UserError(
-                f"optimizer {type(optimizer).__name__}: got one that cannot update one layer at a time, as this mode "
-                "does inside backward. Expected SGD, Adam, AdamW or another element-wise one; any optimizer works in "
+                f"optimizer {type(optimizer).__name__}: cannot update one layer at a time, as this mode does "
+                "inside backward: expected SGD, Adam, AdamW or another element-wise one; any optimizer works in "
                 "'every-step', 'local', 'outer', 'streaming' and 'partial'"
             )
         self.origin = 0

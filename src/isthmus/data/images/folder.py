@@ -3,9 +3,9 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
-from typing import BinaryIO
+from typing import BinaryIO, TypeVar
 
 import numpy as np
 
@@ -19,6 +19,7 @@ from isthmus.errors import UserError, unknown_name
 KIND = "image-folder"
 TRAIN = "train"
 HELD_OUT_NAMES = ("validation", "valid", "val", "test")
+Part = TypeVar("Part")
 
 
 class ImageFolderOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -26,6 +27,8 @@ class ImageFolderOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown
 
     path: str
     """A folder with a folder per class; or with `train` and one of `validation`, `valid`, `val`, `test`."""
+    heldout_path: str | None = None
+    """A folder of held-out images, with a folder per class; without it the one beside `train`, or a share."""
     classes: tuple[str, ...] = ()
     """Names of all classes, in the order of their numbers; without it those found, sorted."""
 
@@ -62,21 +65,47 @@ class FolderImages:
 
 
 def load_image_folder(options: ImageFolderOptions, split: Split) -> ImageDataset:
-    """UserError for a folder that is missing, holds no class or an empty one, or a class that `classes` lacks."""
-    root = Path(options.path).expanduser()
-    if not root.is_dir():
-        raise UserError(f"{KIND} option 'path': no folder {options.path}")
-    check_within(root)
-    divided = root / TRAIN
-    held_out = [name for name in HELD_OUT_NAMES if (root / name).is_dir()]
-    if not (divided.is_dir() and _folders(divided)):
-        return _shared(root, options, split)
-    classes = _classes(divided, options)
+    """UserError for a folder that is missing, holds no class or an empty one, a class that `classes` or the training
+    images lack, and for held-out images in several places."""
+    root = _folder("path", options.path)
+    divided = (root / TRAIN).is_dir() and bool(_folders(root / TRAIN))
+    train = root / TRAIN if divided else root
+    classes = _classes(train, options)
+    held_out = _held_out(root, options, divided=divided)
+    for path in held_out:  # for training too: a class of another name may be a mistake in either
+        for folder in _folders(path):
+            _check_class(path, folder, classes)
     if not held_out:
-        return _shared(divided, options, split)
-    chosen = root / held_out[0] if split == "heldout" else divided
-    names, labels = _files(chosen, classes, every=split == "train" and not options.classes)
-    return _dataset(FolderImages(chosen, names, labels, len(classes)), options, split, chosen)
+        return _shared(train, options, split)
+    if split == "heldout":
+        train = the_held_out(KIND, root, {path.name: path for path in held_out})
+    names, labels = _files(train, classes, every=split == "train" and not options.classes)
+    return _dataset(FolderImages(train, names, labels, len(classes)), options, split, train)
+
+
+def _folder(option: str, named: str) -> Path:
+    path = Path(named).expanduser()
+    if not path.is_dir():
+        raise UserError(f"{KIND} option {option!r}: no folder {named}")
+    check_within(path)
+    return path
+
+
+def _held_out(root: Path, options: ImageFolderOptions, *, divided: bool) -> list[Path]:
+    """Folders of held-out images; none where a share of the others is held out."""
+    if options.heldout_path is not None:
+        return [_folder("heldout_path", options.heldout_path)]
+    return [root / name for name in HELD_OUT_NAMES if (root / name).is_dir()] if divided else []
+
+
+def the_held_out(kind: str, root: Path, found: Mapping[str, Part]) -> Part:
+    """The part of the data that is held out, of those found by name. UserError for several."""
+    if len(found) > 1:
+        raise UserError(
+            f"{kind} option 'heldout_path': missing, expected which of {', '.join(found)} in {root} is held out"
+        )
+    (part,) = found.values()
+    return part
 
 
 def _shared(root: Path, options: ImageFolderOptions, split: Split) -> ImageDataset:
@@ -113,14 +142,18 @@ def _files(root: Path, classes: Sequence[str], *, every: bool) -> tuple[list[str
     names: list[str] = []
     labels: list[int] = []
     for folder in sorted(_folders(root), key=lambda name: number_of.get(name, -1)):
-        if folder not in number_of:
-            raise unknown_name(f"class of {root}", folder, classes)
+        _check_class(root, folder, classes)
         found = sorted(_images_below(root / folder, root))
         if not found and every:
             raise UserError(f"{KIND} {root / folder}: holds no image, expected files such as NAME.png or NAME.jpg")
         names += found
         labels += [number_of[folder]] * len(found)
     return names, np.array(labels, dtype=np.int64)
+
+
+def _check_class(root: Path, folder: str, classes: Sequence[str]) -> None:
+    if folder not in classes:
+        raise unknown_name(f"class of {root}", folder, classes)
 
 
 def _images_below(folder: Path, root: Path) -> Iterable[str]:

@@ -14,10 +14,13 @@ from numpy.typing import NDArray
 
 from isthmus.data.dataset import Array, Split, rows_of_split
 from isthmus.data.images.dataset import ImageDataset, ImageOptions
-from isthmus.data.images.folder import HELD_OUT_NAMES, TRAIN
+from isthmus.data.images.folder import HELD_OUT_NAMES, TRAIN, the_held_out
 from isthmus.data.images.parquet_table import KIND, Table
 from isthmus.errors import StepError, UserError, unknown_name
 from isthmus.extensions import import_extra
+
+MOST_LABEL = (1 << 31) - 1
+"""A model has an output for each class: labels beyond this are something else."""
 
 
 class ImageParquetOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -32,7 +35,7 @@ class ImageParquetOptions(ImageOptions, frozen=True, kw_only=True, forbid_unknow
     label: str = "label"
     """The column of labels: whole numbers, fractions or texts."""
     classes: tuple[str, ...] = ()
-    """Labels that are texts, in the order of their numbers; without it those found, sorted."""
+    """Names of all classes, in the order of their numbers; without it labels that are texts, sorted."""
 
 
 class ParquetImages:
@@ -72,7 +75,7 @@ class ParquetImages:
 
     def owners(self, column: str) -> NDArray[np.int64]:
         """(samples,) the clients, numbered in the order of a column's values. UserError for one that is not there."""
-        values = self._table.column(column)
+        values = _without_dictionary(self._table.column(column))
         kinds = import_extra("pyarrow.types")
         if not (kinds.is_integer(values.type) or _is_text(values.type)) or values.null_count:
             raise UserError(f"partition: column {column!r}: got {values.type}, expected texts or whole numbers")
@@ -99,10 +102,13 @@ def _files(source: str, split: Split) -> tuple[list[Path], bool]:
     if path.is_dir():
         found = sorted(path.rglob("*.parquet"))
         train = [file for file in found if file.name.startswith(TRAIN)]
-        held_out = [[file for file in found if file.name.startswith(name)] for name in HELD_OUT_NAMES]
-        first = next((files for files in held_out if files), [])
-        if train and first:
-            return (first if split == "heldout" else train), True
+        held_out: dict[str, list[Path]] = {}
+        for file in found if train else ():
+            name = next((name for name in HELD_OUT_NAMES if file.name.startswith(name)), None)
+            if name is not None:
+                held_out.setdefault(name, []).append(file)
+        if held_out:
+            return (the_held_out(KIND, path, held_out) if split == "heldout" else train), True
         found = train or found
     else:
         found = [path] if path.is_file() else sorted(Path(match) for match in glob.glob(str(path), recursive=True))
@@ -119,16 +125,17 @@ def _check_images(table: Table, name: str) -> None:
     encoded = held
     if kinds.is_struct(held) and held.get_field_index("bytes") >= 0:
         encoded = held.field("bytes").type
-    if not (kinds.is_binary(encoded) or kinds.is_large_binary(encoded)):
+    if not (kinds.is_binary(encoded) or kinds.is_large_binary(encoded) or kinds.is_binary_view(encoded)):
         raise UserError(f"{KIND} column {name!r}: got {held}, expected bytes or a struct with 'bytes'")
 
 
 def _labels(table: Table, options: ImageParquetOptions) -> tuple[Array, int | None]:
     """Of all rows, and how many classes there are."""
-    column = table.column(options.label)
+    column = _without_dictionary(table.column(options.label))
+    named = f"{KIND} column {options.label!r}"
     if column.null_count:
         row = next(number for number, value in enumerate(column, start=1) if not value.is_valid)
-        raise UserError(f"{KIND} column {options.label!r}: row {row} has no label")
+        raise UserError(f"{named}: row {row} has no label")
     kinds = import_extra("pyarrow.types")
     if _is_text(column.type):
         texts = np.asarray(column.to_pylist(), dtype=object)
@@ -139,19 +146,43 @@ def _labels(table: Table, options: ImageParquetOptions) -> tuple[Array, int | No
                 raise unknown_name(f"class of {table.files[0]}", text, names)
         return np.array([number_of[text] for text in texts], dtype=np.int64), len(names)
     if kinds.is_floating(column.type):
-        return column.to_numpy().astype(np.float32), None
+        return _fractions(column.to_numpy(), named, options), None
     if not (kinds.is_integer(column.type) or kinds.is_boolean(column.type)):
-        raise UserError(f"{KIND} column {options.label!r}: got {column.type}, expected numbers or texts")
-    labels = column.to_numpy().astype(np.int64)
-    least, most = int(labels.min()), int(labels.max())
+        raise UserError(f"{named}: got {column.type}, expected numbers or texts")
+    return _numbers(column.to_numpy(), named, options, _declared_classes(table.schema, options.label))
+
+
+def _fractions(values: Array, named: str, options: ImageParquetOptions) -> Array:
+    if options.classes:
+        raise UserError(f"{KIND} option 'classes': got {len(options.classes)} names, but {named} holds fractions")
+    with np.errstate(over="ignore"):
+        labels = values.astype(np.float32)
+    wrong = np.flatnonzero(~np.isfinite(labels))
+    if wrong.size:
+        raise UserError(f"{named}: row {wrong[0] + 1}: got {values[wrong[0]]}, expected a finite number (float32)")
+    return labels
+
+
+def _numbers(values: Array, named: str, options: ImageParquetOptions, declared: int) -> tuple[Array, int]:
+    least, most = int(values.min()), int(values.max())
     if least < 0:
-        raise UserError(f"{KIND} column {options.label!r}: got {least}, expected labels from 0 on")
-    return labels, max(most + 1, len(options.classes), _declared_classes(table.schema, options.label))
+        raise UserError(f"{named}: got {least}, expected labels from 0 on")
+    last = len(options.classes) - 1 if options.classes else MOST_LABEL
+    if most > last:
+        why = f"option 'classes' has {last + 1} names" if options.classes else "numbers of classes"
+        raise UserError(f"{named}: got {most}, expected labels of 0 to {last} ({why})")
+    return values.astype(np.int64), len(options.classes) or max(most + 1, declared)
+
+
+def _without_dictionary(column: Any) -> Any:
+    """Pandas' categories are written as numbers beside a dictionary."""
+    kinds = import_extra("pyarrow.types")
+    return column.cast(column.type.value_type) if kinds.is_dictionary(column.type) else column
 
 
 def _is_text(held: Any) -> bool:
     kinds = import_extra("pyarrow.types")
-    return kinds.is_string(held) or kinds.is_large_string(held)
+    return kinds.is_string(held) or kinds.is_large_string(held) or kinds.is_string_view(held)
 
 
 def _declared_classes(schema: Any, label: str) -> int:

@@ -32,8 +32,16 @@ class Normalize(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields
     def __post_init__(self) -> None:
         if len(self.mean) != len(self.std):
             raise ValueError(f"got {len(self.mean)} means and {len(self.std)} deviations, expected as many")
-        if not all(self.std):
-            raise ValueError("std: got 0, expected what can be divided by")
+        for mean, std in zip(_narrow(self.mean), _narrow(self.std), strict=True):
+            if not (np.isfinite(mean) and np.isfinite(std) and std):
+                raise ValueError(
+                    f"got mean {mean:g} and std {std:g}, expected finite numbers (float32), std other than 0"
+                )
+
+
+def _narrow(numbers: Sequence[float]) -> NDArray[np.float32]:
+    with np.errstate(over="ignore"):
+        return np.array(numbers, dtype=np.float32)
 
 
 class Pipeline:
@@ -55,7 +63,7 @@ class Pipeline:
         found = pixels(image)
         if self._normalize is None:
             return found
-        mean, std = (np.array(v, dtype=np.float32)[:, None, None] for v in (self._normalize.mean, self._normalize.std))
+        mean, std = (_narrow(v)[:, None, None] for v in (self._normalize.mean, self._normalize.std))
         return (found - mean) / std
 
     def heldout(self) -> Pipeline:

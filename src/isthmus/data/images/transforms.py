@@ -160,6 +160,8 @@ class RandomResizedCrop(msgspec.Struct, frozen=True, kw_only=True, forbid_unknow
         _check_lengths("size", self.size, 1)
         if self.scale[0] > self.scale[1] or self.ratio[0] > self.ratio[1]:
             raise ValueError("scale and ratio: expected the smaller number first")
+        if not self.scale[1] or not math.isfinite(self.ratio[1]):
+            raise ValueError(f"got scale {self.scale} and ratio {self.ratio}, expected a part with an area")
 
     def apply(self, image: Image, draws: np.random.Generator) -> Image:
         left, top, width, height = self._box(image.width, image.height, draws)

@@ -24,6 +24,7 @@ from isthmus.plans.turns import had_before
 from isthmus.runtime.conducting.stages import StagePair, stage_pairs
 from isthmus.training.accounting import epsilon_of, noise_multiplier_for, squared_mu
 from isthmus.training.privatized import Boundary, Released
+from isthmus.units import format_count
 
 FIELD = "privacy.activations"
 FLOATS = ("float16", "bfloat16", "float32", "float64")
@@ -138,7 +139,8 @@ def _described(prepared: Prepared, plan: Plan, found: Protection) -> Iterator[st
     )
     if evaluations:
         spent = epsilon_of(squared_mu(found.noise_multiplier, found.heldout * evaluations), noise.delta)
-        yield f"Of each held-out sample: epsilon {format_epsilon(spent)} after {evaluations} evaluations."
+        after = format_count(evaluations, "evaluation")
+        yield f"Of each held-out sample: epsilon {format_epsilon(spent)} after {after}."
     names = ", ".join(dict.fromkeys(plan.devices[worker] for worker in sorted(found.raw)))
     if noise.weights == "frozen":
         yield f"Weights on {names} stay as they are; those behind the noise learn."
@@ -304,7 +306,7 @@ def _leaving(
         elif noise.labels == "stay":
             raise UserError(
                 f"{FIELD}.labels: got 'stay', and {_value(c)} goes from {devices[worker]} to {devices[c.target]}, "
-                "expected plan.labels_stay = true, or labels = \"public\""
+                'expected plan.labels_stay = true, or labels = "public"'
             )
 
 
