@@ -27,8 +27,8 @@ PUBLIC = {
     "StateForm StateStore Update Values Work Worksite algorithm_names describe_algorithm load_algorithm",
     "data": "ColumnSpec DataSpec Dataset JoinedDataset JoinedOrder SampleOrder Split dataset_kinds "
     "describe_dataset load_dataset",
-    "fleet": "Change Device Fleet Link LinkTrace Links RANDOM Route Site changed corrected describe dump_fleet "
-    "in_half load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
+    "fleet": "Change Device Fleet Link LinkTrace Links Measurement RANDOM Route Site changed corrected describe "
+    "dump_fleet in_half load_fleet parse_fleet resolve_fleet topology topology_names with_memory",
     "graph": "Affine Crossing Cut Flow Op OpGraph Ref StageGraph TensorSpec assign cuts decode encode partition",
     "job": "Hooks Job PlanConfig Prepared PrivacyConfig RuntimeConfig TrainingConfig checked described_here "
     "described_in fleet_of keep_prepared kept_prepared load_hook load_hooks load_job prepare terms_of",

@@ -45,22 +45,22 @@ def test_each_rank_takes_the_accelerator_of_its_number(tmp_path: Path, monkeypat
 
 
 def test_a_place_whose_ranks_share_out_the_weights_has_the_memory_of_all(monkeypatch: pytest.MonkeyPatch) -> None:
-    one = Measured(flops_per_s=1e9, peak_flops_per_s=2e9, memory_bytes=8 << 30)
+    one = Measured(figures=(), peak_flops_per_s=2e9, memory_bytes=8 << 30)
     measured: list[str] = []
 
-    def measure(asked: Compute, threads: int, accelerator: str) -> Measured:
+    def measure(asked: Compute, accelerator: str, place: Place) -> Measured:
         measured.append(accelerator)
         return one
 
     monkeypatch.setattr(probing, "_speed", measure)
     whole = Place(ranks=8, local_ranks=4)
-    assert probing.compute_speed(Compute(run="p"), 1, whole).memory_bytes == 2 << 30
-    parts = probing.compute_speed(Compute(run="p"), 1, msgspec.structs.replace(whole, sharded=True))
+    assert probing.compute_speed(Compute(run="p"), whole).memory_bytes == 2 << 30
+    parts = probing.compute_speed(Compute(run="p"), msgspec.structs.replace(whole, sharded=True))
     assert parts.memory_bytes == 16 << 30
     assert "--sharded" in msgspec.structs.replace(whole, sharded=True).options()
     measured.clear()
     gpus = msgspec.structs.replace(whole, accelerator="cuda:0")
-    assert probing.compute_speed(Compute(run="p"), 1, gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
+    assert probing.compute_speed(Compute(run="p"), gpus).memory_bytes == 8 << 30, "each rank has a GPU's own"
     assert sorted(measured) == [f"cuda:{rank}" for rank in range(4)]
 
 

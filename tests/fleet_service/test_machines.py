@@ -89,7 +89,7 @@ def test_which_accelerators_are_devices(monkeypatch: pytest.MonkeyPatch, asked: 
 @pytest.mark.parametrize(
     ("asked", "words"),
     [
-        ("2", ["--devices", "got 2", "cuda:0, cuda:1"]),
+        ("2", ["--devices", "got 2", "below 2", "cuda:0, cuda:1"]),
         ("0,0", ["--devices", "cuda:0 and cuda:0"]),
         ("0,checked:0", ["--devices", "cuda:0 and checked:0", "called 0"]),
         ("0,tpu", ["--devices", "'tpu'", "cuda:0, cuda:1"]),
@@ -116,7 +116,8 @@ def test_what_is_not_here_ends_the_command(monkeypatch: pytest.MonkeyPatch, tmp_
     refused(join("--device", "tpu:1"), 2, "--device", "'tpu:1'", "cpu")
     refused(join("--devices", "0", "--device", "cpu"), 2, "--devices", "beside --device")
     monkeypatch.setattr(joining, "accelerator_names", tuple)
-    refused(join("--devices", "all"), 2, "--devices", "torch sees no accelerator here")
+    for asked in ("all", "0,2"):
+        refused(join("--devices", asked), 2, "--devices", "torch sees no accelerator here", "to take the CPU")
 
 
 def test_hardware_is_called_by_its_name() -> None:

@@ -15,7 +15,7 @@ from isthmus.errors import PeerError
 from isthmus.fleet import parse_fleet
 from isthmus.fleet.toml import dump_fleet
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.messages.probe import Compute, Computes, Expect, Measure
+from isthmus.runtime.messages.probe import Compute, Computes, Expect, Figure, Measure
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import fleet_probe, probing
@@ -41,7 +41,8 @@ def two(fleet: Fleet, tmp_path: Path) -> Iterator[Fleet]:
 
 
 def _computes(asked: Compute, *_: object) -> Computes:
-    return Computes(run=asked.run, flops_per_s=2e9, peak_flops_per_s=8e9, memory_bytes=9)
+    figure = Figure(what="convolutions", precision="fp32", flops=2e9, seconds=1.0)
+    return Computes(run=asked.run, figures=(figure,), peak_flops_per_s=8e9, memory_bytes=9)
 
 
 def test_a_probed_fleet(two: Fleet) -> None:
@@ -67,14 +68,14 @@ def test_more_streams_are_tried_where_they_might_be_faster_and_kept_where_they_a
     """As if one flow carried 10 MB/s over 200 ms, two 18, and four no more than that."""
     speeds = {1: 1e7, 2: 1.8e7, 4: 1.8e7}
     used: list[int] = []
-    timed = probing._timed  # pyright: ignore[reportPrivateUsage]
+    timed = probing.time_loads
 
     def slow(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
         used.append(route.strands)
         times, relayed = timed(route, reacher)
         return [(size, 0.4 + size / speeds[route.strands]) for size, _ in times], relayed
 
-    with mock.patch.object(probing, "_timed", slow), mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 20)):
+    with mock.patch.object(probing, "time_loads", slow), mock.patch.object(probing, "SIZES_BYTES", (1 << 8, 1 << 20)):
         link = probe_link(two.service, "desk", "laptop", lambda _: None)
     assert used == [1, 2, 4]
     assert link.bandwidth_bytes_per_s == pytest.approx(1.8e7) and link.latency_s == pytest.approx(0.2)
@@ -114,10 +115,11 @@ def test_the_benchmarks_flops_are_those_that_torch_counts() -> None:
 
 @pytest.mark.parametrize(("given", "told"), [(None, 50), (30, 15), (1000, 50)])
 def test_a_device_offers_what_its_owner_gives(given: int | None, told: int) -> None:
-    one = Measured(flops_per_s=1.0, peak_flops_per_s=2.0, half_flops_per_s=0.0, memory_bytes=100)
+    figure = Figure(what="convolutions", precision="fp32", flops=1.0, seconds=1.0)
+    one = Measured(figures=(figure,), peak_flops_per_s=2.0, memory_bytes=100)
     with mock.patch.object(probing, "_speed", lambda *_: one):
-        found = probing.compute_speed(Compute(run="p"), 1, Place(memory_bytes=given, ranks=2, local_ranks=2))
-    assert (found.memory_bytes, found.flops_per_s, found.failure) == (told, 2.0, "")
+        found = probing.compute_speed(Compute(run="p"), Place(memory_bytes=given, ranks=2, local_ranks=2))
+    assert (found.memory_bytes, found.figures[0].flops_per_s, found.failure) == (told, 2.0, "")
 
 
 @pytest.mark.parametrize(("text", "words"), [("4 Gib", "--memory"), ("0 B", "--memory '0 B': got nothing")])

@@ -1,21 +1,28 @@
-"""What a probe measures of hardware: with the hardware's own clock, in a job's products, at both precisions."""
+"""What a probe measures of hardware: with the hardware's own clock, in what a job's model computes."""
 
 from __future__ import annotations
 
+import itertools
+from collections.abc import Callable
 from unittest import mock
 
+import msgspec
 import pytest
-import torch
 
 from isthmus.accelerators import HOST, Event, open_accelerator
+from isthmus.accelerators.checked import open_checked
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.changes import in_half
 from isthmus.job import fleet_of, prepare
-from isthmus.runtime.messages.probe import Compute, Product
+from isthmus.runtime.messages.probe import Attention, Compute, Figure, Product, Trial
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service import speed
+from isthmus.runtime.service.figures import planned_speed, together
+from isthmus.runtime.service.first_layers import question
+from isthmus.runtime.service.fleet_probe import measured_device
+from isthmus.runtime.service.layer_speed import measure_layers, share_of
 from isthmus.runtime.service.probing import compute_speed
-from isthmus.runtime.service.products import products_of
+from isthmus.training.engine import TorchEngine
 from tests.runtime.jobs import DIGITS, TEXT, job_of
 
 
@@ -41,39 +48,155 @@ def test_the_fastest_pass_counts_and_the_first_does_not() -> None:
         clock[0] += next(taken)
 
     with mock.patch.object(HOST, "record", lambda timed: _Moment(clock[0])):
-        assert speed.seconds(HOST, act, passes=3) == pytest.approx(2.0)
+        assert speed.seconds(HOST, act) == pytest.approx(2.0)
 
 
-def test_each_product_counts_as_often_as_the_model_has_it() -> None:
-    products = (Product(2, 3, 4, 5, count=10), Product(1, 8, 8, 8))
-    with mock.patch.object(speed, "seconds", lambda *_: 0.5):
-        found = speed.measure_products(HOST, torch.float32, products)
-    assert found == pytest.approx((10 * 2 * 2 * 3 * 4 * 5 + 2 * 8**3) / (11 * 0.5))
+def test_each_operator_counts_as_often_as_the_model_has_it() -> None:
+    attention = Attention(batch=2, heads=4, key_heads=2, queries=8, keys=6, size=4, value_size=5, masked=True, count=3)
+    asked = Compute(run="", operators=(Product(2, 3, 4, 5, count=10), attention, Product(1, 8, 8, 8)))
+
+    def timed(_: object, act: Callable[[], object]) -> float:
+        act()
+        return 0.5
+
+    with mock.patch.object(speed, "seconds", timed):
+        found = {f.what: f for f in speed.measure_operators(HOST, asked, "fp32")}
+    assert (found["products"].flops, found["products"].seconds) == (10 * 2 * 2 * 3 * 4 * 5 + 2 * 8**3, 11 * 0.5)
+    assert (found["attention"].flops, found["attention"].seconds) == (3 * 2 * 2 * 4 * 8 * 6 * (4 + 5), 3 * 0.5)
 
 
-def test_products_are_those_of_the_jobs_model() -> None:
-    model = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 4}
-    job = job_of("gpt", model, TEXT)  # micro-batches of 2
-    found = products_of(prepare(job).captured.train, job.micro_batch_size)
-    tokens, heads = 2 * 16, 2 * 4
-    assert {(p.batch, p.m, p.n, p.k) for p in found} >= {(1, tokens, 256, 32), (1, tokens, 128, 32)}
-    assert any(p.batch == heads and p.m == 16 and {p.n, p.k} == {8, 16} for p in found), "attention"
-    assert [p.flops for p in found] == sorted((p.flops for p in found), reverse=True)
+@pytest.fixture(scope="module")
+def gpt() -> Compute:
+    model: dict[str, object] = {"vocab_size": 256, "sequence_length": 16, "width": 32, "layers": 2, "heads": 4}
+    return question(prepare(job_of("gpt", model, TEXT)))  # micro-batches of 2
 
 
-def test_an_accelerator_is_measured_in_a_process_of_its_own(monkeypatch: pytest.MonkeyPatch) -> None:
+def _trial(asked: Compute) -> Trial:
+    assert asked.trial is not None
+    return asked.trial
+
+
+def test_operators_are_those_of_the_jobs_model(gpt: Compute) -> None:
+    tokens = 2 * 16
+    products = [o for o in gpt.operators if isinstance(o, Product)]
+    assert {(p.batch, p.m, p.n, p.k) for p in products} >= {(1, tokens, 256, 32), (1, tokens, 128, 32)}
+    assert Attention(2, 4, 4, 16, 16, 8, 8, causal=True, count=2) in gpt.operators
+    assert [o.flops for o in gpt.operators] == sorted((o.flops for o in gpt.operators), reverse=True)
+
+
+def test_stages_grow_to_the_whole_model(gpt: Compute) -> None:
+    trial = _trial(gpt)
+    sizes = [layers.operators for layers in trial.layers]
+    assert sizes == sorted(set(sizes)) and sizes[-1] == trial.operators and len(sizes) > 4
+    assert trial.layers[-1].stage.loss is not None and trial.layers[0].stage.loss is None
+    flops = [layers.flops.at(2) for layers in trial.layers]
+    assert all(after >= before > 0 for before, after in itertools.pairwise(flops))
+    assert set(trial.columns) == {"input_ids", "labels"} and trial.columns["labels"].limit == 256
+
+
+class _Timer:
+    """Runs what it is given twice, as a pass that is not counted and one that is."""
+
+    def __init__(self, taken_s: float) -> None:
+        self.taken_s = taken_s
+        self.timed = 0
+
+    def __call__(self, act: Callable[[], object]) -> float:
+        act()
+        act()
+        self.timed += 1
+        return self.taken_s
+
+
+@pytest.mark.parametrize("where", ["cpu", "checked:7"])
+def test_layers_are_computed_forward_and_backward(gpt: Compute, where: str) -> None:
+    trial, timer = msgspec.structs.replace(_trial(gpt), layers=_trial(gpt).layers[::3]), _Timer(0.25)
+    accelerator = open_accelerator(where)
+    with mock.patch.object(TorchEngine, "backward", autospec=True, side_effect=TorchEngine.backward) as backward:
+        found, shorter = measure_layers(accelerator, trial, timer)
+    assert found is not None and not shorter
+    assert (found.what, found.precision, found.operators) == ("layers", "fp32", trial.layers[-1].operators)
+    assert found.flops_per_s == trial.layers[-1].flops.at(2) / 0.25
+    assert timer.timed == 2 == len(trial.layers) and backward.call_count == 2 * timer.timed
+
+
+def test_a_long_pass_is_the_last(gpt: Compute) -> None:
+    found, shorter = measure_layers(HOST, _trial(gpt), timer := _Timer(0.5))
+    assert timer.timed == 1 and not shorter
+    assert found is not None and found.operators == _trial(gpt).layers[0].operators
+
+
+def test_layers_that_do_not_fit_are_named(gpt: Compute) -> None:
+    trial = _trial(gpt)
+    room = max(layers.memory_bytes for layers in trial.layers[:2])
+    found, shorter = measure_layers(HOST, trial, _Timer(0.1), room)
+    longer = next(layers for layers in trial.layers if layers.memory_bytes > room)
+    assert found is not None and found.operators < longer.operators
+    assert shorter.startswith(f"the first {longer.operators} of {trial.operators} operators take ")
+    assert measure_layers(HOST, trial, _Timer(0.1), 0)[0] is None
+
+
+def test_what_the_allocator_has_not_counts_as_what_does_not_fit(gpt: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "10MiB")
+    first, *_, last = (msgspec.structs.replace(layers, memory_bytes=0) for layers in _trial(gpt).layers)
+    many = msgspec.structs.replace(_trial(gpt).engine, micro_batch_size=256)
+    hasty = msgspec.structs.replace(_trial(gpt), layers=(first, last), engine=many)
+    found, shorter = measure_layers(open_checked(8, fresh=True), hasty, _Timer(0.1))
+    assert shorter == f"all {last.operators} operators: out of memory"
+    assert found is not None and found.operators == first.operators
+
+
+def test_an_operator_that_may_not_travel_is_not_computed(gpt: Compute) -> None:
+    before, *_, last = _trial(gpt).layers
+    ops = tuple(
+        msgspec.structs.replace(op, target="aten.set_.source_Storage") if op.target == "aten.linear.default" else op
+        for op in last.stage.ops
+    )
+    hostile = msgspec.structs.replace(last, stage=msgspec.structs.replace(last.stage, ops=ops))
+    trial = msgspec.structs.replace(_trial(gpt), layers=(before, hostile))
+    found, shorter = measure_layers(HOST, trial, _Timer(0.1))
+    assert "set_" in shorter and found is not None and found.operators == before.operators
+
+
+def test_a_rank_computes_its_share(gpt: Compute) -> None:
+    trial = _trial(gpt)
+    assert share_of(trial, 2).engine.micro_batch_size == 1
+    assert share_of(trial, 3) == trial
+    fixed = msgspec.structs.replace(trial, any_batch=False)
+    assert share_of(fixed, 2) == fixed
+
+
+def test_plans_go_by_the_models_own_layers_where_they_were_measured() -> None:
+    products = Figure(what="products", precision="fp32", flops=8.0, seconds=1.0)
+    attention = Figure(what="attention", precision="fp32", flops=1.0, seconds=2.0)
+    layers = Figure(what="layers", precision="fp32", flops=5.0, seconds=2.0, operators=3)
+    half = msgspec.structs.replace(layers, precision="fp16", flops=6.0)
+    assert planned_speed([products, attention], "full") == 3.0
+    assert planned_speed([products, layers, attention, half], "full") == 2.5
+    assert planned_speed([products, half], "half") == 3.0
+    assert planned_speed([products], "half") == 0.0
+    ranks = together([[products, layers], [msgspec.structs.replace(layers, operators=2)]], machines=2.0)
+    assert [(f.what, f.operators, f.flops_per_s) for f in ranks] == [("layers", 2, 10.0)]
+
+
+def test_an_accelerator_is_measured_in_a_process_of_its_own(gpt: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "300MiB")
-    products = tuple(Product(1, 8, 8, 8) for _ in range(2))
+    trial = msgspec.structs.replace(_trial(gpt), layers=_trial(gpt).layers[-1:])
+    asked = msgspec.structs.replace(gpt, run="p", operators=(Product(1, 8, 8, 8),), trial=trial)
     place = Place(accelerator="checked:0", hardware="an emulated one (checked:0)", memory_bytes=1 << 40)
-    found = compute_speed(Compute(run="p", products=products), 1, place)
-    assert not found.failure
+    found = compute_speed(asked, place)
+    assert not found.failure and not found.shorter
     assert found.hardware == place.hardware
     assert 200 << 20 <= found.memory_bytes <= 300 << 20, "what one process can have there"
-    assert min(found.flops_per_s, found.half_flops_per_s, found.peak_flops_per_s, found.host_bytes_per_s) > 0
+    assert {(f.what, f.precision) for f in found.figures} >= {("layers", "fp32"), ("products", "bf16")}
+    assert min(found.peak_flops_per_s, found.host_bytes_per_s) > 0
+    device = measured_device("a", "r", found, asked, lambda _: None)
+    assert device.sustained_flops_per_s == pytest.approx(planned_speed(found.figures, "full"), rel=1e-3)
+    assert device.measured[0].what == f"all {_trial(gpt).operators} operators in fp32"
 
 
 def test_hardware_that_is_gone_is_named() -> None:
-    found = compute_speed(Compute(run="p"), 1, Place(accelerator="tpu:0"))
+    found = compute_speed(Compute(run="p"), Place(accelerator="tpu:0"))
     assert found.failure.startswith("tpu:0: ") and "expected one of" in found.failure
 
 

@@ -44,7 +44,7 @@ COMMANDS = {
     "serving_commands": {
         "serve": "Coordinate devices that join over TLS; with a job, train it once all that its plan names are here.",
         "submit": "Hand a job to the coordinator that serves the fleet; prints its number.",
-        "probe": "Measure devices and the links between them; print the matrix and write a fleet TOML.",
+        "probe": "Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML.",
     },
     "fleet_commands": {
         "jobs": "List the jobs that were submitted: what runs, waits, and how the others ended.",

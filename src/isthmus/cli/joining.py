@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 import platform
 import sys
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
@@ -77,24 +77,30 @@ def memory_of(text: str, accelerator: str = "cpu") -> int | None:
 def accelerators_of(text: str) -> dict[str, str]:
     """Of `--devices`: full names of accelerators, by what each adds to the machine's name. UserError."""
     here = accelerator_names()
-    if text == "all":
-        if not here:
-            raise UserError("--devices: got 'all', but torch sees no accelerator here: leave it out to join as the CPU")
-        return {_part(name): name for name in here}
     found: dict[str, str] = {}
-    for item in text.split(","):
-        wanted = item.strip()
-        if wanted.isdecimal() and int(wanted) >= len(here):
-            raise UserError(f"--devices: got {wanted}, expected numbers of: {', '.join(here) or 'none is here'}")
-        name = here[int(wanted)] if wanted.isdecimal() else resolve_accelerator(wanted, "--devices")
-        part = _part(name)
+    for item in here if text == "all" else text.split(","):
+        name = _numbered(item.strip(), here)
+        part = part_of(name)
         if part in found:
             raise UserError(f"--devices: got {found[part]} and {name}, which would both be called {part}")
         found[part] = name
+    if not found:
+        raise UserError("--devices: got 'all', but torch sees no accelerator here: leave it out to take the CPU")
     return found
 
 
-def _part(accelerator: str) -> str:
+def _numbered(text: str, here: Sequence[str]) -> str:
+    """The full name of an accelerator, of which a number may be given. UserError."""
+    if not text.isdecimal():
+        return resolve_accelerator(text, "--devices")
+    if int(text) < len(here):
+        return here[int(text)]
+    if not here:
+        raise UserError(f"--devices: got {text}, but torch sees no accelerator here: leave it out to take the CPU")
+    raise UserError(f"--devices: got {text}, expected a number below {len(here)}: {', '.join(here)} are here")
+
+
+def part_of(accelerator: str) -> str:
     """The number of an accelerator, or cpu."""
     return accelerator.rpartition(":")[2]
 

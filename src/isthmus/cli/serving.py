@@ -1,29 +1,22 @@
-"""A coordinator's fleet: it listens and is probed."""
+"""A coordinator's fleet: it listens."""
 
 from __future__ import annotations
 
 import contextlib
 import ipaddress
 import socket
-from collections.abc import Callable, Generator, Sequence
+from collections.abc import Callable, Generator
 from pathlib import Path
 
 import msgspec
 import typer
 from rich.console import Console
-from rich.table import Table
 
 from isthmus.cli import options
-from isthmus.cli.options import notes, state_folder
+from isthmus.cli.options import state_folder
 from isthmus.errors import UserError
-from isthmus.fleet import Device, Link, dump_fleet
-from isthmus.job import load_job, prepare
-from isthmus.runtime.messages.probe import Product
-from isthmus.runtime.service.fleet_probe import probe_fleet
 from isthmus.runtime.service.fleet_state import Addresses, FleetState
-from isthmus.runtime.service.products import products_of
 from isthmus.runtime.service.service import Service
-from isthmus.units import format_bandwidth, format_compute, format_duration, format_size
 
 
 class Serving(msgspec.Struct, frozen=True, kw_only=True):
@@ -36,38 +29,6 @@ class Serving(msgspec.Struct, frozen=True, kw_only=True):
     patience: str
 
 
-def probe(
-    state: Path | None, serving: Serving, devices: Sequence[str], target: Path | None, out: Console,
-    job_file: Path | None = None,
-) -> None:  # fmt: skip
-    """Wait for the devices, measure them, in a job's products if there is one, and their links, print the matrix, write
-    the fleet."""
-    told = notes()
-    say = teller(told)
-    products: tuple[Product, ...] = ()
-    if job_file is not None:
-        prepared = prepare(load_job(job_file))
-        products = products_of(prepared.captured.train, prepared.job.micro_batch_size)
-        if not products:
-            say(f"{job_file}: its model has no matrix products: devices are measured in convolutions")
-    with serving_fleet(state, serving, say) as service:
-        service.wait_for(devices)
-        fleet = probe_fleet(service, devices, say, products)
-    drawn = Table("from", *devices, "speed", title="Latency, bandwidth")
-    for device in fleet.devices:
-        cells = ["" if n == device.name else _link_text(fleet.link(device.name, n)) for n in devices]
-        half = f", bf16 {format_compute(device.half_flops_per_s)}" if device.half_flops_per_s else ""
-        drawn.add_row(device.name, *cells, format_compute(device.sustained_flops_per_s) + half)
-        say(f"{device.name}: {_device_text(device)}")
-    if target is None:
-        typer.echo(dump_fleet(fleet))
-        told.print(drawn)
-        return
-    target.write_text(dump_fleet(fleet), encoding="utf-8")
-    out.print(drawn)
-    say(f"wrote {target}: --fleet {target} plans with it")
-
-
 def teller(notes: Console) -> Callable[[str], None]:
     """Tells people one line."""
 
@@ -75,15 +36,6 @@ def teller(notes: Console) -> Callable[[str], None]:
         notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
     return say
-
-
-def _device_text(device: Device) -> str:
-    copies = f", {format_bandwidth(device.host_bytes_per_s)} to and from the host" if device.host_bytes_per_s else ""
-    return f"{device.hardware or 'hardware not told'}, {format_size(device.memory_bytes)} of memory{copies}"
-
-
-def _link_text(link: Link) -> str:
-    return f"{format_duration(link.latency_s)}, {format_bandwidth(link.bandwidth_bytes_per_s)}"
 
 
 @contextlib.contextmanager

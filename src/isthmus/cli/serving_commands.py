@@ -23,13 +23,14 @@ from isthmus.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from isthmus.cli import chosen, coordinating, federated, serving, submitting, training
+    from isthmus.cli import chosen, coordinating, federated, probing, serving, submitting, training
     from isthmus.federated import job as federated_job
 else:
     chosen = Later("isthmus.cli.chosen")
     coordinating = Later("isthmus.cli.coordinating")
     federated = Later("isthmus.cli.federated")
     federated_job = Later("isthmus.federated.job")
+    probing = Later("isthmus.cli.probing")
     serving = Later("isthmus.cli.serving")
     submitting = Later("isthmus.cli.submitting")
     training = Later("isthmus.cli.training")
@@ -98,14 +99,25 @@ def submit(
 
 @app.command()
 def probe(
-    names: Annotated[list[str], typer.Argument(metavar="DEVICE...", help="Names of devices that joined or will.")],
+    names: Annotated[
+        list[str] | None,
+        typer.Argument(metavar="[DEVICE...]", help="Names of devices that joined or will; none: this machine's."),
+    ] = None,
     target: Annotated[
         Path | None,
         typer.Option("--out", parser=local_path, metavar="FILE", help="Write the fleet here; default: stdout."),
     ] = None,
     job: Annotated[
-        Path | None, typer.Option("--job", metavar="JOB.toml", help="Measure speeds in this job's matrix products.")
+        Path | None,
+        typer.Option("--job", metavar="JOB.toml", help="Measure speeds in the first layers of this job's model."),
     ] = None,
+    device: Annotated[str, typer.Option("--device", help="Of this machine: cpu, cuda:0, ...; default: all.")] = "",
+    devices: Annotated[
+        str, typer.Option("--devices", metavar="all|0,cpu", help="Of this machine: these, as `isthmus join` has them.")
+    ] = "",
+    memory: Annotated[
+        str, typer.Option("--memory", help="What may be taken of each of this machine's devices: 4GiB; default: all.")
+    ] = "",
     host: HostOption = "127.0.0.1",
     port: PortOption = PORT,
     address: AddressOption = None,
@@ -113,6 +125,9 @@ def probe(
     patience: PatienceOption = "60 s",
     state: StateOption = None,
 ) -> None:
-    """Measure devices and the links between them; print the matrix and write a fleet TOML."""
+    """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
     where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
-    serving.probe(state, where, names, target, out(), job)
+    asked = probing.Probing(
+        names=tuple(names or ()), job=job, device=device, devices=devices, memory=memory, target=target
+    )  # fmt: skip
+    probing.probe(asked, state, where)

@@ -19,6 +19,13 @@ from isthmus.fleet.checks import check_label, check_number
 from isthmus.fleet.links import Link, Links, Route, Site
 
 
+class Measurement(msgspec.Struct, frozen=True):
+    """What a probe found of a device, for people: `what` is as "products in fp32"."""
+
+    what: str
+    flops_per_s: float
+
+
 class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """One place that computes: a GPU, a CPU, or a whole island behind one name.
 
@@ -39,6 +46,8 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
     host_bytes_per_s: float = 0.0
     """Between an accelerator and the host's memory, the slower way; 0 where nothing is copied, or not known. For
     people: copies go on beside the work."""
+    measured: tuple[Measurement, ...] = ()
+    """What the speeds above come from, and what was measured beside it."""
 
     def __post_init__(self) -> None:
         check_label("device name", self.name)
@@ -52,6 +61,9 @@ class Device(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=Tr
         check_number(f"device {self.name!r}: price_per_hour", self.price_per_hour)
         check_number(f"device {self.name!r}: half_flops_per_s", self.half_flops_per_s)
         check_number(f"device {self.name!r}: host_bytes_per_s", self.host_bytes_per_s)
+        for measurement in self.measured:
+            check_label(f"device {self.name!r}: measured", measurement.what)
+            check_number(f"device {self.name!r}: measured {measurement.what}", measurement.flops_per_s, above_zero=True)
 
     @property
     def sustained_flops_per_s(self) -> float:

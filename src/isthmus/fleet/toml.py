@@ -50,7 +50,7 @@ import msgspec
 
 from isthmus.documents import convert, parse_toml
 from isthmus.errors import UserError, unknown_name
-from isthmus.fleet.fleet import Device, Fleet
+from isthmus.fleet.fleet import Device, Fleet, Measurement
 from isthmus.fleet.links import Link, Links, Route, Site
 from isthmus.fleet.traces import read_link_trace
 from isthmus.units import (
@@ -91,6 +91,8 @@ class _DeviceTable(msgspec.Struct, frozen=True, kw_only=True):
     """Sustained speed in bf16 and fp16, where it differs."""
     host_bandwidth: object = 0.0
     """Between an accelerator and the host's memory, for people."""
+    measured: dict[str, object] = {}
+    """What `isthmus probe` measured, for people: "products in fp32" = "8 TFLOPS", ..."""
 
 
 class _LinkTable(msgspec.Struct, frozen=True, kw_only=True):
@@ -228,6 +230,10 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
         host_bytes_per_s = 0.0
         if table.host_bandwidth:
             host_bytes_per_s = parse_bandwidth(table.host_bandwidth, f"{where}: host_bandwidth")
+        measured = tuple(
+            Measurement(what, parse_compute(speed, f"{where}: measured.{what}"))
+            for what, speed in table.measured.items()
+        )
         names = [table.name] if table.count is None else [f"{table.name}-{i}" for i in range(count)]
         for name in names:
             try:
@@ -241,6 +247,7 @@ def _devices(tables: list[object], source: str) -> Iterator[Device]:
                     scale=table.scale,
                     half_flops_per_s=half_flops_per_s,
                     host_bytes_per_s=host_bytes_per_s,
+                    measured=measured,
                 )
             except UserError as error:
                 raise UserError(f"{where}: {error}") from None
@@ -324,6 +331,9 @@ def _dump_device(device: Device) -> str:
         lines.append(f"half_compute = {_quoted(format_compute(device.half_flops_per_s, exact=True))}")
     if device.host_bytes_per_s:
         lines.append(f"host_bandwidth = {_quoted(format_bandwidth(device.host_bytes_per_s, exact=True))}")
+    if device.measured:
+        told = (f"{_quoted(m.what)} = {_quoted(format_compute(m.flops_per_s, exact=True))}" for m in device.measured)
+        lines.append(f"measured = {{ {', '.join(told)} }}")
     if device.scale != 1:
         lines.append(f"scale = {float(device.scale)!r}")
     if device.price_per_hour:

@@ -18,7 +18,7 @@ from isthmus.data.description import DataDescription, describe, read_description
 from isthmus.data.joined import joined_descriptions
 from isthmus.errors import UserError
 from isthmus.extensions import import_object
-from isthmus.fleet import Fleet
+from isthmus.fleet import Device, Fleet, Links
 from isthmus.graph import Flow
 from isthmus.graph.captured import Capture, Captured, Column, read_captured, write_captured
 from isthmus.job.hooks import load_hooks
@@ -48,6 +48,14 @@ class Prepared(msgspec.Struct, frozen=True, kw_only=True):
 
     def cut_into(self, micro_batches: int) -> Prepared:
         return msgspec.structs.replace(self, job=self.job.cut_into(micro_batches))
+
+    def alone(self) -> Problem:
+        """What stages are made of, whatever devices there are: on one that nothing is known of, and without terms."""
+        anything = Device(name="any", region="anywhere", flops_per_s=1.0, memory_bytes=1)
+        return Problem(
+            flow=Flow(self.captured.train), fleet=Fleet(name="any", devices=(anything,), links=Links()),
+            micro_batch_size=self.job.micro_batch_size, micro_batches=1, state=_state(self.job),
+        )  # fmt: skip
 
     def problem(self, fleet: Fleet) -> Problem:
         """What a planner is asked."""

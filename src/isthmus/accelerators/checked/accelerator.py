@@ -140,6 +140,7 @@ class Checked:
     def release_cached(self) -> None:
         with LOCK:
             self._device.collect()
+            self._device.memory.give_back_unused()
 
     def reset_peak(self) -> None:
         with LOCK:

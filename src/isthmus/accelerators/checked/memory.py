@@ -44,7 +44,7 @@ class Memory:
         pool, block = _pool(size, stream)
         needed = rounded(self._used[pool] + block, SEGMENT)
         if self.reserved - self._reserved[pool] + max(needed, self._reserved[pool]) > self.total:
-            self._give_back_unused()
+            self.give_back_unused()
             if self.reserved - self._reserved[pool] + needed > self.total:
                 raise torch.OutOfMemoryError(
                     f"{self.name} out of memory. Tried to allocate {format_size(block)}. It has a total capacity of "
@@ -62,7 +62,7 @@ class Memory:
         self._used[pool] -= block
         self.allocated -= rounded(size, BLOCK)
 
-    def _give_back_unused(self) -> None:
+    def give_back_unused(self) -> None:
         self._reserved = Counter({pool: rounded(used, SEGMENT) for pool, used in self._used.items()})
 
     def reset_peak(self) -> None:

@@ -38,7 +38,7 @@ from isthmus.runtime.processes.launcher import Launcher, Place
 from isthmus.runtime.service.comparing import DataAnswers
 from isthmus.runtime.service.joining import Dismissal, join
 from isthmus.runtime.service.probing import compute_speed, expect_probe, measure_link
-from isthmus.runtime.transport.channel import SocketChannel, dial
+from isthmus.runtime.transport.channel import MAX_ASSIGNMENT_BYTES, SocketChannel, dial
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.reaching import Reacher
 
@@ -196,7 +196,7 @@ class Agent:
             try:
                 channel = dial(
                     host, port, "coordinator", self._patience_s, identity=self._identity,
-                    expected=Party("coordinator", ""),
+                    expected=Party("coordinator", ""), most_header_bytes=MAX_ASSIGNMENT_BYTES,
                 )  # fmt: skip
             except PeerError as e:
                 failures.append(str(e))
@@ -258,7 +258,9 @@ class Agent:
             case Measure():
                 self._beside(lambda: lane.put(measure_link(message, self._reacher(coordinator))))
             case Compute():
-                self._beside(lambda: lane.put(compute_speed(message, 1, self._place)))
+                # A site computes its own model alone.
+                asked = message if self._workshop is None else msgspec.structs.replace(message, trial=None)
+                self._beside(lambda: lane.put(compute_speed(asked, self._place)))
             case Describe() if self._workshop is None:
                 self._beside(lambda: lane.put(self._data.describe(message, self._placed(coordinator))))
             case Compare() if self._workshop is None:

@@ -21,6 +21,8 @@ from isthmus.runtime.messages.fleet import MOST_HARDWARE
 from isthmus.runtime.messages.probe import Compute, Computes, Expect, Expecting, Load, Measure, Measured
 from isthmus.runtime.messages.relay import Strand
 from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service.figures import together
+from isthmus.runtime.service.layer_speed import share_of
 from isthmus.runtime.service.speed import Measured as Speed
 from isthmus.runtime.transport.braid import MOST_STRANDS, Braider, may_gain
 from isthmus.runtime.transport.channel import SocketChannel
@@ -54,7 +56,7 @@ def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> tuple[Expecti
             channel.close()
             return
         try:
-            _answer(channel, asked.run, braider, patience_s)
+            answer_loads(channel, asked.run, braider, patience_s)
         except PeerError:
             channel.close()  # the other one tells how it went
 
@@ -71,7 +73,7 @@ def expect_probe(asked: Expect, reacher: Reacher, place: Place) -> tuple[Expecti
     return Expecting(run=asked.run, host=place.address or place.host, port=port), close
 
 
-def _answer(channel: SocketChannel, probe: str, braider: Braider, patience_s: float) -> None:
+def answer_loads(channel: SocketChannel, probe: str, braider: Braider, patience_s: float) -> None:
     """Nothing to every load, until the other side closes."""
     while (received := channel.receive(_only_load, idle_s=patience_s)) is not None:
         if not isinstance(received[0], Strand):
@@ -93,11 +95,11 @@ def measure_link(asked: Measure, reacher: Reacher) -> Measured:
     streams as make it faster."""
     route = Route(run=asked.run, other="the other device", host=asked.host, port=asked.port, id=asked.id)
     try:
-        times, relayed = _timed(route, reacher)
+        times, relayed = time_loads(route, reacher)
         link = fit_link(times)
         while may_gain(link) and route.strands < MOST_STRANDS:
             route = msgspec.structs.replace(route, strands=2 * route.strands)
-            more, relayed = _timed(route, reacher)
+            more, relayed = time_loads(route, reacher)
             found = fit_link(more)
             if found.bandwidth_bytes_per_s < GAIN * link.bandwidth_bytes_per_s:
                 break
@@ -107,7 +109,7 @@ def measure_link(asked: Measure, reacher: Reacher) -> Measured:
     return Measured(run=asked.run, times=tuple(times), relayed=relayed)
 
 
-def _timed(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
+def time_loads(route: Route, reacher: Reacher) -> tuple[list[tuple[int, float]], bool]:
     """Sizes and round trips, and whether the way was by the coordinator. PeerError."""
     times: list[tuple[int, float]] = []
     channel, relayed = reacher.reach(route)
@@ -132,14 +134,15 @@ def _round_trip(channel: SocketChannel, probe: str, size_bytes: int, patience_s:
     return time.monotonic() - began_s
 
 
-def compute_speed(asked: Compute, threads: int, place: Place) -> Computes:
+def compute_speed(asked: Compute, place: Place) -> Computes:
     """Of all ranks together: those of this machine at the same time, other machines as this one. A CPU's memory is
     shared by its ranks. Each of them holds the stage's weights, so what one has counts; or its part of everything, if
     they are sharded, and what all have counts."""
-    probe = asked.run
+    probe, trial = asked.run, asked.trial
+    of_rank = asked if trial is None else msgspec.structs.replace(asked, trial=share_of(trial, place.ranks))
     try:
         with ThreadPoolExecutor(place.local_ranks) as pool:
-            found = list(pool.map(lambda name: _speed(asked, threads, name), _of_ranks(place)))
+            found = list(pool.map(lambda name: _speed(of_rank, name, place), _of_ranks(place)))
     except subprocess.CalledProcessError as e:
         last = str(e.stderr).strip().rpartition("\n")[2]
         return Computes(run=probe, failure=f"{place.accelerator}: {last}"[:500])
@@ -150,9 +153,9 @@ def compute_speed(asked: Compute, threads: int, place: Place) -> Computes:
     if place.accelerator == "cpu":
         own_bytes //= place.local_ranks
     return Computes(
-        run=probe, flops_per_s=machines * sum(one.flops_per_s for one in found),
+        run=probe, figures=together([one.figures for one in found], machines),
+        shorter=next((one.shorter for one in found if one.shorter), ""),
         peak_flops_per_s=machines * sum(one.peak_flops_per_s for one in found),
-        half_flops_per_s=machines * sum(one.half_flops_per_s for one in found),
         host_bytes_per_s=min(one.host_bytes_per_s for one in found), hardware=place.hardware[:MOST_HARDWARE],
         memory_bytes=own_bytes * (place.ranks if place.sharded else 1),
     )  # fmt: skip
@@ -166,11 +169,12 @@ def _of_ranks(place: Place) -> list[str]:
     return [f"{kind}:{int(first) + rank}" for rank in range(place.local_ranks)]
 
 
-def _speed(asked: Compute, threads: int, accelerator: str) -> Speed:
-    """In a process of its own, so that the agent stays small."""
+def _speed(asked: Compute, accelerator: str, place: Place) -> Speed:
+    """In a process of its own, so that the agent stays small, and what a graph does there ends with it."""
+    offered = [] if place.memory_bytes is None else [str(place.memory_bytes // place.local_ranks)]
     done = subprocess.run(
-        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", str(threads), accelerator], capture_output=True,
-        text=True, timeout=COMPUTE_LIMIT_S, check=True, input=msgspec.json.encode(asked.products).decode(),
-        env={**os.environ, "OMP_NUM_THREADS": str(threads)},
+        [sys.executable, "-P", "-m", "isthmus.runtime.service.speed", accelerator, *offered], capture_output=True,
+        text=True, timeout=COMPUTE_LIMIT_S, check=True, input=msgspec.json.encode(asked).decode(),
+        env={**os.environ, "OMP_NUM_THREADS": str(asked.threads)},
     )  # fmt: skip
     return msgspec.json.decode(done.stdout, type=Speed)

@@ -1,24 +1,31 @@
-"""How fast this machine's CPU, or an accelerator of it, computes: in the matrix products of a job's model, or without a
-model in Sky Computing's benchmark, a stack of ten convolutions of 256 channels, kernel 3, forward and backward; the
-batch and the images are smaller where theirs (32, 64 x 64) would take minutes; and what it could do at best, in a
-product of two large matrices: the two are FusionLLM's S and S*, and their ratio is lambda.
+"""How fast this machine's CPU, or an accelerator of it, computes: the first layers of a job's model as a stage, and its
+matrix products and attention; without a job Sky Computing's benchmark, a stack of ten convolutions of 256 channels,
+kernel 3, forward and backward; the batch and the images are smaller where theirs (32, 64 x 64) would take minutes; and
+what it could do at best, in a product of two large matrices: what training reaches and that are FusionLLM's S and S*,
+and their ratio is lambda.
 
-`python -m isthmus.runtime.service.speed THREADS ACCELERATOR` reads products from standard input and prints JSON.
+`python -m isthmus.runtime.service.speed ACCELERATOR [BYTES]`, with how much memory its owner gives, reads a `Compute`
+from standard input and prints JSON.
 """
 
 from __future__ import annotations
 
 import contextlib
+import importlib
 import sys
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Generator, Iterator
 
 import msgspec
 import torch
 from torch import nn
+from torch.nn.functional import scaled_dot_product_attention
 
 from isthmus.accelerators import Accelerator, open_accelerator
-from isthmus.runtime.messages.probe import Product
-from isthmus.runtime.processes.memory_limit import machine_memory_bytes
+from isthmus.job.settings import DTYPES, Precision
+from isthmus.runtime.messages.probe import Attention, Compute, Figure, Kind, Product
+from isthmus.runtime.processes.memory_limit import limit_memory, machine_memory_bytes
+from isthmus.runtime.service.layer_speed import measure_layers
+from isthmus.training.faults import is_short_of_memory
 
 LAYERS, CHANNELS, KERNEL = 10, 256, 3
 SIDES = (8, 16, 32, 64)
@@ -28,18 +35,63 @@ MATRIX_SIDES = (256, 512, 1024, 2048, 4096, 8192, 16384)
 LEAST_PRODUCT_S = 0.1
 """Nothing but the product is timed: that takes less to be told."""
 COPIED_BYTES = 1 << 26
-PASSES = 3
-HALF = torch.bfloat16
+LEAST_PASSES, MOST_PASSES, PASSES_S = 3, 50, 1.0
+LONG_S = 2.0
+"""Of something that takes longer one pass is enough."""
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):
-    """FLOP/s and bytes/s, as in `Computes`."""
+    """As in `Computes`."""
 
-    flops_per_s: float
+    figures: tuple[Figure, ...]
+    shorter: str = ""
     peak_flops_per_s: float
-    half_flops_per_s: float = 0.0
     host_bytes_per_s: float = 0.0
     memory_bytes: int
+
+
+def seconds(accelerator: Accelerator, act: Callable[[], object]) -> float:
+    """Of the fastest of some passes, by the hardware's own clock, after one that is not counted. A machine that is busy
+    with something else shows its speed in one of them."""
+    if _pass_s(accelerator, act) > LONG_S:
+        return _pass_s(accelerator, act)
+    taken_s: list[float] = []
+    while len(taken_s) < LEAST_PASSES or (len(taken_s) < MOST_PASSES and sum(taken_s) < PASSES_S):
+        taken_s.append(_pass_s(accelerator, act))
+    return max(min(taken_s), 1e-9)
+
+
+def _pass_s(accelerator: Accelerator, act: Callable[[], object]) -> float:
+    begun = accelerator.record(timed=True)
+    act()
+    ended = accelerator.record(timed=True)
+    ended.synchronize()
+    return begun.seconds_to(ended)
+
+
+def measure(accelerator: Accelerator, asked: Compute, offered_bytes: int | None = None) -> Measured:
+    """`offered_bytes` is what its owner gives of the memory."""
+    figures: list[Figure] = []
+    shorter = ""
+    memory = accelerator.memory()
+    if asked.trial is not None:
+        asked.trial.engine.kernels.use(accelerator)
+        found, shorter = measure_layers(accelerator, asked.trial, lambda act: seconds(accelerator, act), offered_bytes)
+        figures += [found] if found is not None else []
+    precisions: tuple[Precision, ...] = ("fp32",)
+    if accelerator.asynchronous:  # a CPU's bf16 is computed by other kernels from one to the next machine: layers tell
+        precisions = "fp32", "bf16"
+    for precision in precisions:
+        with contextlib.suppress(RuntimeError) if precision == "bf16" else contextlib.nullcontext():
+            figures += measure_operators(accelerator, asked, precision)
+            if not any(figure.precision == precision for figure in figures):
+                figures += measure_convolutions(accelerator, precision)
+    peak_flops_per_s = max([measure_peak(accelerator), *(f.flops_per_s for f in figures if f.precision == "fp32")])
+    return Measured(
+        figures=tuple(figures), shorter=shorter, peak_flops_per_s=peak_flops_per_s,
+        host_bytes_per_s=measure_copies(accelerator) if accelerator.asynchronous else 0.0,
+        memory_bytes=memory.free + memory.reserved if accelerator.asynchronous else machine_memory_bytes(),
+    )  # fmt: skip
 
 
 def conv_flops(side: int, batch: int = 1) -> int:
@@ -48,70 +100,70 @@ def conv_flops(side: int, batch: int = 1) -> int:
     return forward * (3 * LAYERS - 1)
 
 
-def seconds(accelerator: Accelerator, act: Callable[[], object], passes: int = PASSES) -> float:
-    """Of the fastest of some passes, by the hardware's own clock, after one that is not counted."""
-    found: list[float] = []
-    for _ in range(1 + passes):
-        begun = accelerator.record(timed=True)
-        act()
-        ended = accelerator.record(timed=True)
-        ended.synchronize()
-        found.append(begun.seconds_to(ended))
-    return max(min(found[1:]), 1e-9)
+def measure_convolutions(accelerator: Accelerator, precision: Precision) -> list[Figure]:
+    """Passes of the largest size that is needed and fits, the best of all sizes; none where no size fits."""
+    found: list[Figure] = []
+    with _where_it_fits():
+        layers = [nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1) for _ in range(LAYERS)]
+        stack = nn.Sequential(*layers).to(accelerator.device, DTYPES[precision])
+        for side in SIDES:
+            images = torch.randn(1, CHANNELS, side, side).to(accelerator.device, DTYPES[precision])
+            taken_s = seconds(accelerator, lambda images=images: stack(images).square().mean().backward())
+            found.append(Figure(what="convolutions", precision=precision, flops=conv_flops(side), seconds=taken_s))
+            if taken_s >= LEAST_S:
+                break
+    return sorted(found, key=lambda figure: figure.flops_per_s)[-1:]
 
 
-def measure(accelerator: Accelerator, products: Sequence[Product]) -> Measured:
-    """Sustained speed in fp32, and on an accelerator in bf16 where it has that; the peak is of the same products in
-    fp32."""
-    asynchronous = accelerator.asynchronous
-    sustained = measure_products if products else measure_convolutions
-    flops_per_s = sustained(accelerator, torch.float32, products)
-    half_flops_per_s = 0.0
-    if asynchronous:  # a CPU's bf16 is computed by other kernels from one to the next machine: runs tell its speed
-        with contextlib.suppress(RuntimeError):
-            half_flops_per_s = sustained(accelerator, HALF, products)
-    found = accelerator.memory()
-    return Measured(
-        flops_per_s=flops_per_s, peak_flops_per_s=max(flops_per_s, measure_peak(accelerator)),
-        half_flops_per_s=half_flops_per_s, host_bytes_per_s=measure_copies(accelerator) if asynchronous else 0.0,
-        memory_bytes=found.free + found.reserved if asynchronous else machine_memory_bytes(),
-    )  # fmt: skip
+def measure_operators(accelerator: Accelerator, asked: Compute, precision: Precision) -> Iterator[Figure]:
+    """A model's products, and its attention, each as often as the model has it; forward. What does not fit into memory
+    is left out."""
+    kinds: tuple[Kind, ...] = ("products", "attention")
+    for what in kinds:
+        flops, taken_s = 0, 0.0
+        for operator in (o for o in asked.operators if isinstance(o, Product) == (what == "products")):
+            with _where_it_fits():
+                one_s = seconds(accelerator, _act(accelerator, operator, DTYPES[precision]))
+                flops, taken_s = flops + operator.flops, taken_s + operator.count * one_s
+        if flops:
+            yield Figure(what=what, precision=precision, flops=flops, seconds=taken_s)
 
 
-def measure_convolutions(accelerator: Accelerator, dtype: torch.dtype, _: Sequence[Product] = ()) -> float:
-    """FLOP/s in passes of the largest size that is needed, the best of all sizes."""
-    layers = [nn.Conv2d(CHANNELS, CHANNELS, KERNEL, padding=1) for _ in range(LAYERS)]
-    stack = nn.Sequential(*layers).to(accelerator.device, dtype)
-    best = 0.0
-    for side in SIDES:
-        images = torch.randn(1, CHANNELS, side, side).to(accelerator.device, dtype)
-        taken_s = seconds(accelerator, lambda images=images: stack(images).square().mean().backward())
-        best = max(best, conv_flops(side) / taken_s)
-        if taken_s >= LEAST_S:
-            break
-    return best
+def _act(accelerator: Accelerator, operator: Product | Attention, dtype: torch.dtype) -> Callable[[], object]:
+    def made(*shape: int) -> torch.Tensor:
+        return torch.randn(shape, device=accelerator.device).to(dtype)
+
+    if isinstance(operator, Product):
+        a, b = made(operator.batch, operator.m, operator.k), made(operator.batch, operator.k, operator.n)
+        return lambda: torch.bmm(a, b)
+    o = operator
+    queries, keys = made(o.batch, o.heads, o.queries, o.size), made(o.batch, o.key_heads, o.keys, o.size)
+    values = made(o.batch, o.key_heads, o.keys, o.value_size)
+    mask = made(o.queries, o.keys) if o.masked else None
+    return lambda: scaled_dot_product_attention(
+        queries, keys, values, mask, is_causal=o.causal and mask is None, enable_gqa=o.heads != o.key_heads
+    )
 
 
-def measure_products(accelerator: Accelerator, dtype: torch.dtype, products: Sequence[Product]) -> float:
-    """FLOP/s in a model's products, each as often as the model has it."""
-    taken_s = 0.0
-    for product in products:
-        a = torch.randn(product.batch, product.m, product.k).to(accelerator.device, dtype)
-        b = torch.randn(product.batch, product.k, product.n).to(accelerator.device, dtype)
-        taken_s += product.count * seconds(accelerator, lambda a=a, b=b: torch.bmm(a, b))
-    return sum(product.flops for product in products) / taken_s
+@contextlib.contextmanager
+def _where_it_fits() -> Generator[None]:
+    """What memory is too short for is left out."""
+    try:
+        yield
+    except (RuntimeError, MemoryError) as e:
+        if not is_short_of_memory(e):
+            raise
 
 
 def measure_peak(accelerator: Accelerator) -> float:
     """FLOP/s of products of square matrices, up to the first that is long enough."""
     best = 0.0
     for side in MATRIX_SIDES:
-        try:
+        taken_s = LEAST_PRODUCT_S
+        with _where_it_fits():
             a, b = (torch.randn(side, side).to(accelerator.device) for _ in range(2))
             taken_s = seconds(accelerator, lambda a=a, b=b: torch.mm(a, b))
-        except torch.OutOfMemoryError:  # others may have much of it
-            break
-        best = max(best, 2 * side**3 / taken_s)
+            best = max(best, 2 * side**3 / taken_s)
         if taken_s >= LEAST_PRODUCT_S:
             break
     return best
@@ -119,15 +171,22 @@ def measure_peak(accelerator: Accelerator) -> float:
 
 def measure_copies(accelerator: Accelerator) -> float:
     """Bytes/s between the accelerator and buffers of the host that copies reach without waiting, the slower way."""
-    here = accelerator.host_buffer(COPIED_BYTES)
+    accelerator.release_cached()
+    size_bytes = max(1, min(COPIED_BYTES, accelerator.memory().free // 4))
+    here = accelerator.host_buffer(size_bytes)
     here.zero_()
-    there = torch.empty(COPIED_BYTES, dtype=torch.uint8, device=accelerator.device)
+    there = torch.empty(size_bytes, dtype=torch.uint8, device=accelerator.device)
     up_s = seconds(accelerator, lambda: there.copy_(here, non_blocking=True))
     down_s = seconds(accelerator, lambda: here.copy_(there, non_blocking=True))
-    return COPIED_BYTES / max(up_s, down_s)
+    return size_bytes / max(up_s, down_s)
 
 
 if __name__ == "__main__":
-    torch.set_num_threads(int(sys.argv[1]))
-    wanted = msgspec.json.decode(sys.stdin.buffer.read() or b"[]", type=tuple[Product, ...])
-    sys.stdout.buffer.write(msgspec.json.encode(measure(open_accelerator(sys.argv[2]), wanted)))
+    wanted = msgspec.json.decode(sys.stdin.buffer.read(), type=Compute)
+    name, offered = sys.argv[1], int(sys.argv[2]) if len(sys.argv) > 2 else None
+    if wanted.trial is not None:
+        importlib.import_module("torch._dynamo")  # the first optimizer does: that is not what a stage takes
+    if offered is not None and name == "cpu":  # a driver maps more than it uses
+        limit_memory(offered)
+    torch.set_num_threads(wanted.threads)
+    sys.stdout.buffer.write(msgspec.json.encode(measure(open_accelerator(name), wanted, offered)))

@@ -44,7 +44,7 @@ PIECES_AT_ONCE = 16
 MAX_HEADER_BYTES = 4 << 20
 """Of what a device sends: thousands of tensors. Decoded it takes about eight times as much memory."""
 MAX_ASSIGNMENT_BYTES = 64 << 20
-"""Of a header by the coordinator, which has a stage's graph in it."""
+"""Of a header by the coordinator, which has the graph of a stage, or of several to be measured, in it."""
 MAX_PAYLOAD_BYTES = 1 << 40
 _DECODER = msgspec.msgpack.Decoder(AnyMessage)
 """Made on import, by one thread. What msgspec knows of a struct is seen by other threads while it is filled in: two
