@@ -34,17 +34,17 @@ PUBLIC = {
     "described_in fleet_of keep_prepared kept_prepared load_hook load_hooks load_job prepare terms_of",
     "models": "CNN CNNConfig GPT GPTConfig MLP MLPConfig ModelSpec UNet UNetConfig as_eager build_model "
     "describe_model is_hugging_face model_names save_hugging_face",
-    "plans": "ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective Outer "
-    "OwnSamples Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage "
+    "plans": "ANY_PLAN ActivationNoise Averages Certificate Collective Compression CompressionConfig Edge Objective "
+    "Outer OwnSamples Packing Plan PlanPeriod Prediction Replica SCHEDULES SPENT Schedule SharedParameter Spent Stage "
     "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight "
-    "format_epsilon load_plan question_in_words read_spent save_plan",
+    "format_epsilon is_of_any_plan load_plan question_in_words read_spent save_plan",
     "planners": "ENTRY_POINTS INTERRUPTED Least Observer Planner SearchStopped can_price check_honoured cut_short "
     "describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
     "PlanComparison PlanningProgress Progress StageMemoryUse StageSummary Transfer compared_table "
     "comparison_summary comparison_table draw_loss draw_plan draw_timeline during explain explanation_text "
-    "fleet_table improvements last_period least_headroom memory_table memory_use plan_summary plan_table "
+    "fleet_table improvements last_period least_headroom memory_table memory_use plan_overview plan_summary plan_table "
     "planners_table prediction_error ranked run_summary topologies_table verdict_table",
     "simulator": "Fault Overheads SimulatedRun SimulationOptions Transmission Uplink Wire simulate simulate_run",
     "sync": "DeltaCodec Options Sync SyncStatistics attach load_worker mode_names save_worker",

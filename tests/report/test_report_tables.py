@@ -9,15 +9,17 @@ from synthetic_pipeline import make_fleet, make_plan
 
 from isthmus.fleet import Fleet, Link, Links, Route, topology
 from isthmus.graph.opgraph import Op, OpGraph, Ref
-from isthmus.plans import Plan
+from isthmus.plans import Certificate, Plan, Terms, question_in_words
 from isthmus.report import (
     comparison_summary,
     comparison_table,
     fleet_table,
+    plan_overview,
     plan_table,
     planners_table,
     topologies_table,
 )
+from isthmus.report.certificates import proof_text
 from isthmus.trace import Trace
 
 
@@ -111,7 +113,6 @@ def test_comparison(predicted: Trace, measured: Trace, plan: Plan) -> None:
     assert row(text, "simulator").split() == ["simulator", "1.44", "s", row(text, "simulator").split()[-1]]
     assert row(text, "simulator").endswith("%")
     assert "1.13 s" in row(text, "closed form")
-    assert "1.5 s" in row(text, "FusionLLM Eq. 3")
     assert row(text, "oslo-3  ").count("%") == 2
     link = row(text, "lisbon-1 to oslo-2")
     assert link.count("4,000,000") == 2
@@ -194,3 +195,25 @@ def test_a_plan_is_not_told_twice(plan: Plan, fleet: Fleet) -> None:
     assert "lima is left out" in text
     reasoned = msgspec.structs.replace(plan, notes=(f"{row}: it holds the data",))
     assert "it holds the data" in render(plan_table(reasoned, fleet), 200)
+
+
+def test_the_overview_says_what_a_newcomer_needs(plan: Plan, fleet: Fleet) -> None:
+    text = render(plan_overview(plan, fleet))
+    assert text.startswith("Plan for gpt-test on fleet two-cities: 8 micro-batches of 4")
+    assert all(cell in row(text, "1 ") for cell in ("lisbon-1 (lisbon)", "3.81 MiB", "90 ms", "116 MiB of 2 GiB"))
+    assert "One step should take 1.13 s" in text and "What limits it: device oslo-2." in text
+    assert "Proven within 4.2 % of the best plan of this planner's kind." in text
+    assert "lisbon-0 holds the embedding." in text and "operators" not in text and "FusionLLM" not in text
+    left_out = msgspec.structs.replace(plan, notes=("lima is left out: it is slow", "rome is left out: no memory"))
+    assert "Not used: lima, rome." in render(plan_overview(left_out, fleet))
+    assert "device oslo-2." in render(plan_overview(plan, fleet), 60)
+
+
+def test_a_proof_in_words() -> None:
+    asked = question_in_words(Terms(), [4], priced=False, period=1, recompute=True)
+    certificate = Certificate(lower_bound=1.0, gap=0.026, question=asked)
+    assert proof_text(certificate) == "Proven within 2.6 % of the best possible plan"
+    assert proof_text(msgspec.structs.replace(certificate, gap=0.0)) == "Proven to be the best possible plan"
+    priced = question_in_words(Terms(objective="cost"), [4], priced=True, period=1, recompute=True)
+    cheapest = Certificate(lower_bound=1.0, gap=0.5, question=priced, objective="cost")
+    assert proof_text(cheapest) == "Proven within 50.0 % of the cheapest possible plan"

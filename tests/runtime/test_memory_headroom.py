@@ -68,7 +68,7 @@ def test_a_document_and_its_explanation_say_so_and_an_edited_one_is_refused(tmp_
     told = json.loads(done.out)
     assert told["plan"]["terms"] == {"memory_headroom": 0.1}
     assert "after 10 % headroom" in json.dumps(told["explanation"])
-    assert "at least 10 % of each device's" in isthmus("plan", job).out
+    assert "at least 10 % of each device's" in isthmus("plan", job, "--explain").out
     document.write_text(json.dumps(told["plan"]))
     assert isthmus("plan", job, "--verify", document).code == 0
     told["plan"]["terms"]["memory_headroom"] = 0.05

@@ -13,7 +13,7 @@ from isthmus.cli.planning import fleet_for, make
 from isthmus.cli.planning_shown import planned
 from isthmus.errors import UserError
 from isthmus.job import Job, prepare
-from isthmus.report import draw_plan, explain, explanation_text, plan_table
+from isthmus.report import draw_plan, explain, explanation_text, plan_overview, plan_table
 from isthmus.report.graph_table import graph_table, graph_weights
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.leaving import leaving_text
@@ -38,8 +38,10 @@ def show_plan(job: Job, out: Console, *, words: bool, picture: Path | None, json
         told = plan if explanation is None else {"plan": plan, "explanation": explanation, "leaving": leaving}
         typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
         return
-    out.print(plan_table(plan, fleet, prepared.captured.train))
-    if explanation is not None:
+    if explanation is None:
+        out.print(plan_overview(plan, fleet, prepared.captured.train))
+    else:
+        out.print(plan_table(plan, fleet, prepared.captured.train))
         out.print(explanation_text(explanation))
     for line in leaving:
         out.print(line, highlight=False, markup=False, soft_wrap=True)

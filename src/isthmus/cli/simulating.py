@@ -12,7 +12,7 @@ from isthmus.cli import planning
 from isthmus.cli.options import notes
 from isthmus.cli.planning_shown import planned
 from isthmus.job import Job, prepare
-from isthmus.report import plan_summary, plan_table
+from isthmus.report import plan_overview, plan_summary
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
@@ -37,7 +37,7 @@ def simulate(job: Job, plan_file: Path | None, trace_file: Path | None, out: Con
     if trace_file is not None:
         write_perfetto([trace], trace_file)
     if not json:
-        out.print(plan_table(found, fleet, graph))
+        out.print(plan_overview(found, fleet, graph))
         planning.print_simulation(out, trace, found)
         return
     told = {

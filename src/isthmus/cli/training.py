@@ -34,7 +34,7 @@ from isthmus.report import (
     last_period,
     memory_table,
     memory_use,
-    plan_table,
+    plan_overview,
     run_summary,
 )
 from isthmus.runtime.conducting.crew import Crew, LocalCrew
@@ -107,7 +107,7 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
     planned_on = fleet if believed is None or kept is not None else believed
     plan = record.plan if record is not None else planned(notes, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
-    (notes if choices.json else out).print(plan_table(plan, planned_on, prepared.captured.train))
+    (notes if choices.json else out).print(plan_overview(plan, planned_on, prepared.captured.train))
     for line in leaving_text(prepared, plan, planned_on):
         _say(notes, line)
     _say(notes, f"run folder: {folder.path}")

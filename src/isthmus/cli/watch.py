@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import sys
 import time
+from collections import deque
 from pathlib import Path
 
 from isthmus.cli.folder import RunFolder
@@ -15,6 +16,9 @@ from isthmus.protocol import Item
 from isthmus.report import Progress
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import Span
+
+SPEED_STEPS = 16
+"""Over which speeds are averaged: what several steps did may be told at once."""
 
 
 class LoadedHooks:
@@ -47,7 +51,7 @@ class Watch:
         self._hooks = hooks
         ids = prepared.samples.columns.get("input_ids")
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
-        self._clock_s: float | None = None
+        self._ends_s: deque[float] = deque(maxlen=SPEED_STEPS + 1)
         self._heldout: dict[int, list[tuple[float, int]]] = {}
 
     def advanced(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
@@ -57,8 +61,7 @@ class Watch:
             self._evaluated(item, loss)
 
     def _trained(self, item: Item, loss: float | None, spans: tuple[Span, ...]) -> None:
-        now_s, before_s = time.monotonic(), self._clock_s
-        self._clock_s = now_s
+        self._ends_s.append(time.monotonic())
         done, t = item.step + 1, self._job.training
         if loss is not None:
             self._folder.log(LossPoint(step=done, loss=loss))
@@ -69,7 +72,8 @@ class Watch:
                 busy[span.device] = busy.get(span.device, 0.0) + span.end_s - span.start_s
             elif span.step == item.step and span.track == "send":
                 sent[span.device, span.other] = sent.get((span.device, span.other), 0) + span.size_bytes
-        elapsed_s = now_s - before_s if before_s is not None else None  # the first step's start is not known
+        steps = len(self._ends_s) - 1  # the first step's start is not known
+        elapsed_s = (self._ends_s[-1] - self._ends_s[0]) / steps if steps else None
         rate = t.batch_size / elapsed_s if elapsed_s else None
         self._progress.step(
             done, t.steps, loss, link_bytes=sent,
@@ -93,7 +97,7 @@ class Watch:
         """What comes after this step will be told once more."""
         self._folder.forget_losses(step)
         self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
-        self._clock_s = None
+        self._ends_s.clear()
 
     def saved(self, step: int, directory: Path) -> None:
         self._progress.note(f"checkpoint of step {step}: {directory}")

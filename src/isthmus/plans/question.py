@@ -7,6 +7,13 @@ from collections.abc import Sequence
 from isthmus.plans.terms import Terms
 from isthmus.units import format_share
 
+ANY_PLAN = "of any plan"
+
+
+def is_of_any_plan(question: str) -> bool:
+    """Whether a bound ranges over all plans that the job allows, and not only over those of one planner's kind."""
+    return f" {ANY_PLAN}:" in question
+
 
 def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, period: int, recompute: bool) -> str:
     """Which plans a lower bound ranges over, and what it bounds.
@@ -33,7 +40,7 @@ def question_in_words(terms: Terms, counts: Sequence[int], *, priced: bool, peri
     if not recompute:
         conditions.append("no recomputing")
     return (
-        f"the {'price' if priced else 'time'} of a step of any plan: any number of replicas, any devices in any order, "
+        f"the {'price' if priced else 'time'} of a step {ANY_PLAN}: any number of replicas, any devices in any order, "
         f"any cuts and any shares of the batch, {', '.join(conditions)}, by the closed form"
     )
 

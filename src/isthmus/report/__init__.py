@@ -4,6 +4,7 @@ from isthmus.report.compared import ComparedPlan, Comparison, Headroom, compared
 from isthmus.report.explanation import Explanation, explain, explanation_text
 from isthmus.report.fleet_tables import fleet_table, planners_table, topologies_table
 from isthmus.report.memory import memory_table, memory_use
+from isthmus.report.overview import plan_overview
 from isthmus.report.periods import during, last_period, run_summary
 from isthmus.report.pictures import draw_loss, draw_plan, draw_timeline
 from isthmus.report.planning_progress import PlanningProgress
@@ -56,6 +57,7 @@ __all__ = [
     "least_headroom",
     "memory_table",
     "memory_use",
+    "plan_overview",
     "plan_summary",
     "plan_table",
     "planners_table",

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from isthmus.plans import Certificate
+from isthmus.plans import Certificate, is_of_any_plan
 from isthmus.units import format_duration
 
 
@@ -17,3 +17,11 @@ def certificate_text(certificate: Certificate) -> str:
     """With the question in full."""
     known = "at best" if certificate.exact else "at least"
     return f"gap {certificate.gap:.2%} to a lower bound: {known} {bound_text(certificate)} is {certificate.question}"
+
+
+def proof_text(certificate: Certificate) -> str:
+    """For a reader who knows no bounds."""
+    best = "cheapest" if certificate.objective == "cost" else "best"
+    whose = "possible plan" if is_of_any_plan(certificate.question) else "plan of this planner's kind"
+    how = "to be" if certificate.gap == 0 else f"within {100 * certificate.gap:.1f} % of"
+    return f"Proven {how} the {best} {whose}"

@@ -57,7 +57,7 @@ def plan_table(plan: Plan, fleet: Fleet, graph: OpGraph | None = None) -> Render
         starts = number > 0 and stage.replica != summary.stages[number - 1].replica
         if starts:
             table.add_section()
-        table.add_row(*_stage_cells(stage, _stage_number(number, summary), modules))
+        table.add_row(*_stage_cells(stage, stage_number(number, summary), modules))
     return titled(_plan_title(summary), table, _plan_caption(summary))
 
 
@@ -68,7 +68,8 @@ def _plan_title(plan: PlanSummary) -> str:
     )
 
 
-def _stage_number(number: int, plan: PlanSummary) -> str:
+def stage_number(number: int, plan: PlanSummary) -> str:
+    """In its replica; of several replicas, with the replica in front."""
     stage = plan.stages[number]
     if stage.copy_of is not None:
         return f"{stage.copy_of}, copy"
@@ -134,13 +135,19 @@ def _plan_caption(plan: PlanSummary) -> str:
 def _notes(plan: PlanSummary) -> list[str]:
     """Of devices in use those that give a reason: the rest is in the table; and of the others the first few."""
     rows = tuple(f"{stage.device} runs " for stage in plan.stages)
-    used = [
-        note for note in plan.notes
-        if " is left out" not in note and (not note.startswith(rows) or " per micro-batch: " in note)
-    ]  # fmt: skip
+    reasons = [note for note in plan.notes if note.startswith(rows) and " per micro-batch: " in note]
     left_out = [note for note in plan.notes if " is left out" in note]
     more = len(left_out) - MOST_LEFT_OUT
-    return [*used, *left_out[:MOST_LEFT_OUT], *([f"... and {more} more are left out"] if more > 0 else [])]
+    return [
+        *reasons, *(note for note in noted(plan) if note not in left_out), *left_out[:MOST_LEFT_OUT],
+        *([f"... and {more} more are left out"] if more > 0 else []),
+    ]  # fmt: skip
+
+
+def noted(plan: PlanSummary) -> list[str]:
+    """What a plan's notes say beside the table's rows."""
+    rows = tuple(f"{stage.device} runs " for stage in plan.stages)
+    return [note for note in plan.notes if not note.startswith(rows)]
 
 
 def comparison_table(summary: ComparisonSummary) -> RenderableType:
@@ -170,7 +177,6 @@ def _step_table(summary: ComparisonSummary) -> RenderableType:
     rows = (
         ("simulator", summary.predicted_step_s, summary.error),
         ("closed form", summary.closed_form_step_s, summary.closed_form_error),
-        ("FusionLLM Eq. 3", summary.eq3_step_s, summary.eq3_error),
     )
     for name, seconds, error in rows:
         table.add_row(Text(name), Text(_seconds(seconds)), Text(f"{error:+.1%}"))

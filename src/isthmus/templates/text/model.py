@@ -38,6 +38,6 @@ class LanguageModel(nn.Module):
         return F.cross_entropy(self.head(self.norm(hidden)).flatten(0, 1), labels.flatten())
 
 
-def build(sequence_length: int = 128, width: int = 64, layers: int = 4, heads: int = 4) -> LanguageModel:
+def build(sequence_length: int = 64, width: int = 64, layers: int = 3, heads: int = 4) -> LanguageModel:
     """Options of [model] in job.toml are the arguments. Text is read as bytes: 256 different tokens."""
     return LanguageModel(256, sequence_length, width, layers, heads)
