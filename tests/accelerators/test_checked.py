@@ -12,7 +12,7 @@ import torch
 from torch import Tensor, nn
 from torch.nn import functional as F
 
-from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator
+from isthmus.accelerators import Accelerator, accelerator_names, open_accelerator, resolve_accelerator
 from isthmus.accelerators.checked import (
     Checked,
     DataRace,
@@ -40,8 +40,25 @@ def test_it_is_found_by_name_only() -> None:
     assert torch.zeros(2, device=named.device).device == named.device
     assert not any(name.startswith("checked") for name in accelerator_names())
     assert open_accelerator("auto").device.type != "checked"
-    with pytest.raises(UserError, match="checked:999"):
-        open_accelerator("checked:999")
+    with pytest.raises(UserError, match=r"^runtime\.device: got 'checked:999', expected a number below "):
+        resolve_accelerator("checked:999", "runtime.device")
+
+
+def test_complex_numbers_have_the_cpus_bits(here: Checked) -> None:
+    """A conjugated view is a mark that only torch's own kernels know."""
+
+    def computed(x: Tensor, y: Tensor) -> Tensor:
+        h = torch.fft.fft(x.mH @ y.conj()) / (x * y).conj() + x.conj().imag
+        return torch.view_as_real(torch.cat([h, -h.conj().T])).square().sum()
+
+    torch.manual_seed(0)
+    host = [torch.randn(4, 4, dtype=torch.complex64) for _ in range(2)]
+    there = [t.to(here.device).requires_grad_() for t in host]
+    host = [t.requires_grad_() for t in host]
+    expected, got = computed(*host), computed(*there)
+    assert torch.equal(got.cpu(), expected)
+    for a, b in zip(torch.autograd.grad(got, there), torch.autograd.grad(expected, host), strict=True):
+        assert torch.equal(torch.view_as_real(a.cpu()), torch.view_as_real(b.resolve_conj()))
 
 
 def _everything(x: Tensor, w: Tensor) -> Tensor:
@@ -345,7 +362,9 @@ def test_memory_is_counted_as_a_caching_allocator_does(monkeypatch: pytest.Monke
     torch.empty(15 * 2**20, dtype=torch.uint8, device=small.device)
     assert small.memory().peak_reserved == 16 * 2**20
     small.reset_peak()
-    assert small.memory().peak_reserved == small.memory().reserved
+    assert small.memory().peak_reserved == small.memory().reserved == 16 * 2**20
+    small.release_cached()
+    assert (small.memory().reserved, small.memory().free) == (0, 16 * 2**20)
 
 
 def test_hardware_that_fails_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:
@@ -361,12 +380,16 @@ def test_hardware_that_fails_stays_failed(monkeypatch: pytest.MonkeyPatch) -> No
 
 @pytest.mark.parametrize(
     ("variable", "text"),
-    [("FAULT", "soon"), ("FAULT", "after:0"), ("FAULT", "after:1@x"), ("MEMORY", "lots"), ("MEMORY", "-1GiB")],
+    [
+        ("FAULT", "soon"), ("FAULT", "after:0"), ("FAULT", "after:1@x"), ("MEMORY", "lots"), ("MEMORY", "-1GiB"),
+        ("REFUSE", "x"),
+    ],
 )
 def test_settings_that_say_nothing_are_refused(monkeypatch: pytest.MonkeyPatch, variable: str, text: str) -> None:
     monkeypatch.setenv(f"ISTHMUS_CHECKED_{variable}", text)
-    with pytest.raises(UserError, match=f"ISTHMUS_CHECKED_{variable}"):
-        open_checked(5, fresh=True)
+    for noticed in (lambda: open_checked(5, fresh=True), lambda: resolve_accelerator("checked:5")):
+        with pytest.raises(UserError, match=f"ISTHMUS_CHECKED_{variable}"):
+            noticed()
     monkeypatch.undo()
     open_checked(5, fresh=True)
 

@@ -20,6 +20,14 @@ def test_a_smaller_device_counts_as_what_is_there() -> None:
     assert believed_bytes(short, planned=100 * MIB, stated=128 * MIB) == 60 * MIB
 
 
+def test_what_was_asked_for_may_be_less_than_what_is_free() -> None:
+    short = Shortage(asked=MIB >> 10, free=MIB, total=3 * MIB, reserved=2 * MIB)
+    assert short.told == (
+        "asked for 1 KiB, 1 MiB of 3 MiB free but in no block that is large enough, 2 MiB reserved by this device"
+    )
+    assert "block" not in Shortage(asked=2 * MIB, free=MIB, total=3 * MIB, reserved=2 * MIB).told
+
+
 def test_a_stage_that_takes_more_than_was_planned_leaves_less_for_the_next() -> None:
     # It was planned to take 50 MiB, and had 60 when it wanted 20 more: the plan's measure is 5/8 of the truth.
     short = Shortage(asked=20 * MIB, free=4 * MIB, total=64 * MIB, reserved=60 * MIB)

@@ -20,7 +20,9 @@ GROUP = "isthmus.accelerators"
 # To count GPUs must start no driver: a process in which one was started cannot be forked.
 os.environ.setdefault("PYTORCH_NVML_BASED_CUDA_CHECK", "1")
 _ON_REQUEST = {"checked": "isthmus.accelerators.checked:open_checked"}
-"""Kinds that no machine has by itself, imported when they are asked for: importing one adds a device type to torch."""
+"""Kinds that no machine has by itself, imported when they are asked for."""
+_CHECKS = {"checked": "isthmus.accelerators.checked:check_settings"}
+"""callable(index, field): UserError for a number, or settings in the environment, with which none could be opened."""
 
 
 def accelerator_names() -> tuple[str, ...]:
@@ -44,6 +46,8 @@ def resolve_accelerator(name: str = AUTO, field: str = "device") -> str:
         return here[0] if here else "cpu"
     if not _is_on_request(kind) and found not in here:
         raise UserError(f"{field}: got {name!r}, expected one of: {', '.join((AUTO, 'cpu', *here))}")
+    if kind in _CHECKS:
+        cast("Callable[[int, str], None]", import_object(field, _CHECKS[kind]))(int(number or 0), field)
     return found
 
 

@@ -33,7 +33,9 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
     def told(self) -> str:
         asked = f"asked for {format_size(self.asked)}, " if self.asked else ""
         held = f"{format_size(self.reserved)} reserved by this device"
-        return f"{asked}{format_size(self.free)} of {format_size(self.total)} free, {held}"
+        # an allocator takes memory in blocks, and needs one that is in one piece
+        short = " but in no block that is large enough" if 0 < self.asked <= self.free else ""
+        return f"{asked}{format_size(self.free)} of {format_size(self.total)} free{short}, {held}"
 
 
 class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):

@@ -12,10 +12,11 @@ long as the rules of streams allow. What it finds:
 - memory that runs out, and hardware that fails, when one asks for it: faults.py
 """
 
-from isthmus.accelerators.checked.accelerator import Checked, open_checked
+from isthmus.accelerators.checked.accelerator import Checked, check_settings, open_checked
 from isthmus.accelerators.checked.counters import Counts
 from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly, HostBufferInUse, Misuse, RefusedWait
 
 __all__ = [
-    "Checked", "Counts", "DataRace", "FreedTooEarly", "HostBufferInUse", "Misuse", "RefusedWait", "open_checked",
+    "Checked", "Counts", "DataRace", "FreedTooEarly", "HostBufferInUse", "Misuse", "RefusedWait", "check_settings",
+    "open_checked",
 ]  # fmt: skip

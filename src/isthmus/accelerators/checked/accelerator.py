@@ -15,6 +15,7 @@ from isthmus.accelerators.checked import tensors
 from isthmus.accelerators.checked.copies import forget, host_waits
 from isthmus.accelerators.checked.counters import Counts, Wait
 from isthmus.accelerators.checked.devices import KIND, Device, device, renew
+from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes, refused
 from isthmus.accelerators.checked.internals import MOST_DEVICES
 from isthmus.accelerators.checked.kernels import add_device
 from isthmus.accelerators.checked.misuse import FOUND, Misuse
@@ -173,11 +174,20 @@ class Checked:
         return tuple(FOUND)
 
 
+def check_settings(index: int, field: str) -> None:
+    """Whether there is such a device, and whether what the environment says of it can be read; nothing is made.
+    UserError, in which `field` is what the number was given as."""
+    if not 0 <= index < MOST_DEVICES:
+        raise UserError(f"{field}: got '{KIND}:{index}', expected a number below {MOST_DEVICES}")
+    memory_bytes(index)
+    failing_kernel(index)
+    refused(index)
+
+
 def open_checked(index: int, *, fresh: bool = False) -> Checked:
     """Device `index`; each has its own memory and streams. What the environment says of it (faults.py) is read when a
     process asks the first time, or anew with `fresh`: what is then left of the old one is no longer counted."""
-    if not 0 <= index < MOST_DEVICES:
-        raise UserError(f"device: got '{KIND}:{index}', expected a number below {MOST_DEVICES}")
+    check_settings(index, "device")
     with LOCK:
         add_device()
         if fresh:

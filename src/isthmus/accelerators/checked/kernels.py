@@ -273,6 +273,12 @@ def _item(tensor: Tensor) -> object:
     return _on_cpu(_aten._local_scalar_dense.default, torch.Tensor.item, (tensor,), {})
 
 
+def _conj(tensor: Tensor) -> Tensor:
+    """At once. Torch marks a view as conjugated and leaves the work to whoever reads it: what knows of this mark are
+    kernels in C++, which crash over tensors of a device that is written in Python."""
+    return _aten.conj_physical.default(tensor)
+
+
 def _convolution(*args: object) -> object:
     return _on_cpu(_aten.convolution_overrideable.default, _aten.convolution.default, args, {})
 
@@ -307,7 +313,7 @@ def _attention(
 
 _KERNELS: dict[str, Callable[..., object]] = {
     "empty.memory_format": _empty, "empty_strided": _empty_strided, "resize_": _resize, "_to_copy": _to_copy,
-    "_copy_from": copy_between, "_copy_from_and_resize": copy_between, "_local_scalar_dense": _item,
+    "_copy_from": copy_between, "_copy_from_and_resize": copy_between, "_local_scalar_dense": _item, "_conj": _conj,
     "convolution_overrideable": _convolution, "convolution_backward_overrideable": _convolution_backward,
 }  # fmt: skip
 
