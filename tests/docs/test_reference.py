@@ -11,8 +11,9 @@ import msgspec
 import pytest
 from msgspec import Meta
 
+from isthmus.errors import UserError
 from isthmus.option_docs import option_docs, type_text
-from isthmus.report.settings_reference import FILES, KINDS, tables_of
+from isthmus.report.settings_reference import KINDS, described, summaries, tables_by_file, tables_of
 
 DOCS = Path(__file__).parents[2] / "docs"
 
@@ -30,9 +31,9 @@ def test_the_pages_are_those_of_the_code() -> None:
         assert (DOCS / "reference" / name).read_text(encoding="utf-8") == text, f"{name}: run `make reference`"
 
 
-@pytest.mark.parametrize("file", FILES)
+@pytest.mark.parametrize("file", tables_by_file())
 def test_every_key_of_every_file_says_what_it_means(file: str) -> None:
-    tables = list(tables_of(FILES[file]))
+    tables = tables_by_file()[file]
     assert [f"{table.heading} {option.key}" for table in tables for option in table.options if not option.meaning] == []
     assert all(table.summary for table in tables)
 
@@ -44,6 +45,19 @@ def test_every_option_of_what_is_built_in_says_what_it_means(kind: str) -> None:
     found = {name: describe(name) for name in ours}
     assert all(summary for summary, _ in found.values())
     assert [(name, o.key) for name, (_, options) in found.items() for o in options if not o.meaning] == []
+
+
+def test_a_name_is_described_whatever_it_is_of() -> None:
+    assert [(one.kind, one.where) for one in described("gpt")] == [("model", "[model] name")]
+    assert [one.where for one in described("privacy")] == ["Pipeline job", "Federated job"]
+    assert [one.name for one in described("device")] == ["[[device]]"]
+    (own,) = described("synthetic_reference:build")
+    assert [(o.key, o.type, o.default) for o in own.options] == [("path", "", "required"), ("width", "integer", "8")]
+    with pytest.raises(UserError, match="gpt"):
+        described("gtp")
+    with pytest.raises(UserError, match="cannot import nowhere"):
+        described("nowhere:build")
+    assert summaries("algorithm")["fedavg"].startswith("Clients run SGD")
 
 
 class Inner(msgspec.Struct):

@@ -1,4 +1,4 @@
-"""Planning where the data are not: `isthmus describe` on a machine that has them, and the file that it writes."""
+"""Planning where the data are not: `isthmus describe-data` on a machine that has them, and the file that it writes."""
 
 from __future__ import annotations
 
@@ -47,9 +47,9 @@ def test_a_description_is_enough_to_plan_with(tmp_path: Path, monkeypatch: pytes
     pixels, labels = draw.standard_normal((10, 4), dtype=np.float32), draw.integers(0, 3, 10)
     monkeypatch.chdir(here.parent)
     np.savez("samples.npz", pixel_values=pixels, labels=labels)
-    done = isthmus("describe", here, "--out", there.parent / "what.json")
+    done = isthmus("describe-data", here, "--out", there.parent / "what.json")
     assert done.code == 0, done.err
-    assert isthmus("describe", here).out == (there.parent / "what.json").read_text()
+    assert isthmus("describe-data", here).out == (there.parent / "what.json").read_text()
     planned = isthmus("plan", here, "--json").out
     monkeypatch.chdir(there.parent)
     elsewhere = isthmus("plan", there, "--json")

@@ -29,12 +29,16 @@ COMMANDS = {
         "plan": "Plan where each part of the model runs; or compare planners, or check a plan.",
         "simulate": "Run the plan on a virtual clock: the same machines as a real run, with modelled durations.",
         "graph": "Show what each layer of a job's model computes and keeps. With --json: every operator too.",
-        "describe": "Say what a job's data are like, without showing them: for a machine that plans and has none.",
+        "describe-data": "Say what a job's data are like, without showing them: for a machine that plans and has none.",
         "train": "Plan, train over one process per device, compare what was predicted with what was measured.",
     },
     "listing": {
         "topologies": "List the built-in fleets.",
         "planners": "List the planners.",
+        "models": "List the models that a job can name.",
+        "datasets": "List the kinds of data that a job can name.",
+        "algorithms": "List the federated algorithms.",
+        "describe": "Show the options of a model, data set or algorithm, or the keys of a table of a job.",
     },
     "run_commands": {
         "trace": "Write a run's Perfetto trace (predicted and measured); print how well it was predicted.",

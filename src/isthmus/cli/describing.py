@@ -1,4 +1,4 @@
-"""`isthmus describe JOB`: what its data are like, in a file for machines that do not have them."""
+"""`isthmus describe-data JOB`: what its data are like, in a file for machines that do not have them."""
 
 from __future__ import annotations
 

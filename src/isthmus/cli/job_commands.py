@@ -132,8 +132,8 @@ def graph(
     explaining.show_graph(job, out(), operators=operators, json=json)
 
 
-@app.command()
-def describe(
+@app.command(name="describe-data")
+def describe_data(
     job_file: JobFile,
     target: Annotated[
         Path | None,

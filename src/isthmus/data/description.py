@@ -99,7 +99,7 @@ def read_description(path: Path, spec: DataSpec, *, heldout: bool) -> DataDescri
     if heldout and not found.heldout:
         raise UserError(
             f"data.description: {path}: heldout: got none, but the job evaluates (training.eval_every): make it again "
-            "with `isthmus describe`"
+            "with `isthmus describe-data`"
         )
     description = DataDescription(columns=found.columns, train=found.train, heldout=found.heldout)
     try:

@@ -33,7 +33,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
     options: dict[str, object] = {}
     """Settings of that kind: `isthmus describe KIND` lists them."""
     description: str = ""
-    """A file that says what the data are like, where they are not (`isthmus describe`)."""
+    """A file that says what the data are like, where they are not (`isthmus describe-data`)."""
     of: dict[str, dict[str, object]] = {}
     """By holder, where each has data of its own: options that stand in place of those above."""
 

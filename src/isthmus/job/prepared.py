@@ -87,7 +87,7 @@ def prepare(job: Job, samples: DataDescription | None = None) -> Prepared:
         try:
             samples = described_here(job)
         except UserError as e:
-            elsewhere = "; of data that are elsewhere, data.description names what `isthmus describe` wrote there"
+            elsewhere = "; of data that are elsewhere, data.description names what `isthmus describe-data` wrote there"
             raise type(e)(f"{e}{elsewhere if job.plan.holders else ''}") from e
     columns = {name: Column(c.dtype, c.shape) for name, c in samples.columns.items()}
     # Imported when it is needed: torch.export takes seconds, and who goes on with a run has its graphs.

@@ -19,15 +19,16 @@ MOST_MATRIX_REGIONS = 8
 
 def topologies_table(topologies: Iterable[tuple[str, str]]) -> RenderableType:
     """From (name, description) pairs."""
-    return _described("Topologies", "topology", topologies)
+    return names_table("Topologies", "topology", topologies)
 
 
 def planners_table(title: str, planners: Iterable[tuple[str, str]]) -> RenderableType:
     """From (name, description) pairs."""
-    return _described(title, "planner", planners)
+    return names_table(title, "planner", planners)
 
 
-def _described(title: str, noun: str, pairs: Iterable[tuple[str, str]]) -> RenderableType:
+def names_table(title: str, noun: str, pairs: Iterable[tuple[str, str]]) -> RenderableType:
+    """From (name, description) pairs."""
     table = new_table((noun, "what it is"))
     table.columns[0].no_wrap = True
     for name, description in pairs:

@@ -6,8 +6,11 @@ import inspect
 from collections.abc import Callable, Iterable, Iterator, Mapping
 
 import msgspec
+from rich.console import Group, RenderableType
+from rich.text import Text
 
 from isthmus.data import dataset_kinds, describe_dataset
+from isthmus.errors import UserError, unknown_name
 from isthmus.federated import algorithm_names, describe_algorithm
 from isthmus.federated.job import FederatedJob
 from isthmus.federated.offer import SiteConfig
@@ -15,6 +18,7 @@ from isthmus.fleet.toml import TABLES as FLEET_TABLES
 from isthmus.job import Job
 from isthmus.models import describe_model, model_names
 from isthmus.option_docs import OptionDoc, option_docs
+from isthmus.report.tables import new_table
 
 
 class TableDoc(msgspec.Struct, frozen=True):
@@ -43,6 +47,13 @@ def tables_of(struct: type[msgspec.Struct], path: str = "", heading: str = "") -
             yield from tables_of(inner, below, f"[[{below}]]" if many else f"[{below}]")
 
 
+def tables_by_file() -> dict[str, tuple[TableDoc, ...]]:
+    """Of every file that people write."""
+    found = {title: tuple(tables_of(struct)) for title, struct in FILES.items()}
+    fleet = (TableDoc(heading=h, summary=_summary(s), options=option_docs(s)) for h, s in FLEET_TABLES.items())
+    return {**found, "Fleet": tuple(fleet)}
+
+
 def reference_page() -> str:
     """`docs/reference/files.md`."""
     parts = [
@@ -51,10 +62,9 @@ def reference_page() -> str:
         "(`make reference`); a test compares the two. Quantities are texts with a unit: `\"20 ms\"`, `\"100 Mbit/s\"`, "
         "`\"16 GiB\"`, `\"10 GFLOPS\"`.",
     ]
-    for title, struct in FILES.items():
-        parts += _page_part(title, tables_of(struct))
-    fleet = (TableDoc(heading=h, summary=_summary(s), options=option_docs(s)) for h, s in FLEET_TABLES.items())
-    return "\n\n".join([*parts, *_page_part("Fleet", fleet)]) + "\n"
+    for title, tables in tables_by_file().items():
+        parts += _page_part(title, tables)
+    return "\n\n".join(parts) + "\n"
 
 
 KINDS: Mapping[str, tuple[str, Callable[[], list[str]], Callable[[str], tuple[str, tuple[OptionDoc, ...]]]]] = {
@@ -63,6 +73,51 @@ KINDS: Mapping[str, tuple[str, Callable[[], list[str]], Callable[[str], tuple[st
     "algorithm": ("[federated] algorithm", algorithm_names, describe_algorithm),
 }
 """What a file names, and has options of its own: where it is named, the names, and what there is to say of one."""
+
+
+class Described(msgspec.Struct, frozen=True, kw_only=True):
+    """One thing that files name: what it is, and the keys that it takes."""
+
+    kind: str
+    name: str
+    where: str
+    """The key or the table that names it."""
+    summary: str
+    options: tuple[OptionDoc, ...]
+
+
+def summaries(kind: str) -> dict[str, str]:
+    """One line on each that is built in or registered by a package; of one that cannot be read, why not."""
+    _, names, describe = KINDS[kind]
+
+    def summary(name: str) -> str:
+        try:
+            return describe(name)[0]
+        except UserError as e:  # one broken package must not hide the others
+            return str(e)
+
+    return {name: summary(name) for name in names()}
+
+
+def described(name: str) -> list[Described]:
+    """All that files can mean by a name: models, data sets, algorithms, `package.module:callable`, and tables of files.
+
+    Raises UserError where it means nothing, or what it means cannot be read.
+    """
+    found = [
+        Described(kind="table", name=table.heading, where=file, summary=table.summary, options=table.options)
+        for file, tables in tables_by_file().items() for table in tables if table.heading.strip("[]") == name
+    ]  # fmt: skip
+    for kind, (where, names, describe) in KINDS.items():
+        # a callable is shown by its arguments, whatever it is for
+        if name in names() or (":" in name and kind == "model"):
+            summary, options = describe(name)
+            found.append(Described(kind=kind, name=name, where=where, summary=summary, options=options))
+    if not found:
+        headings = {table.heading.strip("[]") for tables in tables_by_file().values() for table in tables}
+        known = {one for _, names, _ in KINDS.values() for one in names()}
+        raise unknown_name("name", name, known | headings - {""})
+    return found
 
 
 def kinds_page() -> str:
@@ -89,6 +144,17 @@ def option_rows(options: Iterable[OptionDoc]) -> Iterator[tuple[str, str, str, s
     """(key, type, default, meaning)"""
     for option in options:
         yield option.key, option.type, option.default, option.meaning
+
+
+def described_table(one: Described) -> RenderableType:
+    table = new_table(("key", "type", "default", "meaning"))
+    table.columns[0].no_wrap = True
+    for key, kind, default, meaning in option_rows(one.options):
+        table.add_row(Text(key, "bold"), Text(kind), Text(default), Text(meaning))
+    title = f"{one.name} ({one.kind}, {one.where})"
+    if not one.options:
+        return Group(Text(title, "bold"), Text(one.summary), Text("It takes no options."), Text())
+    return Group(Text(title, "bold"), Text(one.summary), table, Text())
 
 
 def _page_part(title: str, tables: Iterable[TableDoc]) -> Iterator[str]:
