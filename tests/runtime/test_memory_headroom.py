@@ -22,7 +22,7 @@ name = "d"
 region = "here"
 compute = "1 GFLOPS"
 memory = "{memory} B"
-count = 3
+count = 2
 [links]
 intra = {{ latency = "1 ms", bandwidth = "1 Gbit/s" }}
 default = {{ latency = "1 ms", bandwidth = "1 Gbit/s" }}

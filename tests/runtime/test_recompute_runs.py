@@ -12,7 +12,7 @@ import pytest
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, PlanConfig, Prepared, prepare
-from isthmus.planners import over_counts, planner_names
+from isthmus.planners import Least, least, over_counts, planner_names
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan
 from isthmus.protocol import RunSpec
@@ -55,10 +55,16 @@ def small_fleet() -> Fleet:
 
 
 @functools.cache
+def bound() -> Least:
+    """Of any plan of the problem: it takes seconds, and is the same whoever planned."""
+    return least(prepared().problem(small_fleet()))
+
+
+@functools.cache
 def planned(planner: str = "chain") -> Plan:
     """With the certificate that documents have, whoever planned."""
     problem = prepared().problem(small_fleet())
-    return over_counts(problem, (problem.micro_batches,), lambda cut: make_plan(planner, cut), None)
+    return over_counts(problem, (problem.micro_batches,), lambda cut: make_plan(planner, cut), None, lambda _: bound())
 
 
 def test_it_fits_only_with_stages_that_recompute() -> None:

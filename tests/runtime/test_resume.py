@@ -231,20 +231,6 @@ def _endless(folder: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_ctrl_c_saves_and_exits_130() -> None:
-    process = _endless("interrupted")
-    devices = devices_of(process.pid)
-    interrupt(process)
-    _, errors = process.communicate(timeout=60)
-    assert process.returncode == 130, errors
-    assert "Traceback" not in errors
-    steps = read_manifest(latest_checkpoint(Path("interrupted/checkpoints"))).step
-    assert steps == RunFolder(Path("interrupted")).losses()[-1].step >= 5
-    for name in ("timeline.png", "loss.png", "trace.jsonl"):
-        assert Path("interrupted", name).exists()
-    assert len(devices) == 2 and not any(map(is_running, devices.values()))
-
-
 def test_a_second_ctrl_c_ends_at_once() -> None:
     process = _endless("impatient")
     devices = devices_of(process.pid)
@@ -260,7 +246,7 @@ def test_a_second_ctrl_c_ends_at_once() -> None:
     assert not any(map(is_running, devices.values()))
 
 
-def test_a_run_that_loses_a_device_goes_on_and_can_be_interrupted() -> None:
+def test_a_run_that_loses_a_device_goes_on_and_ctrl_c_saves_and_exits_130() -> None:
     process = _endless("lost")
     devices, folder = devices_of(process.pid), RunFolder(Path("lost"))
     os.kill(devices["laptop-1"], signal.SIGKILL)
@@ -269,6 +255,10 @@ def test_a_run_that_loses_a_device_goes_on_and_can_be_interrupted() -> None:
     interrupt(process)
     _, errors = process.communicate(timeout=60)
     assert process.returncode == 130, errors
+    assert "Traceback" not in errors
+    assert read_manifest(latest_checkpoint(folder.path / "checkpoints")).step == folder.losses()[-1].step
+    for name in ("timeline.png", "loss.png", "trace.jsonl"):
+        assert (folder.path / name).exists()
     assert "device 'laptop-1' was lost: its process was killed by SIGKILL" in errors and "at work again" in errors
     trained = [p.step for p in folder.losses() if p.split == "train"]
     assert trained == sorted(set(trained)), "what was done again is told once"
