@@ -16,8 +16,8 @@ Task = Literal["text", "images", "federated"]
 TASKS: tuple[Task, ...] = ("text", "images", "federated")
 HERE = Path(__file__).parent
 TEMPLATES = HERE / "templates"
-STEPS: Mapping[Task, int] = {"text": 100, "images": 100, "federated": 20}
-"""Of a first run: about a minute."""
+STEPS: Mapping[Task, int] = {"text": 60, "images": 60, "federated": 20}
+"""Of a first run: less than a minute."""
 SPLITS = ("train", "training")
 """Folders that hold the classes of an image folder that is divided already."""
 
