@@ -2,6 +2,9 @@
 
 from __future__ import annotations
 
+MOST_SHOWN = 500
+"""Characters of what another party wrote, in one message to people."""
+
 
 def plain(text: str) -> str:
     """One line: a space for whatever does not print."""

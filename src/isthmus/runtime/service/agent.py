@@ -15,6 +15,7 @@ from typing import Protocol
 import msgspec
 
 from isthmus.errors import PeerError, UserError
+from isthmus.plain import MOST_SHOWN, plain
 from isthmus.runtime.identity import Identity, Party, Ticket
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.runtime.identity.keys import REJOIN
@@ -231,10 +232,10 @@ class Agent:
             case Welcome(device=device, patience_s=patience_s, idle=idle):
                 self._beat_s = min(self._patience_s, patience_s) / 4
                 self._failed, self._complaint = 0, ""
-                waits = f", and waits: {_shown(idle)}" if idle else ""
+                waits = f", and waits: {plain(idle)[:MOST_SHOWN]}" if idle else ""
                 self._say(f"in the fleet as {device} ({self._identity.id}){waits}")
             case Dismissed(reason=reason):
-                raise Dismissal(f"coordinator: {_shown(reason)}")
+                raise Dismissal(f"coordinator: {plain(reason)[:MOST_SHOWN]}")
             case Renewed(certificate=certificate):
                 self._identity.keep(certificate, self._identity.authority_der())
             case Engage() if self._workshop is not None:
@@ -300,11 +301,6 @@ class Agent:
             work, self._work = self._work, None
         if work is not None:
             work[1].end(halted=halted)
-
-
-def _shown(text: str) -> str:
-    """What somebody else wrote."""
-    return "".join(c for c in text if c.isprintable())[:500]
 
 
 def local_address(host: str, port: int) -> str:

@@ -6,6 +6,7 @@ import threading
 from collections.abc import Callable
 
 from isthmus.errors import IsthmusError, PeerError
+from isthmus.plain import MOST_SHOWN, plain
 from isthmus.runtime.identity.concealed import proof, proves
 from isthmus.runtime.messages.data import Compare, Compared, Describe, Described
 from isthmus.runtime.processes.describing import MOST_REASON, described_at
@@ -34,7 +35,7 @@ class DataAnswers:
             try:
                 found = described_at(place, asked.data, heldout=asked.heldout)
             except (IsthmusError, OSError) as e:
-                self._say(f"cannot describe data of kind {_shown(asked.data.kind)}: {e}")
+                self._say(f"cannot describe data of kind {plain(asked.data.kind)[:MOST_SHOWN]}: {e}")
                 return Described(run=asked.run, failure=str(e)[:MOST_REASON])
         with self._lock:
             self._given |= set(found.digests.values())
@@ -59,12 +60,8 @@ class DataAnswers:
             except (PeerError, ValueError) as e:
                 return Compared(run=asked.run, failure=f"cannot compare its data: {e}")
             if not equal:
-                self._say(f"the data of device {_shown(asked.other)} are not equal to this one's")
+                self._say(f"the data of device {plain(asked.other)[:MOST_SHOWN]} are not equal to this one's")
                 return Compared(run=asked.run, equal=False)
             if asked.shown:
                 self._unproved.discard(pair)
             return Compared(run=asked.run, proof=own)
-
-
-def _shown(text: str) -> str:
-    return "".join(c for c in text if c.isprintable())[:MOST_REASON]

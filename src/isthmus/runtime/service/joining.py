@@ -24,6 +24,7 @@ from typing import TypeVar, cast
 import msgspec
 
 from isthmus.errors import PeerError, UserError
+from isthmus.plain import MOST_SHOWN, plain
 from isthmus.runtime.identity import Authority, Identity, Roster, Ticket
 from isthmus.runtime.identity.authority import requested_key
 from isthmus.runtime.identity.keys import id_of
@@ -91,8 +92,8 @@ def _certificates(asked: JoinRequest, authority: Authority, roster: Roster) -> t
 def check_name(name: str) -> None:
     """PeerError for a name that could not stand in a terminal, a file's name or a fleet file."""
     machine = _PART.sub("", name)
-    plain = name.isprintable() and name == name.strip() and not set(machine) & set("/\\\"'") and name[:1] not in ".-"
-    if not (machine and len(name) <= MOST_NAME_CHARACTERS and plain):
+    good = name.isprintable() and name == name.strip() and not set(machine) & set("/\\\"'") and name[:1] not in ".-"
+    if not (machine and len(name) <= MOST_NAME_CHARACTERS and good):
         raise PeerError(
             f"device name {name[:MOST_NAME_CHARACTERS]!r}: expected 1 to {MOST_NAME_CHARACTERS} printable characters "
             "without quotes and backslashes, no dot or hyphen first, and no slash but in front of a device's number"
@@ -144,7 +145,7 @@ def _join_at(
         except OSError as e:
             raise Unreached(f"{where}: {e.strerror or e}") from None
     if answer.refused or len(answer.certificates) != len(identities):
-        raise Dismissal(f"{where} refused: {''.join(c for c in answer.refused if c.isprintable())[:500]}")
+        raise Dismissal(f"{where} refused: {plain(answer.refused)[:MOST_SHOWN]}")
     for identity, certificate in zip(identities.values(), answer.certificates, strict=True):
         identity.keep(certificate, authority)
     return host, port

@@ -8,6 +8,7 @@ import threading
 import time
 from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
 
+from isthmus.plain import plain
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.every import AnyMessage
@@ -66,7 +67,7 @@ class Presence:
         with self._changed:
             former, self._lanes[device] = self._lanes.get(device), lane
             self._working[device] = present.working
-            self._hardware[device] = "".join(c for c in present.hardware if c.isprintable())[:MOST_HARDWARE]
+            self._hardware[device] = plain(present.hardware)[:MOST_HARDWARE].strip()
             self._changed.notify_all()
         if former is not None:  # it has come back before we noticed that it was gone
             former.close(0.0)

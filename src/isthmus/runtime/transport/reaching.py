@@ -10,6 +10,7 @@ from collections.abc import Callable
 import msgspec
 
 from isthmus.errors import PeerError
+from isthmus.plain import MOST_SHOWN, plain
 from isthmus.runtime.identity import Identity, Party
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.relay import Park, Reach, Strand, Through
@@ -170,4 +171,4 @@ def _heard(channel: SocketChannel, patience_s: float) -> AnyMessage:
 
 def _refusal(answer: AnyMessage) -> str:
     text = answer.failure if isinstance(answer, Through) else f"sent {type(answer).__name__}"
-    return "".join(c for c in text if c.isprintable())[:500]
+    return plain(text)[:MOST_SHOWN]
