@@ -19,8 +19,9 @@ from isthmus.runtime.transport.listener import Listener
 from .commands import devices_of, is_running, wait_until
 
 
-@pytest.fixture(autouse=True)
-def _none_is_kept(monkeypatch: pytest.MonkeyPatch) -> None:
+@pytest.fixture
+def own_nursery(monkeypatch: pytest.MonkeyPatch) -> None:
+    """A process that forks devices of the test alone, which it may kill."""
     monkeypatch.setattr(launcher, "Nursery", births.Nursery)
 
 
@@ -79,7 +80,7 @@ def test_a_place_that_cannot_be_entered(tmp_path: Path) -> None:
         assert "no such place" in (tmp_path / "logs" / "oslo.log").read_text()
 
 
-def test_when_the_forking_process_is_killed_its_devices_end(address: str, tmp_path: Path) -> None:
+def test_when_the_forking_process_is_killed_its_devices_end(own_nursery: None, address: str, tmp_path: Path) -> None:
     launcher, pids = started(address, tmp_path, "oslo")
     stat = Path(f"/proc/{pids['oslo']}/stat").read_text()
     os.kill(int(stat.rpartition(")")[2].split()[1]), signal.SIGKILL)

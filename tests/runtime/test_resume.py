@@ -231,9 +231,10 @@ def _endless(folder: str) -> subprocess.Popen[str]:
     return process
 
 
-def test_a_second_ctrl_c_ends_at_once() -> None:
+def test_nobody_else_runs_in_a_folder_and_a_second_ctrl_c_ends_at_once() -> None:
     process = _endless("impatient")
     devices = devices_of(process.pid)
+    refused(isthmus("train", "job.toml", "--run", "impatient", "--resume"), 2, "run", "another process")
     os.kill(devices["laptop-0"], signal.SIGSTOP)  # what is leased will not be finished
     interrupt(process)
     with pytest.raises(subprocess.TimeoutExpired):

@@ -1,10 +1,8 @@
-"""A run's folder: one run at a time, and nothing is changed by a run that is refused."""
+"""A run's folder: nothing is changed by a run that is refused."""
 
 from __future__ import annotations
 
 import json
-import os
-import signal
 from pathlib import Path
 
 import numpy as np
@@ -15,7 +13,7 @@ from isthmus.cli.losses import LossPoint
 from isthmus.errors import UserError
 from isthmus.job import load_job
 
-from .commands import edited, isthmus, refused, start, wait_until, write_job
+from .commands import edited, isthmus, refused, write_job
 
 
 def snapshot(folder: Path) -> dict[str, bytes]:
@@ -43,18 +41,6 @@ def test_a_refused_resume_changes_nothing(finished: Path, old: str, new: str, wo
     edited(job, (old, new) if old in job.read_text() else ("[training]", f"[training]\n{new}"))
     refused(isthmus("train", job, "--run", finished / "run", "--resume"), 2, *words)
     assert snapshot(finished / "run") == before
-
-
-def test_one_process_runs_in_a_folder(tmp_path: Path) -> None:
-    job = write_job(tmp_path, steps=1_000_000)
-    process = start("train", job, "--run", tmp_path / "run")
-    try:
-        wait_until(lambda: len(RunFolder(tmp_path / "run").losses()) >= 2, process)
-        refused(isthmus("train", job, "--run", tmp_path / "run", "--resume"), 2, "run", "another process")
-    finally:
-        os.killpg(process.pid, signal.SIGINT)
-        process.communicate(timeout=60)
-    assert process.returncode == 130
 
 
 def test_runs_of_one_name_get_folders_of_their_own(tmp_path: Path) -> None:

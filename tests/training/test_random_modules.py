@@ -147,7 +147,7 @@ def test_a_tensor_that_is_handed_back_crosses_once(steps: list[Step]) -> None:
             assert not unequal, cut.position
 
 
-@settings(max_examples=25, suppress_health_check=list(HealthCheck))
+@settings(max_examples=15, suppress_health_check=list(HealthCheck))
 @given(steps=STEPS, seed=st.integers(0, 1000))
 def test_a_random_module_equals_itself_however_it_is_cut(steps: list[Step], seed: int):
     def build() -> nn.Module:
