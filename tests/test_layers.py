@@ -42,7 +42,7 @@ PUBLIC = {
     "describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
-    "PlanComparison PlanningProgress Progress StageMemoryUse StageSummary Transfer compared_table "
+    "PlanComparison PlanningProgress Progress DeviceMemoryUse StageSummary Transfer compared_table "
     "comparison_summary comparison_table draw_loss draw_plan draw_timeline during explain explanation_text "
     "fleet_table improvements last_period least_headroom memory_table memory_use plan_overview plan_summary plan_table "
     "planners_table prediction_error ranked run_summary topologies_table verdict_table",

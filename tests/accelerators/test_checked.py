@@ -2,13 +2,18 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 import os
 import threading
 from collections.abc import Callable
+from functools import partial
+from itertools import pairwise
 
 import pytest
 import torch
+from hypothesis import given
+from hypothesis import strategies as st
 from torch import Tensor, nn
 from torch.nn import functional as F
 
@@ -21,6 +26,7 @@ from isthmus.accelerators.checked import (
     RefusedWait,
     open_checked,
 )
+from isthmus.accelerators.checked.memory import BLOCK, SMALL, SMALL_SEGMENT, Block, Memory
 from isthmus.errors import UserError
 
 
@@ -82,7 +88,12 @@ def test_operators_and_gradients_have_the_cpus_bits(here: Checked) -> None:
 
 
 @pytest.mark.parametrize("fused", [False, True])
-def test_a_module_trains_to_the_cpus_bits(here: Checked, fused: bool) -> None:
+@pytest.mark.parametrize(
+    "optimizer_of", [torch.optim.AdamW, partial(torch.optim.SGD, momentum=0.9, nesterov=True, weight_decay=0.1)]
+)
+def test_a_module_trains_to_the_cpus_bits(
+    here: Checked, optimizer_of: Callable[..., torch.optim.Optimizer], fused: bool
+) -> None:
     weights: list[list[Tensor]] = []
     for device in (torch.device("cpu"), here.device):
         torch.manual_seed(0)
@@ -92,7 +103,7 @@ def test_a_module_trains_to_the_cpus_bits(here: Checked, fused: bool) -> None:
             nn.Conv2d(4, 4, 3, padding=1), nn.GroupNorm(2, 4), nn.Upsample(scale_factor=2), nn.Flatten(),
             nn.Linear(144, 4),
         ).to(device)  # fmt: skip
-        optimizer = torch.optim.AdamW(net.parameters(), fused=fused, foreach=False)
+        optimizer = optimizer_of(net.parameters(), fused=fused and device == here.device, foreach=False)
         for _ in range(3):
             optimizer.zero_grad()
             F.cross_entropy(net(images), classes).backward()
@@ -354,17 +365,39 @@ def test_memory_is_counted_as_a_caching_allocator_does(monkeypatch: pytest.Monke
     assert small.memory().allocated == 512
     del view
     assert (small.memory().allocated, small.memory().reserved) == (0, 2**21)
-    big = torch.empty(3 * 2**20 + 1, dtype=torch.uint8, device=small.device)
-    assert small.memory().reserved == 6 * 2**20
-    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 14 MiB.*capacity of 16 MiB"):
+    use = small.memory()
+    assert (use.peak_allocated, use.peak_reserved) == (512, 2**21)
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 20 MiB.*capacity of 16 MiB"):
+        torch.empty(2 * 2**20, dtype=torch.uint8, device=small.device)  # from a segment for several such
+    big = torch.empty(10 * 2**20 + 1, dtype=torch.uint8, device=small.device)
+    assert small.memory().reserved == 12 * 2**20, "a segment of its own, and the one that held nothing went back"
+    with pytest.raises(torch.OutOfMemoryError, match=r"Tried to allocate 14 MiB.*12 MiB is reserved"):
         torch.empty(14 * 2**20, dtype=torch.uint8, device=small.device)
     del big
-    torch.empty(15 * 2**20, dtype=torch.uint8, device=small.device)
-    assert small.memory().peak_reserved == 16 * 2**20
     small.reset_peak()
-    assert small.memory().peak_reserved == small.memory().reserved == 16 * 2**20
+    assert (small.memory().peak_allocated, small.memory().peak_reserved) == (0, 12 * 2**20)
     small.release_cached()
-    assert (small.memory().reserved, small.memory().free) == (0, 16 * 2**20)
+    assert small.memory().free == small.memory().total
+
+
+@given(st.data())
+def test_blocks_of_memory_never_overlap_and_join_again(data: st.DataObject) -> None:
+    memory, held = Memory("device", 2**27), list[Block]()
+    for _ in range(data.draw(st.integers(1, 60))):
+        if held and data.draw(st.booleans()):
+            memory.give(held.pop(data.draw(st.integers(0, len(held) - 1))))
+        else:
+            size = data.draw(st.integers(1, 2**10) | st.integers(1, 3 * 2**20) | st.integers(9 * 2**20, 12 * 2**20))
+            with contextlib.suppress(torch.OutOfMemoryError):
+                held.append(memory.take(size, data.draw(st.integers(0, 1))))
+                assert size <= held[-1].size <= size + BLOCK + (0 if size <= SMALL else SMALL + SMALL_SEGMENT)
+        ends = sorted((b.segment, b.start, b.start + b.size) for b in held)
+        assert all(one[0] != two[0] or one[2] <= two[1] for one, two in pairwise(ends))
+        assert memory.allocated == sum(b.size for b in held) <= memory.reserved <= memory.total
+    for block in held:
+        memory.give(block)
+    memory.give_back_unused()
+    assert (memory.allocated, memory.reserved) == (0, 0)
 
 
 def test_hardware_that_fails_stays_failed(monkeypatch: pytest.MonkeyPatch) -> None:

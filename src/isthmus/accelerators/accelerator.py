@@ -25,8 +25,9 @@ class MemoryUse(msgspec.Struct, frozen=True, kw_only=True):
     """In this process's tensors."""
     reserved: int
     """What this process's allocator has taken from the hardware, in use or cached."""
+    peak_allocated: int
+    """The most that tensors had since the last `reset_peak`."""
     peak_reserved: int
-    """The most that it had reserved since the last `reset_peak`."""
 
 
 class Event(Protocol):

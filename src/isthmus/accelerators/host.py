@@ -87,7 +87,10 @@ class Host:
         total = page * os.sysconf("SC_PHYS_PAGES")
         used = _resident_bytes(page)
         peak = max(used, _peak_bytes())  # the kernel counts the peak a little later
-        return MemoryUse(total=total, free=_free_bytes(total), allocated=used, reserved=used, peak_reserved=peak)
+        return MemoryUse(
+            total=total, free=_free_bytes(total), allocated=used, reserved=used, peak_allocated=peak,
+            peak_reserved=peak,
+        )  # fmt: skip
 
     def reset_peak(self) -> None:
         """The kernel keeps the peak of a process's whole life."""

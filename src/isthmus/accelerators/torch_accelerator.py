@@ -112,6 +112,7 @@ class TorchAccelerator:
             total=total, free=free,
             allocated=torch.accelerator.memory_allocated(self.device),
             reserved=torch.accelerator.memory_reserved(self.device),
+            peak_allocated=torch.accelerator.max_memory_allocated(self.device),
             peak_reserved=torch.accelerator.max_memory_reserved(self.device),
         )  # fmt: skip
 

@@ -39,11 +39,13 @@ class Shortage(msgspec.Struct, frozen=True, kw_only=True):
 
 
 class MemoryPeak(msgspec.Struct, frozen=True, kw_only=True):
-    """The most that a stage had reserved while it ran, in bytes."""
+    """The most that a stage took while it ran, in bytes."""
 
     size_bytes: int
-    """Of an accelerator, what torch's allocator took from it; of the CPU, by how much the process's resident set
-    exceeded what it was before."""
+    """Of an accelerator, in tensors; of the CPU, by how much the process's resident set exceeded what it was before."""
+    reserved_bytes: int
+    """Of an accelerator, what torch's allocator took from it, for tensors and to give it to others of them; of the CPU,
+    the same again."""
     resident: bool
     """Whether it is of a resident set."""
 

@@ -11,11 +11,11 @@ from isthmus.report.planning_progress import PlanningProgress
 from isthmus.report.progress import Progress
 from isthmus.report.summary import (
     ComparisonSummary,
+    DeviceMemoryUse,
     DeviceUse,
     LinkUse,
     PlanComparison,
     PlanSummary,
-    StageMemoryUse,
     StageSummary,
     Transfer,
     comparison_summary,
@@ -31,6 +31,7 @@ __all__ = [
     "ComparedPlan",
     "Comparison",
     "ComparisonSummary",
+    "DeviceMemoryUse",
     "DeviceUse",
     "Explanation",
     "Headroom",
@@ -39,7 +40,6 @@ __all__ = [
     "PlanSummary",
     "PlanningProgress",
     "Progress",
-    "StageMemoryUse",
     "StageSummary",
     "Transfer",
     "compared_table",

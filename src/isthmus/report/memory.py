@@ -1,47 +1,48 @@
-"""What a plan said that its stages take of their devices' memory, beside what they took."""
+"""What a plan said that its devices' stages take of their memory, beside what they took."""
 
 from __future__ import annotations
 
-from collections import Counter
 from collections.abc import Mapping, Sequence
 
 from rich.console import RenderableType
 from rich.text import Text
 
-from isthmus.plans import Plan
+from isthmus.plans import Plan, Stage
 from isthmus.protocol.shortage import MemoryPeak
-from isthmus.report.summary import StageMemoryUse
+from isthmus.report.summary import DeviceMemoryUse
 from isthmus.report.tables import new_table, titled
 from isthmus.units import format_size
 
 
-def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[StageMemoryUse, ...]:
-    """Of those stages of the plan whose devices told their peaks; of a device with several stages, all together."""
-    planned: Counter[str] = Counter()
-    for replica in plan.replicas:
-        for stage in replica.workers:
-            planned[stage.device] += stage.memory.total
+def memory_use(plan: Plan, peaks: Mapping[str, MemoryPeak]) -> tuple[DeviceMemoryUse, ...]:
+    """Of those devices of the plan that told their peaks."""
+    found: dict[str, list[tuple[str, Stage]]] = {}
+    for number, replica in enumerate(plan.replicas):
+        for index, stage in enumerate(replica.workers):
+            name = str(index) if len(plan.replicas) == 1 else f"{number}.{index}"
+            found.setdefault(stage.device, []).append((name, stage))
     return tuple(
-        StageMemoryUse(
-            device=stage.device, replica=number, stage=index, predicted_bytes=planned[stage.device],
-            peak_bytes=peaks[stage.device].size_bytes, resident=peaks[stage.device].resident,
+        DeviceMemoryUse(
+            device=device, stages=tuple(name for name, _ in held),
+            predicted_bytes=sum(stage.memory.total for _, stage in held), peak_bytes=peaks[device].size_bytes,
+            reserved_bytes=peaks[device].reserved_bytes, resident=peaks[device].resident,
         )
-        for number, replica in enumerate(plan.replicas)
-        for index, stage in enumerate(replica.workers) if stage.device in peaks
+        for device, held in found.items() if device in peaks
     )  # fmt: skip
 
 
-def memory_table(uses: Sequence[StageMemoryUse]) -> RenderableType:
-    several = any(use.replica for use in uses)
-    numbers = ("predicted", "peak", "more or less")
-    table = new_table(("stage", "device", *numbers), numbers)
+def memory_table(uses: Sequence[DeviceMemoryUse]) -> RenderableType:
+    numbers = ("predicted", "peak", "more or less", "reserved")
+    table = new_table(("device", "stages", *numbers), numbers)
     for use in uses:
+        measured = (f"{use.excess:+.1%}", format_size(use.reserved_bytes))
         table.add_row(
-            Text(f"{use.replica}.{use.stage}" if several else str(use.stage)), Text(use.device),
-            Text(format_size(use.predicted_bytes)), Text(format_size(use.peak_bytes) + "*" * use.resident),
-            Text(f"{use.excess:+.0%}"),
+            Text(use.device), Text(", ".join(use.stages)), Text(format_size(use.predicted_bytes)),
+            Text(format_size(use.peak_bytes) + "*" * use.resident), *([""] * 2 if use.resident else measured),
         )  # fmt: skip
-    caption = "peak: what torch's allocator took of the accelerator"
+    captions = ["peak: in tensors; reserved: taken of the accelerator by torch's allocator"]
     if any(use.resident for use in uses):
-        caption = "* on the CPU, by how much the process's resident set grew: libraries, buffers and fragments with it"
-    return titled("Memory of the stages", table, caption)
+        captions = captions * any(not use.resident for use in uses) + [
+            "* on the CPU, by how much the process's resident set grew: libraries, buffers and fragments with it"
+        ]
+    return titled("Memory of the devices", table, "\n".join(captions))

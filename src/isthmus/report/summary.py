@@ -103,18 +103,19 @@ class LinkUse(msgspec.Struct, frozen=True, kw_only=True):
     measured_bytes_per_s: float | None
 
 
-class StageMemoryUse(msgspec.Struct, frozen=True, kw_only=True):
-    """Bytes of one stage."""
+class DeviceMemoryUse(msgspec.Struct, frozen=True, kw_only=True):
+    """Bytes of all stages of a device."""
 
     device: str
-    replica: int
-    stage: int
-    """In its replica."""
+    stages: tuple[str, ...]
+    """Their numbers; with that of the replica before it, where there are several."""
     predicted_bytes: int
     peak_bytes: int
-    """What torch's allocator took from an accelerator at most; on the CPU, by how much the process grew."""
+    """What the tensors of an accelerator took at most; on the CPU, by how much the process grew."""
+    reserved_bytes: int
+    """What torch's allocator took from an accelerator at most; on the CPU, the peak."""
     resident: bool
-    """Whether the peak is that of a process on the CPU."""
+    """Whether they are those of a process on the CPU, which the prediction does not say."""
 
     @property
     def excess(self) -> float:
@@ -156,7 +157,7 @@ class ComparisonSummary(msgspec.Struct, frozen=True, kw_only=True):
     links: tuple[LinkUse, ...]
     plans: tuple[PlanComparison, ...] = ()
     """Of a run: each of its plans, in order."""
-    memory: tuple[StageMemoryUse, ...] = ()
+    memory: tuple[DeviceMemoryUse, ...] = ()
     """Of a run: its stages under the last of its plans, as far as their devices told it."""
 
     def as_json(self) -> bytes:

@@ -19,7 +19,7 @@ from isthmus.training.outer import OUTER_KEYS
 
 STEP = "step"
 """Of what optimizers keep of a parameter: how often they updated it. All else has its elements."""
-FUSED_KINDS = ("cuda", "xpu", "mps")
+FUSED_KINDS = ("cuda", "xpu", "mps", "checked")
 """Accelerators for which torch has fused optimizers."""
 NotNegative = Annotated[float, Meta(ge=0)]
 Share = Annotated[float, Meta(ge=0, lt=1)]

@@ -10,7 +10,7 @@ import torch
 
 from isthmus.accelerators.checked.counters import Counters
 from isthmus.accelerators.checked.faults import failing_kernel, memory_bytes, refused
-from isthmus.accelerators.checked.memory import Memory
+from isthmus.accelerators.checked.memory import Block, Memory
 from isthmus.accelerators.checked.order import LOCK, Allocation, CheckedStream, Clock, Point, join
 
 KIND = "checked"
@@ -65,23 +65,22 @@ class Device:
                 join(clock, stream.clock)
         return clock
 
-    def allocate(self, size: int) -> CheckedStream:
+    def allocate(self, size: int) -> tuple[CheckedStream, Block]:
         """On this thread's current stream."""
         self.collect()
         stream = self.current
-        self.memory.take(size, stream.number)
+        block = self.memory.take(size, stream.number)
         stream.catch_up()
         stream.may_allocate()
-        return stream
+        return stream, block
 
     def collect(self) -> None:
         """Takes back the memory of dropped tensors."""
         while self.dropped:
-            block = self.dropped.popleft()
-            owner = cast(CheckedStream, block.owner)
-            self.memory.give(block.size, owner.number)
-            if block.outstanding():
-                owner.freed.append(block)
+            dropped = self.dropped.popleft()
+            self.memory.give(cast(Block, dropped.block))
+            if dropped.outstanding():
+                cast(CheckedStream, dropped.owner).freed.append(dropped)
 
 
 _devices: dict[int, Device] = {}

@@ -12,6 +12,7 @@ import torch
 from torch import Tensor
 from torch._ops import OpOverload
 
+from isthmus.accelerators.checked import fused
 from isthmus.accelerators.checked.copies import copy_between, host_waits
 from isthmus.accelerators.checked.devices import KIND, Device, device, seed_all
 from isthmus.accelerators.checked.internals import (
@@ -311,10 +312,19 @@ def _attention(
     )[0]
 
 
+def _adamw(*args: object, **kwargs: object) -> object:
+    return _on_cpu(_aten._fused_adamw_.default, fused.adamw, args, kwargs)
+
+
+def _sgd(*args: object, **kwargs: object) -> object:
+    return _on_cpu(_aten._fused_sgd_.default, fused.sgd, args, kwargs)
+
+
 _KERNELS: dict[str, Callable[..., object]] = {
     "empty.memory_format": _empty, "empty_strided": _empty_strided, "resize_": _resize, "_to_copy": _to_copy,
     "_copy_from": copy_between, "_copy_from_and_resize": copy_between, "_local_scalar_dense": _item, "_conj": _conj,
     "convolution_overrideable": _convolution, "convolution_backward_overrideable": _convolution_backward,
+    "_fused_adamw_": _adamw, "_fused_sgd_": _sgd,
 }  # fmt: skip
 
 

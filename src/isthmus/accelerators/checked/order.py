@@ -14,6 +14,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators.accelerator import Stream
+from isthmus.accelerators.checked.memory import Block
 from isthmus.accelerators.checked.misuse import DataRace, FreedTooEarly
 from isthmus.accelerators.checked.places import caller, shown
 
@@ -133,11 +134,15 @@ class _Access(NamedTuple):
 class Allocation:
     """Memory of the device, or a host buffer, and who accesses which part of it."""
 
-    def __init__(self, size: int, storage: torch.UntypedStorage | None, owner: CheckedStream | None) -> None:
-        """`storage` is the host memory that stands for the device's."""
+    def __init__(
+        self, size: int, storage: torch.UntypedStorage | None, owner: CheckedStream | None = None,
+        block: Block | None = None,
+    ) -> None:  # fmt: skip
+        """`storage` is the host memory that stands for the device's, of which `block` is what the allocator gave."""
         self.size = size
         self.storage = storage
         self.owner = owner
+        self.block = block
         self._writes: list[_Access] = []
         self._reads: list[_Access] = []
         self.used_on: set[int] = set()

@@ -11,7 +11,7 @@ from torch import Tensor
 
 from isthmus.accelerators.checked.devices import KIND, Device, device
 from isthmus.accelerators.checked.internals import ON_CPU, first_tensor, storage_at
-from isthmus.accelerators.checked.order import LOCK, Allocation, CheckedStream, Point
+from isthmus.accelerators.checked.order import LOCK, Allocation, Point
 from isthmus.errors import InternalError
 
 _aten = torch.ops.aten
@@ -43,7 +43,7 @@ def host_buffer_of(tensor: Tensor) -> Allocation | None:
 def host_buffer(size: int) -> Tensor:
     tensor = torch.full((max(size, 1),), UNWRITTEN, dtype=torch.uint8)
     storage = tensor.untyped_storage()
-    _host_buffers[storage.data_ptr()] = Allocation(size, None, None)
+    _host_buffers[storage.data_ptr()] = Allocation(size, None)
     weakref.finalize(storage, _host_buffers.pop, storage.data_ptr(), None).atexit = False
     return tensor[:size]
 
@@ -68,16 +68,15 @@ def as_device(host: Tensor, on: Device, point: Point | None) -> Tensor:
             storage = torch.empty(1, dtype=torch.uint8).untyped_storage()
             address = storage.data_ptr()
         with LOCK:
-            owner = on.allocate(storage.nbytes())
-        return _placed(_owned(storage, on, owner, point), host)
+            owner, block = on.allocate(storage.nbytes())
+        return _placed(_owned(storage, on, Allocation(storage.nbytes(), storage, owner, block), point), host)
     raise InternalError("an operator's result lies in memory that is in use")
 
 
 def _owned(
-    storage: torch.UntypedStorage, on: Device, owner: CheckedStream, point: Point | None
+    storage: torch.UntypedStorage, on: Device, allocation: Allocation, point: Point | None
 ) -> torch.UntypedStorage:
     address = storage.data_ptr()
-    allocation = Allocation(storage.nbytes(), storage, owner)
     allocation.made(point)
     made = storage_at(address, storage.nbytes(), torch.device(KIND, on.index))
     _allocations[address] = allocation

@@ -316,6 +316,7 @@ class Device:
         """An accelerator whose memory is less than the plan thinks is known before the stage is made."""
         if self._accelerator.asynchronous:
             gc.collect()  # the stage before is a cycle, of executor and links, that holds much memory and few objects
+            self._accelerator.release_cached()
         found = self._accelerator.memory()
         self._before = found.allocated
         self._accelerator.reset_peak()
@@ -393,8 +394,11 @@ class Device:
 
     def _peak(self) -> MemoryPeak:
         found = self._accelerator.memory()
-        size_bytes = max(0, found.peak_reserved - self._before)
-        return MemoryPeak(size_bytes=size_bytes, resident=not self._accelerator.asynchronous)
+        return MemoryPeak(
+            size_bytes=max(0, found.peak_allocated - self._before),
+            reserved_bytes=max(0, found.peak_reserved - self._before),
+            resident=not self._accelerator.asynchronous,
+        )
 
     def _report(self, done: Done) -> None:
         state = done.state.tensors() if done.state is not None else {}
