@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import itertools
 from collections.abc import Callable
+from pathlib import Path
 from unittest import mock
 
 import msgspec
@@ -14,9 +15,11 @@ from isthmus.accelerators.checked import open_checked
 from isthmus.fleet import Device, Fleet, Link, Links
 from isthmus.fleet.changes import in_half
 from isthmus.job import fleet_of, prepare
-from isthmus.runtime.messages.probe import Attention, Compute, Figure, Product, Trial
+from isthmus.runtime.messages.probe import Attention, Compute, Computes, Figure, Product, Trial
 from isthmus.runtime.processes.launcher import Place
+from isthmus.runtime.service import agent as agents
 from isthmus.runtime.service import speed
+from isthmus.runtime.service.agent import Agent, Membership
 from isthmus.runtime.service.figures import planned_speed, together
 from isthmus.runtime.service.first_layers import question
 from isthmus.runtime.service.fleet_probe import measured_device
@@ -156,6 +159,25 @@ def test_an_operator_that_may_not_travel_is_not_computed(gpt: Compute) -> None:
     trial = msgspec.structs.replace(_trial(gpt), layers=(before, hostile))
     found, shorter = measure_layers(HOST, trial, _Timer(0.1))
     assert "set_" in shorter and found is not None and found.operators == before.operators
+
+
+def test_a_site_computes_no_stage_of_a_coordinators(gpt: Compute, tmp_path: Path) -> None:
+    asked: list[Compute] = []
+
+    def computed(message: Compute, _: Place) -> Computes:
+        asked.append(message)
+        return Computes(run=message.run)
+
+    membership = Membership("a", (("127.0.0.1", 1),))
+    for workshop in (None, mock.Mock()):
+        agent = Agent(tmp_path, membership, Place(), patience_s=1.0, say=lambda _: None, workshop=workshop)
+        with (
+            mock.patch.object(agents, "compute_speed", computed),
+            mock.patch.object(agent, "_beside", lambda act: act()),
+        ):
+            agent._follow(gpt, ("127.0.0.1", 1), mock.Mock())  # pyright: ignore[reportPrivateUsage]
+    device, site = asked
+    assert device == gpt and site.trial is None and site.operators == gpt.operators
 
 
 def test_a_rank_computes_its_share(gpt: Compute) -> None:
