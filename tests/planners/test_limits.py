@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 from dataclasses import replace
 from itertools import combinations
 from math import inf
@@ -27,8 +28,10 @@ def priced(seed: int) -> Problem:
     return problem_of(random_graph(seed, 5), msgspec.structs.replace(fleet, devices=devices))
 
 
-def every_pair(problem: Problem) -> list[tuple[float, float]]:
-    """Seconds and the price of 1,000 steps of every pipeline."""
+@functools.cache
+def every_pair(seed: int) -> list[tuple[float, float]]:
+    """Seconds and the price of 1,000 steps of every pipeline of `priced`."""
+    problem = priced(seed)
     places = [cut.position for cut in cuts(problem.flow)]
     made = [
         build_plan(problem, order, boundaries, planner="all")
@@ -42,7 +45,7 @@ def every_pair(problem: Problem) -> list[tuple[float, float]]:
 @pytest.mark.parametrize("limited", ["max_step_s", "max_price"])
 def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> None:
     problem = priced(seed)
-    pairs = every_pair(problem)
+    pairs = every_pair(seed)
     mine, other = (1, 0) if limited == "max_step_s" else (0, 1)
     values = sorted(pair[other] for pair in pairs)
     limit = values[int(share * (len(values) - 1))]
@@ -62,7 +65,7 @@ def test_the_best_within_the_limit(seed: int, share: float, limited: str) -> Non
 
 def test_the_certificate_says_the_limit_and_a_plan_beyond_it_has_a_finite_gap() -> None:
     problem = priced(1)
-    cheapest = min(price for _, price in every_pair(problem))
+    cheapest = min(price for _, price in every_pair(1))
     asked = replace(problem, terms=Terms(max_price=1.01 * cheapest))
     dear = over_counts(asked, (asked.micro_batches,), lambda cut: plan("even", cut.timed()), None)
     assert beyond_limit(asked, dear) is not None
