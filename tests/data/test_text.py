@@ -166,7 +166,7 @@ def test_bad_options_say_what_is_wrong(tmp_path, options, message):
 def test_too_little_text(tmp_path):
     (tmp_path / "a").write_bytes(b"")
     (tmp_path / "b").write_bytes(b"four")
-    with pytest.raises(UserError, match="got 4 tokens from 1 files, expected at least sequence_length"):
+    with pytest.raises(UserError, match="got 4 tokens from 1 texts, expected at least sequence_length"):
         len(load(files=str(tmp_path / "b"), sequence_length=4, holdout=0))
     with pytest.raises(UserError, match="0 cannot be divided"):
         len(load(files=str(tmp_path / "a")))

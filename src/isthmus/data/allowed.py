@@ -8,6 +8,7 @@ from pathlib import Path, PurePath
 from typing import cast
 
 from isthmus.data.callables import is_callable_name
+from isthmus.data.hub import KIND as HUB
 from isthmus.data.registry import DataSpec
 from isthmus.data.within import check_pattern_within, confined_to
 from isthmus.errors import UserError
@@ -36,12 +37,18 @@ def _own_folder(data: DataSpec) -> Generator[None]:
 def check_kind(data: DataSpec, allowed: Collection[str] | None, *, foreign: bool) -> None:
     """UserError for a kind that this device's owner does not allow. Nothing of it has been imported.
 
-    `allowed` None allows all that are installed; with `foreign` a callable has to be among those that are listed.
+    `allowed` None allows all that are installed; with `foreign` a callable, and what is fetched from the hub, has to
+    be among those that are listed.
     """
     if allowed is not None and data.kind not in allowed:
         raise UserError(
             f"data.kind: got {data.kind!r}, expected one of: {', '.join(sorted(allowed))}: the owner of this device "
             "allows no others (`isthmus join --data-kinds`)"
+        )
+    if allowed is None and foreign and data.kind == HUB:
+        raise UserError(
+            f"data.kind: got {HUB!r}, expected data that are here: nothing is fetched for somebody else unless the "
+            "owner of this device names it (`isthmus join --data-kinds`)"
         )
     if allowed is None and foreign and is_callable_name(data.kind):
         raise UserError(

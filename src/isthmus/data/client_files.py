@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
 
 class TextClients:
-    """The files of the training split, in the order of their names. Columns as those of `TextDataset`.
+    """The files of the training split, in the order of their names. Columns as those of `TokenWindows`.
 
     With the tokenizer `bytes` sizes come of the files' lengths; any other reads every file once, at the start.
     `max_bytes` bounds each client's text.

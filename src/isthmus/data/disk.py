@@ -29,7 +29,7 @@ from isthmus.extensions import import_extra
 if TYPE_CHECKING:
     import torch
 
-_HELD_OUT_NAMES = ("validation", "test")
+HELD_OUT_NAMES = ("validation", "test")
 
 
 class DiskOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
@@ -116,7 +116,7 @@ def load_disk(options: DiskOptions, split: Split) -> DiskDataset:
         raise UserError(f"disk option 'path': cannot read {path}: {' '.join(str(e).split())}") from e
     whole = False
     if isinstance(table, library.DatasetDict):
-        held = [name for name in _HELD_OUT_NAMES if name in table]
+        held = [name for name in HELD_OUT_NAMES if name in table]
         whole, wanted = bool(held), held[0] if split == "heldout" and held else "train"
         if wanted not in table:
             raise unknown_name(f"split of {path}", wanted, list(table))

@@ -7,6 +7,7 @@ from typing import Any, cast
 
 import msgspec
 
+from isthmus.data import hub
 from isthmus.data.arrays import DigitsOptions, NpzOptions, load_digits, load_npz
 from isthmus.data.callables import is_callable_name, load_callable
 from isthmus.data.dataset import SPLITS, Dataset, Split, missing_members
@@ -45,6 +46,7 @@ class DataSpec(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=
 _OURS: Mapping[str, tuple[type[msgspec.Struct], Callable[[Any, Split], Dataset]]] = {
     "digits": (DigitsOptions, load_digits),
     "disk": (DiskOptions, load_disk),
+    hub.KIND: (hub.HubOptions, hub.load_hub),
     folder.KIND: (folder.ImageFolderOptions, folder.load_image_folder),
     parquet.KIND: (parquet.ImageParquetOptions, parquet.load_image_parquet),
     LEAF: (LeafOptions, load_leaf),

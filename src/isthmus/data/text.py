@@ -7,33 +7,22 @@ import hashlib
 import os
 import sysconfig
 from collections.abc import Mapping, Sequence
-from functools import cached_property
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
-import msgspec
-import numpy as np
-import numpy.typing as npt
 from msgspec import Meta
 
 from isthmus.data.dataset import (
-    Array,
-    ColumnSpec,
-    Indices,
     Split,
-    as_tensors,
-    check_columns,
-    checked,
-    fingerprint_of,
     held_out_count,
     refuse_empty_holdout,
 )
-from isthmus.data.tokenizer import BYTES, Tokenizer, load_tokenizer
+from isthmus.data.windows import TokenWindows, WindowOptions
 from isthmus.data.within import open_file
 from isthmus.errors import UserError
 
 if TYPE_CHECKING:
-    import torch
+    pass
 
 STDLIB = "stdlib"
 _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests", "idle_test"}
@@ -41,62 +30,29 @@ _NOT_SOURCE = {"site-packages", "dist-packages", "__pycache__", "test", "tests",
 _MACHINE_SPECIFIC = ("config-", "_sysconfigdata", "sitecustomize", "usercustomize")
 
 
-class TextOptions(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True):
+class TextOptions(WindowOptions, frozen=True, kw_only=True, forbid_unknown_fields=True):
     """Text files as windows of tokens, or the source of Python's standard library."""
 
     files: str | tuple[str, ...]
     """Paths or globs (`**` crosses folders), or "stdlib": the source of Python's standard library."""
-    sequence_length: Annotated[int, Meta(ge=1)] = 128
-    """Tokens per sample."""
-    tokenizer: str = BYTES
-    """"bytes" (256 tokens), or a directory with a tokenizer.json."""
     max_bytes: Annotated[int, Meta(ge=1)] | None = None
     """Of text in each split; without it all of it."""
     holdout: Annotated[float, Meta(ge=0, lt=1)] = 0.05
     """Share of the files that training never sees; of a single file, of its text."""
-    shift_labels: bool = True
-    """true: labels are the next tokens. false: they equal the inputs, for models that shift inside (Hugging Face)."""
 
 
-class TextDataset:
-    """Non-overlapping windows of tokens: sample i holds tokens i T .. (i + 1) T of the split's files, joined.
-
-    Columns: `input_ids` and `labels`, int64 [T]; labels are the next tokens, or with `shift_labels` = false the
-    inputs again. Files are read and tokenized on first use and kept in memory, 1 to 4 bytes per token.
-    """
+class _Texts:
+    """Those of a split."""
 
     def __init__(self, files: Mapping[str, Path], options: TextOptions, split: Split) -> None:
         """`files`: relative name to path. Raises `UserError` if the split would be empty."""
         refuse_empty_holdout(split, options.holdout, "text")
         self._options = options
         self._split: Split = split
-        self._files = files if len(files) == 1 else _of_split(files, options.holdout, split)
         self._divides_text = len(files) == 1
-        self._tokenizer: Tokenizer = load_tokenizer(options.tokenizer)
+        self._files = files if self._divides_text else _of_split(files, options.holdout, split)
 
-    @property
-    def columns(self) -> Mapping[str, ColumnSpec]:
-        ids = ColumnSpec(dtype="int64", shape=(self._options.sequence_length,), limit=self._tokenizer.vocab_size)
-        return {"input_ids": ids, "labels": ids}
-
-    @property
-    def fingerprint(self) -> str:
-        settings = {"sequence_length": self._options.sequence_length, "shift": self._options.shift_labels}
-        return fingerprint_of({"kind": "text", **settings}, [self._tokens])
-
-    @cached_property
-    def _tokens(self) -> npt.NDArray[np.integer]:
-        # File by file: a tokenizer takes far more memory for one long text than for its parts.
-        tokens = np.concatenate([self._tokenizer.tokens(text) for text in self._texts()])
-        needed = self._options.sequence_length + 1
-        if len(tokens) < needed:
-            raise UserError(
-                f"text {self._split}: got {len(tokens)} tokens from {len(self._files)} files, expected at least "
-                f"sequence_length + 1 = {needed}"
-            )
-        return tokens
-
-    def _texts(self) -> list[bytes]:
+    def __call__(self) -> list[bytes]:
         room = self._options.max_bytes
         texts: list[bytes] = []
         for path in self._files.values():
@@ -114,19 +70,6 @@ class TextDataset:
                 if room == 0:
                     break
         return texts
-
-    def __len__(self) -> int:
-        return (len(self._tokens) - 1) // self._options.sequence_length
-
-    def batch(self, indices: Indices, columns: Sequence[str]) -> dict[str, torch.Tensor]:
-        check_columns(columns, self.columns)
-        length = self._options.sequence_length
-        starts = checked(indices, len(self))[:, None] * length + np.arange(length)
-        shift = int(self._options.shift_labels)
-        arrays: dict[str, Array] = {
-            name: self._tokens[starts + (shift if name == "labels" else 0)].astype(np.int64) for name in columns
-        }
-        return as_tensors(arrays)
 
 
 def _of_split(files: Mapping[str, Path], holdout: float, split: Split) -> dict[str, Path]:
@@ -170,9 +113,9 @@ def _named_files(patterns: Sequence[str]) -> dict[str, Path]:
     return {path.relative_to(root).as_posix(): path for path in sorted(found)}
 
 
-def load_text(options: TextOptions, split: Split) -> TextDataset:
+def load_text(options: TextOptions, split: Split) -> TokenWindows:
     """The text of `split`. Raises `UserError` for files that are missing and for splits that would be empty."""
-    return TextDataset(_all_files(options), options, split)
+    return TokenWindows(_Texts(_all_files(options), options, split), options, f"text {split}")
 
 
 def files_of(options: TextOptions, split: Split) -> dict[str, Path]:
