@@ -25,7 +25,7 @@ from cases import Case, changes, job, prepared_for, topology, triangle
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli.planning import plan_for
+from isthmus.api.planning import plan_for
 from isthmus.fleet import Fleet, changed
 from isthmus.job import Prepared
 from isthmus.plans import Plan

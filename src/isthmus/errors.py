@@ -75,6 +75,15 @@ class InternalError(IsthmusError):
     """A broken invariant of our own."""
 
 
+class Interrupted(KeyboardInterrupt):
+    """A call was ended before it came to a good end: by Ctrl-C, or since somebody asked for it. Says what is left."""
+
+    def __init__(self, what: str, folder: str | os.PathLike[str] | None = None) -> None:
+        """`folder` is the run's, where one has begun."""
+        super().__init__(what)
+        self.folder = folder
+
+
 def unknown_name(kind: str, got: str, valid: Iterable[str], prefix: str = "") -> UserError:
     """A `UserError` for a name that is not in `valid`, offering the nearest name that is.
 

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from torch import Tensor
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
 from isthmus.training.checkpoint import newest_checkpoint
 from tests.faults.rows import Found, Row, differing
 from tests.runtime.commands import Done, isthmus, write_job

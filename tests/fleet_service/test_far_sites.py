@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
 from isthmus.fleet import Device, Fleet, Link, Links, load_fleet
 from isthmus.job import load_job, prepare
 from isthmus.runtime.lab.lab import COORDINATOR, Lab, lab_unavailable

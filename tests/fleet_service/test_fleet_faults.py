@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
 from isthmus.cost import build_plan
 from isthmus.fleet import Fleet as FleetOfDevices
 from isthmus.job import prepare

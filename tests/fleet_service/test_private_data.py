@@ -12,8 +12,8 @@ import pytest
 import torch
 from rich.console import Console
 
+from isthmus.api.folder import RunFolder
 from isthmus.cli import training
-from isthmus.cli.folder import RunFolder
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.data.description import describe

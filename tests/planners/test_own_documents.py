@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from plan_cases import fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan, priced_fleet
 
-from isthmus.cli.proving import as_proven, question_of
+from isthmus.api.proving import as_proven, question_of
 from isthmus.cost import Problem, SyncPolicy, parameter_state, preference
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet, resolve_fleet

@@ -13,8 +13,8 @@ from hypothesis import strategies as st
 from plan_cases import all_orders_of, brute_force, fleet_of, gpt_graph, problem_of, random_graph, saving
 from term_cases import every_plan
 
-from isthmus.cli.proving import as_proven
-from isthmus.cli.proving import question_of as asked_of
+from isthmus.api.proving import as_proven
+from isthmus.api.proving import question_of as asked_of
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, parameter_state, plan_compression
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected

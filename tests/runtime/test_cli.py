@@ -14,9 +14,9 @@ import torch
 from safetensors.torch import load_file
 from transformers import GPT2LMHeadModel
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
+from isthmus.api.planning import plan_for
 from isthmus.cli.options import Notes
-from isthmus.cli.planning import plan_for
 from isthmus.cost.compression import ratio_planner_names
 from isthmus.data import load_dataset
 from isthmus.errors import UserError

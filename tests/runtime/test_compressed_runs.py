@@ -10,7 +10,7 @@ import pytest
 import torch
 from torch import Tensor
 
-from isthmus.cli.planning import simulation_options
+from isthmus.api.planning import simulation_options
 from isthmus.cost import Layout, Problem, build_plan, build_replicas, plan_compression, repeat_compression, with_edges
 from isthmus.cost.compression.messages import messages_of, packed_edges, sender_of
 from isthmus.data import DataSpec, SampleOrder, load_dataset

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.cli.planning import plan_for
+from isthmus.api.planning import plan_for
 from isthmus.cost import build_plan
 from isthmus.errors import FleetTooSmall
 from isthmus.job import Job, prepare

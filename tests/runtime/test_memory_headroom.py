@@ -8,7 +8,7 @@ from pathlib import Path
 import msgspec
 import pytest
 
-from isthmus.cli.planning import plan_for
+from isthmus.api.planning import plan_for
 from isthmus.errors import FleetTooSmall
 from isthmus.job import fleet_of, load_job, prepare
 from isthmus.plans import load_plan

@@ -9,7 +9,7 @@ import pytest
 import torch
 from torch import Tensor, nn
 
-from isthmus.cli.planning import simulation_options
+from isthmus.api.planning import simulation_options
 from isthmus.cost import Layout, SyncPolicy, build_replicas
 from isthmus.data import SampleOrder, load_dataset
 from isthmus.graph import cuts

@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 import torch
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
 from isthmus.training.checkpoint import latest_checkpoint, newest_checkpoint, read_manifest, read_tensors
 
 from .commands import (

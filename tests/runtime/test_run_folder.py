@@ -8,8 +8,8 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from isthmus.cli.folder import RunFolder
-from isthmus.cli.losses import LossPoint
+from isthmus.api.folder import RunFolder
+from isthmus.api.losses import LossPoint
 from isthmus.errors import UserError
 from isthmus.job import load_job
 

@@ -7,21 +7,23 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
-from isthmus.cli import federated, training
+from isthmus.api.pipeline import Choices
+from isthmus.cli import federated
 from isthmus.cli.options import state_folder
 from isthmus.cli.queueing import run_queue
 from isthmus.cli.serving import Serving, serving_fleet, teller
+from isthmus.cli.showing import show_training
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.runtime.service.job_queue import JobQueue
 
 
 def serve_job(
-    job: Job, choices: training.Choices, state: Path | None, serving: Serving, out: Console, notes: Console
+    job: Job, choices: Choices, json: bool, state: Path | None, serving: Serving, notes: Console
 ) -> int:  # fmt: skip
     """Until it has run; returns the exit code."""
     with serving_fleet(state, serving, teller(notes)) as service:
-        return training.train(job, msgspec.structs.replace(choices, crew=service), out, notes)
+        return show_training(job, msgspec.structs.replace(choices, crew=service), json=json)
 
 
 def serve_federated(

@@ -13,7 +13,7 @@ import typer
 from rich.console import Console
 from rich.text import Text
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
 from isthmus.errors import UserError
 from isthmus.federated.history import History, RoundLine
 from isthmus.federated.job import FederatedJob, check, check_deployment, check_simulation, load_federated_job
@@ -46,9 +46,9 @@ class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
     """What a person has to say for the run to go on."""
 
 
-def read_job(path: Path, choices: FederatedChoices) -> FederatedJob:
+def read_job(path: Path, choices: FederatedChoices, overrides: Mapping[str, object] = {}) -> FederatedJob:
     """The job with what the command line overrides. UserError as `load_federated_job`."""
-    job = load_federated_job(path)
+    job = load_federated_job(path, overrides)
     given = {"scheme": choices.scheme, "executors": choices.executors}
     execution = msgspec.structs.replace(job.execution, **{k: v for k, v in given.items() if v is not None})
     federated = job.federated

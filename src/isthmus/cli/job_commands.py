@@ -15,39 +15,31 @@ from isthmus.cli.options import (
     JsonOption,
     ObjectiveOption,
     PlannerOption,
+    SetOption,
     StepsOption,
     local_path,
     notes,
     out,
 )
 from isthmus.errors import UserError
+from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
-    from isthmus.cli import (
-        chosen,
-        comparing,
-        describing,
-        explaining,
-        federated,
-        federated_simulating,
-        simulating,
-        training,
-        verifying,
-    )
+    from isthmus.api import overriding, pipeline
+    from isthmus.cli import federated, federated_simulating, showing
     from isthmus.federated import job as federated_job
 else:
-    chosen = Later("isthmus.cli.chosen")
-    comparing = Later("isthmus.cli.comparing")
-    describing = Later("isthmus.cli.describing")
-    explaining = Later("isthmus.cli.explaining")
     federated = Later("isthmus.cli.federated")
     federated_job = Later("isthmus.federated.job")
     federated_simulating = Later("isthmus.cli.federated_simulating")
-    simulating = Later("isthmus.cli.simulating")
-    training = Later("isthmus.cli.training")
-    verifying = Later("isthmus.cli.verifying")
+    overriding = Later("isthmus.api.overriding")
+    pipeline = Later("isthmus.api.pipeline")
+    showing = Later("isthmus.cli.showing")
 
 app = typer.Typer()
+
+STEPS = 4
+"""Of a simulation, where nothing else is said."""
 
 
 @app.command()
@@ -73,14 +65,17 @@ def plan(
     bound_unchecked: Annotated[
         bool, typer.Option("--bound-unchecked", help="With --verify: pass a bound that takes too much work to check.")
     ] = False,
+    overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Plan where each part of the model runs; or compare planners, or check a plan.
 
     With --json: the plan document.
     """
-    job = chosen.chosen_job(job_file, fleet, planner, devices, objective=objective)
-    job = chosen.limited(job, max_step, max_price)
+    changes = overriding.Changes(
+        fleet=fleet, planner=planner, devices=devices, objective=objective, max_step=max_step, max_price=max_price
+    )
+    job = changes.of(overriding.job_of(job_file, read_overrides(overrides or ())))
     alone = [name for name, given in (("--compare", compare), ("--verify", verify)) if given is not None]
     extra = [name for name, given in (("--explain", explain), ("--picture", picture is not None)) if given]
     if alone and len(alone) + len(extra) > 1:
@@ -88,10 +83,10 @@ def plan(
     if bound_unchecked and verify is None:
         raise UserError("plan: --bound-unchecked is for --verify")
     if compare is not None:
-        raise typer.Exit(comparing.compare(job, compare, out(), json=json))
+        raise typer.Exit(showing.show_compared(job, compare, json=json))
     if verify is not None:
-        raise typer.Exit(verifying.verify_document(job, verify, out(), bound_unchecked=bound_unchecked, json=json))
-    explaining.show_plan(job, out(), words=explain, picture=picture, json=json)
+        raise typer.Exit(showing.show_verified(job, verify, bound_unchecked=bound_unchecked, json=json))
+    showing.show_plan(job, words=explain, picture=picture, json=json)
 
 
 @app.command(name="simulate")
@@ -106,6 +101,7 @@ def simulate_command(
     trace_file: Annotated[
         Path | None, typer.Option("--trace", parser=local_path, metavar="FILE", help="Write a Perfetto trace here.")
     ] = None,
+    overrides: SetOption = None,
     json: JsonOption = False,
 ) -> None:
     """Run the plan on a virtual clock: the same machines as a real run, with modelled durations.
@@ -115,10 +111,13 @@ def simulate_command(
     if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
         federated.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
-        fed_job = federated.read_job(job_file, federated.FederatedChoices())
+        fed_job = federated.read_job(job_file, federated.FederatedChoices(), read_overrides(overrides or ()))
         raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
-    job = chosen.chosen_job(job_file, fleet, planner, devices, steps or simulating.STEPS, objective)
-    simulating.simulate(job, plan_file, trace_file, out(), json=json)
+    changes = overriding.Changes(
+        fleet=fleet, planner=planner, devices=devices, steps=steps or STEPS, objective=objective
+    )
+    job = changes.of(overriding.job_of(job_file, read_overrides(overrides or ())))
+    showing.show_simulation(job, plan_file, trace_file, json=json)
 
 
 @app.command()
@@ -128,8 +127,7 @@ def graph(
     json: JsonOption = False,
 ) -> None:
     """Show what each layer of a job's model computes and keeps. With --json: every operator too."""
-    job = chosen.chosen_job(job_file, None, None, None)
-    explaining.show_graph(job, out(), operators=operators, json=json)
+    showing.show_graph(overriding.job_of(job_file), operators=operators, json=json)
 
 
 @app.command(name="describe-data")
@@ -144,7 +142,7 @@ def describe_data(
 
     There `[data] description` names the file.
     """
-    describing.describe_data(chosen.chosen_job(job_file, None, None, None), target)
+    showing.write_description(overriding.job_of(job_file), target)
 
 
 @app.command()
@@ -160,6 +158,8 @@ def train(
     scheme: Annotated[str | None, typer.Option("--scheme", help="Federated: ours, parrot, fa, sd, rw or sp.")] = None,
     executors: Annotated[int | None, typer.Option("--executors", min=1, help="Federated: where clients train.")] = None,
     rounds: Annotated[int | None, typer.Option("--rounds", min=1, help="Federated: in place of the job's.")] = None,
+    overrides: SetOption = None,
+    dry_run: Annotated[bool, typer.Option("--dry-run", help="Check everything and plan; train nothing.")] = False,
     json: JsonOption = False,
 ) -> None:
     """Plan, train over one process per device, compare what was predicted with what was measured.
@@ -172,10 +172,17 @@ def train(
         choices = federated.FederatedChoices(
             resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds, json=json
         )
-        raise typer.Exit(federated.train(federated.read_job(job_file, choices), choices, out(), notes()))
+        fed_job = federated.read_job(job_file, choices, read_overrides(overrides or ()))
+        if dry_run:
+            raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
+        raise typer.Exit(federated.train(fed_job, choices, out(), notes()))
     for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
         if given is not None:
             raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")
-    job = chosen.chosen_job(job_file, fleet, planner, devices, steps)
-    code = training.train(job, training.Choices(resume=resume, run=run, plan=plan_file, json=json), out(), notes())
-    raise typer.Exit(code)
+    changes = overriding.Changes(fleet=fleet, planner=planner, devices=devices, steps=steps)
+    job = changes.of(overriding.job_of(job_file, read_overrides(overrides or ())))
+    if dry_run:
+        showing.show_plan(job, words=False, picture=None, json=json)
+        return
+    choices = pipeline.Choices(resume=resume, run=run, plan=plan_file)
+    raise typer.Exit(showing.show_training(job, choices, json=json))

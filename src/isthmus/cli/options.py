@@ -7,6 +7,7 @@ import sys
 from pathlib import Path
 from typing import Annotated, Literal
 
+import msgspec
 import typer
 from rich.console import Console
 
@@ -40,6 +41,10 @@ StateOption = Annotated[
 PORT = 7433
 """Of a coordinator."""
 LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
+SetOption = Annotated[
+    list[str] | None,
+    typer.Option("--set", metavar="KEY=VALUE", help="In place of what the job says: training.steps=50; repeatable."),
+]
 JsonOption = Annotated[bool, typer.Option("--json", help="Print JSON on stdout.")]
 
 
@@ -59,6 +64,10 @@ class Notes(Console):
 
 def notes() -> Console:
     return Notes(stderr=True, markup=False)
+
+
+def print_json(value: object) -> None:
+    typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
 
 
 def patience_s(text: str) -> float:

@@ -15,8 +15,10 @@ from typing import TypeVar
 import msgspec
 from rich.console import Console
 
-from isthmus.cli import federated, training
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
+from isthmus.api.pipeline import Choices, run_job
+from isthmus.cli import federated
+from isthmus.cli.terminal import Terminal
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
@@ -83,7 +85,8 @@ def _carried_out(
                 code = _run(job, service, queue, console)
         except IsthmusError as e:
             code, reason = e.exit_code, plain(str(e))
-        except KeyboardInterrupt:  # before or after what would have taken it to a good end
+        except KeyboardInterrupt as e:  # before or after what would have taken it to a good end
+            console.print(str(e), highlight=False, soft_wrap=True)
             code, reason = INTERRUPTED, ""
         except Exception as e:  # one job's fault, or ours: the others shall run all the same
             code, reason = 1, plain(f"internal: {type(e).__name__}: {e}")
@@ -117,8 +120,8 @@ def _run(job: Submitted, service: Service, queue: JobQueue, console: Console) ->
         return federated.deploy(made, choices, lambda _: contextlib.nullcontext(service), console, console)
     made = msgspec.json.decode(job.document, type=Job)
     folder = _folder(job, made.run_dir, queue)
-    choices = training.Choices(resume=folder.begun, run=folder.path, crew=service, again=again)
-    return training.train(made, choices, console, console)
+    choices = Choices(resume=folder.begun, run=folder.path, crew=service, again=again)
+    return INTERRUPTED if run_job(made, choices, Terminal(console, console)).outcome == "interrupted" else 0
 
 
 def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:

@@ -8,12 +8,11 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.cli.later import Later
-from isthmus.cli.options import JsonOption, local_path, notes, out
+from isthmus.cli.options import JsonOption, local_path
 
 if TYPE_CHECKING:
-    from isthmus.cli import calibrating, runs
+    from isthmus.cli import runs
 else:
-    calibrating = Later("isthmus.cli.calibrating")
     runs = Later("isthmus.cli.runs")
 
 app = typer.Typer()
@@ -24,7 +23,7 @@ def trace(
     run: Annotated[Path, typer.Argument(metavar="RUN", help="A run's folder.")], json: JsonOption = False
 ) -> None:
     """Write a run's Perfetto trace (predicted and measured); print how well it was predicted."""
-    runs.trace(run, out(), json=json)
+    runs.trace(run, json=json)
 
 
 @app.command()
@@ -37,7 +36,7 @@ def calibrate(
     json: JsonOption = False,
 ) -> None:
     """Write a run's fleet as its first steps showed it: stated speeds times measured factors."""
-    calibrating.calibrate(run, target, notes(), json=json)
+    runs.calibrate(run, target, json=json)
 
 
 @app.command()

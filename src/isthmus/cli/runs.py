@@ -1,63 +1,61 @@
-"""`isthmus trace` and `isthmus export`: what a finished run has to give."""
+"""What commands of a run's folder print."""
 
 from __future__ import annotations
 
+import sys
+from collections.abc import Iterable
 from pathlib import Path
 
 import msgspec
 import typer
-from rich.console import Console
-from safetensors.torch import save_model
 
-from isthmus.cli import federated_runs
-from isthmus.cli.folder import RunFolder
-from isthmus.documents import follow_umask
-from isthmus.errors import UserError
-from isthmus.federated.job import FederatedJob
-from isthmus.models import build_model, is_hugging_face, save_hugging_face
-from isthmus.report import comparison_table, run_summary
-from isthmus.trace import write_perfetto
-from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
+from isthmus.api.calibrating import fitted_text
+from isthmus.api.exporting import export_model, write_trace
+from isthmus.api.runs import calibrated
+from isthmus.cli.options import notes, out, print_json
+from isthmus.fleet import dump_fleet
+from isthmus.report import comparison_table
+from isthmus.report.federated_progress import rounds_table
 
 
-def trace(run: Path, out: Console, *, json: bool) -> None:
-    folder = RunFolder.existing(run)
-    if folder.is_federated:
-        federated_runs.trace(folder, out, json=json)
-        return
-    predicted, measured = folder.traces()
-    write_perfetto([predicted, measured], folder.perfetto)
-    summary = run_summary(predicted, measured, folder.periods())
-    if summary is None:
-        raise UserError(f"run folder {run}: no training step was finished")
+def trace(run: Path, *, json: bool) -> None:
+    perfetto, found, notes = write_trace(run)
+    _say(notes)
+    if isinstance(found, list):
+        told = {"rounds": len(found), "seconds": sum(line.seconds for line in found)}
+        table = rounds_table(found)
+    else:
+        told, table = {"comparison": msgspec.to_builtins(found)}, comparison_table(found)
     if json:
-        told = {"perfetto": str(folder.perfetto), "comparison": msgspec.to_builtins(summary)}
-        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
+        print_json({"perfetto": str(perfetto), **told})
         return
-    out.print(comparison_table(summary))
-    out.print(f"{folder.perfetto}: open it in ui.perfetto.dev", highlight=False)
+    out().print(table)
+    out().print(f"{perfetto}: open it in ui.perfetto.dev", highlight=False)
+
+
+def calibrate(run: Path, target: Path | None, *, json: bool) -> None:
+    fleet = calibrated(run)
+    if target is not None:
+        target.write_text(dump_fleet(fleet), encoding="utf-8")
+    if json:
+        print_json(fleet)
+    elif target is None:
+        typer.echo(dump_fleet(fleet))
+    wrote = [f"wrote {target}: --fleet {target} plans with it"] if target is not None else []
+    for line in (fitted_text(fleet), *wrote):
+        notes().print(line, highlight=False, soft_wrap=True)
 
 
 def export(run: Path, directory: Path, *, json: bool) -> None:
-    folder = RunFolder.existing(run)
-    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
-        raise UserError(f"export: {directory} exists and is not an empty directory")
-    if folder.is_federated:
-        unit, job = "rounds", folder.read(FederatedJob)
-        module, done = federated_runs.trained_model(folder, job)
-    else:
-        unit, job = "steps", folder.job()
-        module = build_model(job.model)
-        done = load_checkpoint(module, latest_checkpoint(folder.checkpoints))
-    if is_hugging_face(module):
-        tokenizer = "bytes" if job.data is None else job.data.options.get("tokenizer", "bytes")
-        save_hugging_face(module, directory, Path(str(tokenizer)) if tokenizer != "bytes" else None)
-    else:
-        directory.mkdir(parents=True, exist_ok=True)
-        save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
-        follow_umask(directory / "model.safetensors")
-        (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
+    found, notes = export_model(run, directory)
+    _say(notes)
     if json:
-        typer.echo(msgspec.json.encode({"directory": str(directory), unit.removesuffix("s"): done}).decode())
+        done = {found.unit.removesuffix("s"): found.done}
+        typer.echo(msgspec.json.encode({"directory": str(directory), **done}).decode())
     else:
-        typer.echo(f"{directory}: the model after {done} {unit}")
+        typer.echo(f"{directory}: the model after {found.done} {found.unit}")
+
+
+def _say(lines: Iterable[str]) -> None:
+    for line in lines:
+        print(line, file=sys.stderr)

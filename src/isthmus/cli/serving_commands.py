@@ -23,17 +23,18 @@ from isthmus.cli.options import (
 )
 
 if TYPE_CHECKING:
-    from isthmus.cli import chosen, coordinating, federated, probing, serving, submitting, training
+    from isthmus.api import overriding, pipeline
+    from isthmus.cli import coordinating, federated, probing, serving, submitting
     from isthmus.federated import job as federated_job
 else:
-    chosen = Later("isthmus.cli.chosen")
     coordinating = Later("isthmus.cli.coordinating")
     federated = Later("isthmus.cli.federated")
     federated_job = Later("isthmus.federated.job")
     probing = Later("isthmus.cli.probing")
+    overriding = Later("isthmus.api.overriding")
+    pipeline = Later("isthmus.api.pipeline")
     serving = Later("isthmus.cli.serving")
     submitting = Later("isthmus.cli.submitting")
-    training = Later("isthmus.cli.training")
 
 app = typer.Typer()
 
@@ -73,9 +74,9 @@ def serve(
         asked = federated.FederatedChoices(resume=resume, run=run, json=json)
         found = federated.read_job(job_file, asked)
         raise typer.Exit(coordinating.serve_federated(found, asked, state, where, out(), notes()))
-    job = chosen.chosen_job(job_file, fleet, planner, None, steps)
-    choices = training.Choices(resume=resume, run=run, json=json)
-    raise typer.Exit(coordinating.serve_job(job, choices, state, where, out(), notes()))
+    job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
+    choices = pipeline.Choices(resume=resume, run=run)
+    raise typer.Exit(coordinating.serve_job(job, choices, json, state, where, notes()))
 
 
 @app.command()
@@ -94,7 +95,8 @@ def submit(
         federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
         submitting.submit(state, federated.read_job(job_file, federated.FederatedChoices()), notes())
     else:
-        submitting.submit(state, chosen.chosen_job(job_file, fleet, planner, None, steps), notes())
+        job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
+        submitting.submit(state, job, notes())
 
 
 @app.command()

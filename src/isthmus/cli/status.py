@@ -12,8 +12,8 @@ from rich.live import Live
 from rich.table import Table
 from rich.text import Text
 
+from isthmus.api.losses import losses_in
 from isthmus.cli.jobs import jobs_table, opened
-from isthmus.cli.losses import losses_in
 from isthmus.documents import read_lines
 from isthmus.plans import read_spent
 from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted

@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 import math
 import sys
+from collections.abc import Mapping
 from pathlib import Path
 from typing import Annotated
 
@@ -41,6 +42,7 @@ from isthmus.federated.robust import Aggregation, Robust
 from isthmus.federated.schemes import Scheme, scheme
 from isthmus.federated.server import Identity, Server
 from isthmus.models import ModelSpec, build_model
+from isthmus.overrides import overridden
 from isthmus.planners.cohort import cohort_names
 from isthmus.protocol.federated_participation import Participation, cohort
 from isthmus.protocol.federated_rules import RoundRules
@@ -196,9 +198,9 @@ def is_federated(path: Path) -> bool:
     return not OF_THIS_KIND.isdisjoint(read_toml(path, "job file"))
 
 
-def load_federated_job(path: Path) -> FederatedJob:
+def load_federated_job(path: Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
     """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
-    job = convert(read_toml(path, "job file"), FederatedJob, str(path))
+    job = convert(overridden(read_toml(path, "job file"), overrides), FederatedJob, str(path))
     try:
         check(job)
     except UserError as e:

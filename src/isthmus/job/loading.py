@@ -12,13 +12,14 @@ from isthmus.documents import check_is_local, convert, read_toml
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet, changed, in_half, resolve_fleet
 from isthmus.job.settings import Job
+from isthmus.overrides import overridden
 from isthmus.plans import SCHEDULES, OwnSamples, Terms
 from isthmus.units import parse_duration
 
 
-def load_job(path: Path) -> Job:
+def load_job(path: Path, overrides: Mapping[str, object] = {}) -> Job:
     """Read and check a job file; UserError names the file, the field, what was got and what was expected."""
-    job = convert(read_toml(path, "job file"), Job, str(path))
+    job = convert(overridden(read_toml(path, "job file"), overrides), Job, str(path))
     try:
         return checked(job)
     except UserError as e:

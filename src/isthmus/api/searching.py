@@ -1,4 +1,4 @@
-"""Planning under a person's eyes: progress on standard error, and Ctrl-C ends it with the best plan so far."""
+"""Planning in a thread of its own: what watches it shows its progress, and Ctrl-C ends it with the best plan so far."""
 
 from __future__ import annotations
 
@@ -9,10 +9,8 @@ from contextlib import nullcontext
 from contextvars import copy_context
 from typing import TypeVar
 
-from rich.console import Console
-
+from isthmus.api.observing import Observer
 from isthmus.planners import INTERRUPTED, cut_short, observed_by
-from isthmus.report import PlanningProgress
 from isthmus.runtime.processes.computing import Computing
 from isthmus.runtime.processes.interrupting import interruptible
 
@@ -23,14 +21,14 @@ AT_ONCE_S = 1.0
 """How long a planner that is to end without a plan may take for it."""
 
 
-def planned(notes: Console, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:
-    """What `act` makes; all planning inside it shows its progress. KeyboardInterrupt by Ctrl-C; with `best_so_far` only
-    by a second one, or where the planner never looks up: the first ends planning with the best plan so far.
+def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:
+    """What `act` makes; all planning inside it is told to the observer. KeyboardInterrupt by Ctrl-C; with `best_so_far`
+    only by a second one, or where the planner never looks up: the first ends planning with the best plan so far.
 
     It plans in a thread: a solver in C holds up neither the progress nor Ctrl-C.
     """
     done, failed = list[Planned](), list[BaseException]()
-    with PlanningProgress(notes) as progress, observed_by(progress):
+    with observer.search() as search, observed_by(search):
         context = copy_context()
 
         def plan() -> None:
@@ -41,11 +39,11 @@ def planned(notes: Console, act: Callable[[], Planned], *, best_so_far: bool = F
 
         computing = Computing()
         try:
-            with interruptible(progress.end) if best_so_far else nullcontext():
+            with interruptible(search.end) if best_so_far else nullcontext():
                 thread = computing.start(plan, "planning")
                 while thread.is_alive():
                     thread.join(TICK_S)
-                    progress.show()
+                    search.show()
         except KeyboardInterrupt:
             _leave(computing)
             raise
@@ -53,7 +51,7 @@ def planned(notes: Console, act: Callable[[], Planned], *, best_so_far: bool = F
     if failed:
         raise failed[0]
     if interrupted:
-        notes.print(INTERRUPTED, highlight=False, soft_wrap=True)
+        observer.note(INTERRUPTED)
     return done[0]
 
 

@@ -1,4 +1,4 @@
-"""What a run's progress becomes: lines on the terminal, points in the log, calls of the user's hooks."""
+"""What a run's progress becomes: events for who observes it, points in the log, calls of the user's hooks."""
 
 from __future__ import annotations
 
@@ -8,12 +8,12 @@ import time
 from collections import deque
 from pathlib import Path
 
-from isthmus.cli.folder import RunFolder
-from isthmus.cli.losses import LossPoint
+from isthmus.api.folder import RunFolder
+from isthmus.api.losses import LossPoint
+from isthmus.api.observing import Observer, StepDone
 from isthmus.errors import IsthmusError, UserError
 from isthmus.job import Hooks, Prepared, load_hooks
 from isthmus.protocol import Item
-from isthmus.report import Progress
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import Span
 
@@ -41,13 +41,13 @@ class LoadedHooks:
 
 
 class Watch:
-    """Turns what the conductor sees into progress, logs and hooks."""
+    """Turns what the conductor sees into events, logs and hooks."""
 
-    def __init__(self, prepared: Prepared, folder: RunFolder, progress: Progress, hooks: LoadedHooks) -> None:
+    def __init__(self, prepared: Prepared, folder: RunFolder, observer: Observer, hooks: LoadedHooks) -> None:
         self._job = prepared.job
         self._eval_micro_batches = run_spec(prepared).eval_micro_batches
         self._folder = folder
-        self._progress = progress
+        self._observer = observer
         self._hooks = hooks
         ids = prepared.samples.columns.get("input_ids")
         self._tokens = ids.shape[0] if ids is not None and ids.shape else 0
@@ -75,12 +75,12 @@ class Watch:
         steps = len(self._ends_s) - 1  # the first step's start is not known
         elapsed_s = (self._ends_s[-1] - self._ends_s[0]) / steps if steps else None
         rate = t.batch_size / elapsed_s if elapsed_s else None
-        self._progress.step(
-            done, t.steps, loss, link_bytes=sent,
+        self._observer.stepped(StepDone(
+            step=done, steps=t.steps, loss=loss, link_bytes=sent,
             busy={device: min(1.0, busy_s / elapsed_s) for device, busy_s in busy.items()} if elapsed_s else {},
             tokens_per_s=rate * self._tokens if rate and self._tokens else None,
             samples_per_s=None if self._tokens else rate,
-        )  # fmt: skip
+        ))  # fmt: skip
         self._hooks.call("step", done, loss)
 
     def _evaluated(self, item: Item, loss: float) -> None:
@@ -91,14 +91,15 @@ class Watch:
         mean = sum(x * n for x, n in parts) / total
         if total == self._eval_micro_batches:
             self._folder.log(LossPoint(step=item.step, loss=mean, split="heldout"))
-            self._progress.validation(item.step, mean)
+            self._observer.evaluated(item.step, mean)
 
     def rolled_back(self, step: int) -> None:
         """What comes after this step will be told once more."""
         self._folder.forget_losses(step)
         self._heldout = {at: parts for at, parts in self._heldout.items() if at < step}
         self._ends_s.clear()
+        self._observer.went_back(step)
 
     def saved(self, step: int, directory: Path) -> None:
-        self._progress.note(f"checkpoint of step {step}: {directory}")
+        self._observer.saved(step, directory)
         self._hooks.call("checkpoint", step, directory)

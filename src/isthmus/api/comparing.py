@@ -1,51 +1,46 @@
-"""`isthmus plan JOB --compare`: the plans of several planners side by side."""
+"""The plans of several planners side by side."""
 
 from __future__ import annotations
 
 import time
 from collections.abc import Callable, Sequence
+from typing import NamedTuple
 
-import msgspec
-import typer
-from rich.console import Console
-
-from isthmus.cli.options import notes
-from isthmus.cli.planning import make, predict
-from isthmus.cli.planning_shown import planned
-from isthmus.cli.proving import proven
+from isthmus.api.observing import Observer
+from isthmus.api.planning import make, predict
+from isthmus.api.proving import proven
+from isthmus.api.searching import searched
 from isthmus.cost import Problem, step_price
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
 from isthmus.planners import INTERRUPTED, Least, SearchStopped, can_price, cut_short, least, planner_names
-from isthmus.report import ComparedPlan, Comparison, compared_table, least_headroom, ranked
+from isthmus.report import ComparedPlan, Comparison, least_headroom, ranked
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import steady_step_s
 
 
-def compare(job: Job, planners: str, out: Console, *, json: bool) -> int:
-    """Plan with each planner, simulate each plan, print one table. The model is captured once.
+class Compared(NamedTuple):
+    comparison: Comparison
+    refusals: list[UserError]
+    """Of planners that made no plan, in the order in which they were asked."""
 
-    The exit code: 0, or where every planner refused that of the first refusal.
-    """
+
+def compare_planners(job: Job, planners: str, observer: Observer) -> Compared:
+    """Plan with each planner, simulate each plan. The model is captured once."""
     names, fleet = chosen_planners(planners), fleet_of(job)
     prepared = prepare(job)
-    rows, codes = planned(notes(), lambda: _rows(names, prepared, fleet), best_so_far=True)
-    comparison = Comparison(
+    rows, refusals = searched(observer, lambda: _rows(names, prepared, fleet), best_so_far=True)
+    return Compared(Comparison(
         model=job.model.name, fleet=fleet.name, batch=job.training.batch_size, objective=job.plan.objective,
         rows=ranked(rows, job.plan.objective), not_asked=tuple(names[len(rows) :]),
-    )  # fmt: skip
-    if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(comparison), indent=1).decode())
-    else:
-        out.print(compared_table(comparison))
-    return 0 if 0 in codes else codes[0]
+    ), refusals)  # fmt: skip
 
 
-def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[ComparedPlan], list[int]]:
-    """A row and an exit code per planner. Where planning is interrupted, of those that were asked till then;
+def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[ComparedPlan], list[UserError]]:
+    """A row per planner, and the refusals. Where planning is interrupted, of those that were asked till then;
     SearchStopped where none has a plan."""
-    rows, codes, bounds = list[ComparedPlan](), list[int](), dict[int, Least]()
+    rows, refusals, bounds = list[ComparedPlan](), list[UserError](), dict[int, Least]()
 
     def bound(problem: Problem) -> Least:
         """The same for all planners, and computed before the first is timed."""
@@ -58,16 +53,16 @@ def _rows(names: Sequence[str], prepared: Prepared, fleet: Fleet) -> tuple[list[
     bounds[lowest] = proven(problem, bounds[lowest], counts)
     for name in names:
         try:
-            row, code = _row(name, prepared, fleet, bound)
+            row, refusal = _row(name, prepared, fleet, bound)
         except SearchStopped:
-            if 0 not in codes:
+            if len(rows) == len(refusals):
                 raise
             break
         rows.append(row)
-        codes.append(code)
+        refusals += [refusal] if refusal is not None else []
         if cut_short():
             break
-    return rows, codes
+    return rows, refusals
 
 
 def chosen_planners(text: str) -> list[str]:
@@ -85,8 +80,8 @@ def chosen_planners(text: str) -> list[str]:
 
 def _row(
     name: str, prepared: Prepared, fleet: Fleet, bound: Callable[[Problem], Least]
-) -> tuple[ComparedPlan, int]:  # fmt: skip
-    """The planner's row, and the exit code that it would have had alone."""
+) -> tuple[ComparedPlan, UserError | None]:  # fmt: skip
+    """The planner's row, and why it made no plan."""
     problem = prepared.problem(fleet)  # a new one each: no planner profits from what another left in its caches
     start_s = time.perf_counter()
     try:
@@ -94,7 +89,7 @@ def _row(
         plan = make(prepared.job, problem, name, bound, timed=not can_price(name))
     except UserError as refusal:
         plan_s = time.perf_counter() - start_s
-        return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal.exit_code
+        return ComparedPlan(planner=name, plan_s=plan_s, refused=str(refusal)), refusal
     plan_s = time.perf_counter() - start_s
     simulated_s = steady_step_s(predict(prepared, plan, fleet, run_spec(prepared.cut_into(plan.micro_batches))))
     certificate = plan.certificate
@@ -117,4 +112,4 @@ def _row(
         replicas=len(plan.replicas),
         micro_batches=plan.micro_batches,
     )
-    return row, 0
+    return row, None

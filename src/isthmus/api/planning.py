@@ -1,4 +1,4 @@
-"""Which plan a command works with, and what the simulator says of it."""
+"""Which plan a job is run with, and what the simulator says of it."""
 
 from __future__ import annotations
 
@@ -6,9 +6,8 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 
 import msgspec
-from rich.console import Console
 
-from isthmus.cli.proving import as_proven
+from isthmus.api.proving import as_proven
 from isthmus.cost import Problem, build_again, layouts_of
 from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
@@ -22,8 +21,7 @@ from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.runtime.conducting.stages import stage_pairs
 from isthmus.simulator import SimulationOptions, simulate
-from isthmus.trace import Span, Trace, busy_share, steady_step_s
-from isthmus.units import format_duration
+from isthmus.trace import Span, Trace, steady_step_s
 
 SIMULATED_STEPS = 8
 SCORED_STEPS = 2
@@ -173,13 +171,3 @@ def predict_periods(prepared: Prepared, periods: Sequence[PlanPeriod]) -> Trace:
             for span in found.spans if span.step < end
         ]  # fmt: skip
     return Trace(source="simulator", run=prepared.job.name, spans=tuple(spans), period=period)
-
-
-def print_simulation(console: Console, trace: Trace, plan: Plan) -> None:
-    console.print(
-        f"simulated step {format_duration(steady_step_s(trace))}, closed form "
-        f"{format_duration(plan.predicted.step_s)}, Eq. 3 {format_duration(plan.predicted.eq3_step_s)}",
-        highlight=False,
-    )
-    for device, share in busy_share(trace).items():
-        console.print(f"  {device}: computing {share:.0%}", highlight=False, markup=False)

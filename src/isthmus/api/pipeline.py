@@ -1,4 +1,4 @@
-"""`isthmus train`: plan, run, watch, compare, and leave a folder that explains it all."""
+"""A training run: plan, run, watch, compare, and leave a folder that explains it all."""
 
 from __future__ import annotations
 
@@ -7,36 +7,23 @@ from functools import partial
 from pathlib import Path
 
 import msgspec
-import typer
-from rich.console import Console
 
-from isthmus.cli.calibrating import fitted_text
-from isthmus.cli.folder import RunFolder
-from isthmus.cli.planning import fleet_for, plan_for, predict_periods
-from isthmus.cli.planning_shown import planned
-from isthmus.cli.watch import LoadedHooks, Watch
+from isthmus.api.calibrating import fitted_text
+from isthmus.api.folder import RunFolder
+from isthmus.api.observing import Observer
+from isthmus.api.planning import fleet_for, plan_for, predict_periods
+from isthmus.api.runs import Run, finite_points, loss_unit
+from isthmus.api.searching import searched
+from isthmus.api.watching import LoadedHooks, Watch
 from isthmus.data.description import difference
 from isthmus.data.joined import joined_descriptions
-from isthmus.errors import UserError
+from isthmus.errors import Interrupted, UserError
 from isthmus.fleet import Fleet
 from isthmus.graph import encode
 from isthmus.job import Job, Prepared, described_in, keep_prepared, kept_prepared, prepare, terms_of
-from isthmus.plans import Plan, Spent
+from isthmus.plans import Plan
 from isthmus.protocol.drift import fit_fleet
-from isthmus.report import (
-    ComparisonSummary,
-    Progress,
-    comparison_table,
-    draw_loss,
-    draw_plan,
-    draw_timeline,
-    during,
-    last_period,
-    memory_table,
-    memory_use,
-    plan_overview,
-    run_summary,
-)
+from isthmus.report import draw_loss, draw_plan, draw_timeline, during, last_period, memory_use, run_summary
 from isthmus.runtime.conducting.crew import Crew, LocalCrew
 from isthmus.runtime.conducting.holders import Holders, agreed
 from isthmus.runtime.conducting.leaving import leaving_text
@@ -52,71 +39,65 @@ from isthmus.units import format_duration
 
 
 class Choices(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line adds to the job."""
+    """How the job is run."""
 
     resume: bool = False
     run: Path | None = None
     plan: Path | None = None
-    json: bool = False
+    """A plan document to follow."""
     crew: Crew | None = None
     """Devices of a fleet, at their own speed; None: a process for each device here, emulated as the job says."""
     again: str = "--resume"
     """What a person has to say for the run to go on."""
 
 
-def train(job: Job, choices: Choices, out: Console, notes: Console) -> int:
-    """The whole command: results go to `out`, progress to `notes`. Returns the exit code."""
+def run_job(job: Job, choices: Choices, observer: Observer) -> Run:
+    """To its end, or to a good end after Ctrl-C. Raises Interrupted where it was interrupted at once."""
     folder = _folder(job, choices)
     folder.check_kind(federated=False)
     with folder.claimed():
         try:
-            return _train(job, choices, folder, out, notes)
+            return _run(job, choices, folder, observer)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
             how = f"go on with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
-            _say(notes, f"interrupted at once: {how}")
-            if choices.json and folder.begun:
-                _tell(folder, None)
-            return 130
+            raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
 
 
-def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: Console) -> int:
+def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer) -> Run:
     hooks, record = LoadedHooks(job.hooks), _left_in_its_middle(folder, choices)
-    passed_over = partial(_say, notes)
     finite = job.training.non_finite != "ignore"
-    checkpoint = newest_whole_checkpoint(folder.checkpoints, passed_over, finite=finite) if choices.resume else None
+    checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
     start_step = read_manifest(checkpoint).step if checkpoint is not None else 0
     if start_step >= job.training.steps:
-        _say(notes, f"nothing left to do: {folder.path} has {start_step} steps of {job.training.steps}")
-        if choices.json:
-            _tell(folder, None)
-        return 0
+        observer.note(f"nothing left to do: {folder.path} has {start_step} steps of {job.training.steps}")
+        return Run(folder.path)
     if choices.resume:
         where = f"after step {start_step}" if checkpoint is not None else "from the start: nothing was saved yet"
-        _say(notes, f"going on with {folder.path} {where}")
+        observer.note(f"going on with {folder.path} {where}")
     fleet = fleet_for(job)
     crew = choices.crew or LocalCrew(starts_again=True, places=local_places(job.runtime.device, fleet.names))
     holders = Holders(
         crew.asks(), job.data, terms_of(job, fleet).data_holders or fleet.names, heldout=job.evaluates,
-        alike=not job.plan.feeders, note=partial(_say, notes),
+        alike=not job.plan.feeders, note=observer.note,
     )  # fmt: skip
-    prepared = _prepared(job, folder, holders, notes, in_its_middle=record is not None)
+    prepared = _prepared(job, folder, holders, observer, in_its_middle=record is not None)
     kept = choices.plan or folder.plan_to_keep(job, fleet)
     believed = folder.fitted(fleet) if choices.resume else None
     if believed is not None:
-        _say(notes, f"as measured before: {fitted_text(believed)}")
+        observer.note(f"as measured before: {fitted_text(believed)}")
     planned_on = fleet if believed is None or kept is not None else believed
-    plan = record.plan if record is not None else planned(notes, lambda: plan_for(prepared, planned_on, kept))
+    plan = record.plan if record is not None else searched(observer, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
-    (notes if choices.json else out).print(plan_overview(plan, planned_on, prepared.captured.train))
+    observer.planned(plan, planned_on, prepared.captured.train)
     for line in leaving_text(prepared, plan, planned_on):
-        _say(notes, line)
-    _say(notes, f"run folder: {folder.path}")
+        observer.note(line)
+    observer.note(f"run folder: {folder.path}")
     holders.ask(readers(plan, prepared.captured, evaluates=job.evaluates))
 
     def begin() -> None:
         # Where devices hold more than the checkpoint, what was lost is not known yet: see Watch.rolled_back.
         start = start_step if record is None else job.training.steps
-        folder.begin(prepared.job, fleet, plan, start, partial(_say, notes))
+        folder.begin(prepared.job, fleet, plan, start, observer.note)
         folder.keep_described(holders.described)
         if record is None:  # else devices are waiting, and it was all done before
             folder.graph.write_bytes(encode(prepared.captured.train))
@@ -124,32 +105,36 @@ def _train(job: Job, choices: Choices, folder: RunFolder, out: Console, notes: C
                 keep_prepared(prepared, folder.captured)
             draw_plan(plan, fleet, folder.plan_picture)
 
-    with Progress(notes, plan) as progress:
-        watch = Watch(prepared, folder, progress, hooks)
+    watch = Watch(prepared, folder, observer, hooks)
+    observer.began(plan)
+    try:
         outcome = run_training(
             prepared, plan, fleet, folder.path, _options(prepared, crew, holders, checkpoint, record, believed),
             Watcher(
                 accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
-                noted=progress.note,
+                noted=observer.note,
             ),
         )  # fmt: skip
+    finally:
+        observer.ended()
     if record is not None:
         draw_plan(plan, fleet, folder.plan_picture)
     predicted = predict_periods(prepared, outcome.periods)
     measured = Trace(source="runtime", run=folder.path.name, spans=outcome.spans, period=plan.sync.period)
     folder.write_traces(predicted, measured, outcome.periods)
-    _report(folder, prepared, (predicted, measured), outcome, choices, out)
+    _report(folder, prepared, (predicted, measured), outcome)
+    run = Run(folder.path, outcome.outcome)
+    observer.reported(run)
     fitted = fit_fleet(fleet, outcome.periods, measured.spans)
     if fitted is not None:
         folder.keep_fitted(fitted)
-        _say(notes, f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
-    _warn_late(notes, outcome)
+        observer.note(f"measured: {fitted_text(fitted)}; isthmus calibrate {folder.path} writes such a fleet")
+    _warn_late(observer, outcome)
     hooks.call("finish", folder.path, outcome.outcome)
     check_outcome(outcome)
     if outcome.outcome == "interrupted":
-        _say(notes, f"interrupted: go on with {choices.again}, run folder {folder.path}")
-        return 130
-    return 0
+        observer.note(f"interrupted: go on with {choices.again}, run folder {folder.path}")
+    return run
 
 
 def _left_in_its_middle(folder: RunFolder, choices: Choices) -> Record | None:
@@ -162,7 +147,7 @@ def _left_in_its_middle(folder: RunFolder, choices: Choices) -> Record | None:
     return record
 
 
-def _prepared(job: Job, folder: RunFolder, holders: Holders, notes: Console, *, in_its_middle: bool) -> Prepared:
+def _prepared(job: Job, folder: RunFolder, holders: Holders, observer: Observer, *, in_its_middle: bool) -> Prepared:
     """The model, captured from what holders say of the data: none are opened here. Devices of a run that was left in
     its middle go on with the graphs that they have."""
     if in_its_middle and (found := kept_prepared(job, folder.captured)) is not None:
@@ -172,7 +157,7 @@ def _prepared(job: Job, folder: RunFolder, holders: Holders, notes: Console, *, 
     samples = joined_descriptions(holders.described) if job.plan.feeders else agreed(holders.described)
     if job.data.description and (text := difference(described_in(job), samples, counts=True)) is not None:
         raise UserError(f"data.description: {job.data.description}: differs from the devices' data: {text}")
-    _say(notes, f"capturing {job.model.name} ...")
+    observer.note(f"capturing {job.model.name} ...")
     return prepare(job, samples)
 
 
@@ -204,10 +189,6 @@ def _plan_again(prepared: Prepared, holders: Holders, fleet: Fleet) -> Plan:
         fleet = fleet.subset(left)
 
 
-def _say(notes: Console, text: str) -> None:
-    notes.print(text, highlight=False, markup=False, soft_wrap=True)
-
-
 def _folder(job: Job, choices: Choices) -> RunFolder:
     parent = Path(job.run_dir)
     if choices.resume:
@@ -215,63 +196,26 @@ def _folder(job: Job, choices: Choices) -> RunFolder:
     return RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
 
 
-def _report(
-    folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome, choices: Choices, out: Console
-) -> None:
+def _report(folder: RunFolder, prepared: Prepared, traces: tuple[Trace, Trace], outcome: Outcome) -> None:
+    """Pictures and the summary."""
     (predicted, measured), periods = traces, outcome.periods
-    train_points, heldout = _points(folder, "train"), _points(folder, "heldout")
+    run = Run(folder.path)
+    train_points, heldout = finite_points(run.losses), finite_points(run.heldout)
     if any(math.isfinite(loss) for _, loss in (*train_points, *heldout)):
-        draw_loss(train_points, heldout, folder.loss_picture, unit=_unit(prepared))
+        draw_loss(train_points, heldout, folder.loss_picture, unit=loss_unit(prepared.job, prepared.samples))
     summary, last = run_summary(predicted, measured, periods), last_period(measured, periods)
     if summary is not None and last is not None:
         summary = msgspec.structs.replace(summary, memory=memory_use(periods[-1].plan, outcome.peaks))
         draw_timeline(during(predicted, periods, last), during(measured, periods, last), folder.timeline)
         folder.summary.write_bytes(summary.as_json())
-    if choices.json:
-        _tell(folder, summary, outcome.spent)
-        return
-    if summary is not None:
-        out.print(comparison_table(summary))
-        if summary.memory:
-            out.print(memory_table(summary.memory))
-    if outcome.spent is not None:
-        out.print(f"local privacy of each sample: {outcome.spent}", highlight=False)
-    if heldout:
-        out.print(f"held-out loss {heldout[-1][1]:.4f} {_unit(prepared)} after {heldout[-1][0]} steps", highlight=False)
-    out.print(f"run folder: {folder.path}", highlight=False)
 
 
-def _points(folder: RunFolder, split: str) -> list[tuple[int, float]]:
-    return [(p.step, math.nan if p.loss is None else p.loss) for p in folder.losses() if p.split == split]
-
-
-def _tell(folder: RunFolder, summary: ComparisonSummary | None, spent: Spent | None = None) -> None:
-    """The run as JSON."""
-    last = {point.split: point.loss for point in folder.losses()}
-    told = {
-        "run": str(folder.path), "loss": last.get("train"), "heldout_loss": last.get("heldout"),
-        "comparison": msgspec.to_builtins(summary),
-    }  # fmt: skip
-    if spent is not None:
-        told["privacy"] = {"delta": spent.delta, "epsilon": spent.epsilon, "heldout_epsilon": spent.heldout_epsilon,
-                           "by_epoch": spent.by_epoch}  # fmt: skip
-    typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
-
-
-def _unit(prepared: Prepared) -> str:
-    labels = prepared.samples.columns.get("labels")
-    if "input_ids" not in prepared.samples.columns or labels is None or not labels.shape:
-        return "nats per sample"
-    return "nats per byte" if prepared.job.data.options.get("tokenizer", "bytes") == "bytes" else "nats per token"
-
-
-def _warn_late(notes: Console, outcome: Outcome) -> None:
+def _warn_late(observer: Observer, outcome: Outcome) -> None:
     """Emulation is honest only while the host computes faster than the devices that it plays."""
     for device, late_s in outcome.late_s.items():
         if late_s > 0.02 * outcome.elapsed_s:
             overrun = f"{format_duration(late_s)} of {format_duration(outcome.elapsed_s)}"
-            _say(
-                notes,
+            observer.note(
                 f"warning: this host could not keep up with emulated device {device}: its tasklets overran by "
                 f"{overrun}; use slower devices or fewer of them",
             )

@@ -1,55 +1,49 @@
-"""`isthmus trace` and `isthmus export` of a federated run's folder."""
+"""What a federated run's folder has to give."""
 
 from __future__ import annotations
 
-import sys
+from collections.abc import Callable
 
-import msgspec
 import torch
-import typer
-from rich.console import Console
 from torch import nn
 
-from isthmus.cli.folder import RunFolder
+from isthmus.api.folder import RunFolder
 from isthmus.documents import numbered
 from isthmus.errors import UserError
 from isthmus.federated.algorithms import BUFFERS
-from isthmus.federated.history import ROUND_LINES, History
+from isthmus.federated.history import ROUND_LINES, History, RoundLine
 from isthmus.federated.job import FederatedJob, build
 from isthmus.federated.resident import Resident
 from isthmus.federated.server import ROUNDS, Commits
-from isthmus.report.federated_progress import rounds_table
 from isthmus.report.federated_trace import trace_of
 from isthmus.trace import write_perfetto
 
 
-def trace(folder: RunFolder, out: Console, *, json: bool) -> None:
-    """Its rounds for a trace viewer, and what they took."""
-    lines = History.of(folder.path).lines(_note)
+def write_trace(folder: RunFolder) -> tuple[list[RoundLine], list[str]]:
+    """Its rounds for a trace viewer; the rounds, and what could not be read."""
+    notes: list[str] = []
+    lines = History.of(folder.path).lines(notes.append)
     kept = Commits(folder.path / ROUNDS).rounds()
     if not lines:
         raise _no_lines(folder, kept)
     told_of = {line.record.round for line in lines}
     if missing := [number + 1 for number in range(max(kept, *(n + 1 for n in told_of))) if number not in told_of]:
         untold = numbered("round", missing)
-        _note(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {untold}: not in the trace")
+        notes.append(f"run folder {folder.path}: {ROUND_LINES} tells nothing of {untold}: not in the trace")
     write_perfetto([trace_of(folder.path.name, lines)], folder.perfetto)
-    if json:
-        told = {"perfetto": str(folder.perfetto), "rounds": len(lines), "seconds": sum(line.seconds for line in lines)}
-        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
-        return
-    out.print(rounds_table(lines))
-    out.print(f"{folder.perfetto}: open it in ui.perfetto.dev", highlight=False, markup=False)
+    return lines, notes
 
 
-def trained_model(folder: RunFolder, job: FederatedJob) -> tuple[nn.Module, int]:
+def trained_model(
+    folder: RunFolder, job: FederatedJob, note: Callable[[str], None] = lambda _: None
+) -> tuple[nn.Module, int]:  # fmt: skip
     """The server's model after the last committed round that is whole, and how many rounds that is."""
     damaged: list[str] = []
     found = Commits(folder.path / ROUNDS).newest(damaged.append, needs_states=False)
     if found is None:
         raise _nothing_saved(folder, job)
     for why in damaged:
-        _note(f"{why}; going back to round {found.round + 1}")
+        note(f"{why}; going back to round {found.round + 1}")
     resident = Resident(build(job))
     model = found.values.get("model")
     if model is None or model.shape != (resident.size,) or model.dtype != resident.dtype:
@@ -61,10 +55,6 @@ def trained_model(folder: RunFolder, job: FederatedJob) -> tuple[nn.Module, int]
     if BUFFERS in found.values:
         resident.set_buffers(found.values[BUFFERS])
     return resident.module, found.round + 1
-
-
-def _note(what: str) -> None:
-    print(what, file=sys.stderr)
 
 
 def _no_lines(folder: RunFolder, kept: int) -> UserError:

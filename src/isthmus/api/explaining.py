@@ -1,0 +1,42 @@
+"""One plan, explained. What is planned: the weights of a model's graph."""
+
+from __future__ import annotations
+
+from typing import NamedTuple
+
+from isthmus.api.observing import Observer
+from isthmus.api.planning import fleet_for, make
+from isthmus.api.searching import searched
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
+from isthmus.job import Job, prepare
+from isthmus.plans import Plan
+from isthmus.report import Explanation, explain
+from isthmus.report.graph_table import GraphWeights, graph_weights
+from isthmus.runtime.conducting.feedback import check_feedback
+from isthmus.runtime.conducting.leaving import leaving_text
+
+
+class Explained(NamedTuple):
+    plan: Plan
+    fleet: Fleet
+    graph: OpGraph
+    explanation: Explanation | None
+    """Why the plan looks as it does, if that was asked for."""
+    leaving: list[str]
+    """What leaves the data holders, in words."""
+
+
+def plan_job(job: Job, observer: Observer, *, words: bool = False) -> Explained:
+    """The plan that the job would be run with; with `words` explained."""
+    fleet, prepared = fleet_for(job), prepare(job)
+    problem = prepared.problem(fleet)
+    plan = searched(observer, lambda: make(job, problem), best_so_far=True)
+    check_feedback(prepared, plan, fleet)
+    explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
+    return Explained(plan, fleet, prepared.captured.train, explanation, list(leaving_text(prepared, plan, fleet)))
+
+
+def weigh_model(job: Job) -> GraphWeights:
+    """What each layer, and each operator, computes and keeps."""
+    return graph_weights(prepare(job).flow, job.micro_batch_size)

@@ -1,0 +1,75 @@
+"""What a finished run has to give: its trace for a viewer, and its model."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import NamedTuple
+
+import msgspec
+from safetensors.torch import save_model
+
+from isthmus.api import federated_runs
+from isthmus.api.folder import RunFolder
+from isthmus.documents import follow_umask
+from isthmus.errors import UserError
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import FederatedJob
+from isthmus.models import build_model, is_hugging_face, save_hugging_face
+from isthmus.report import ComparisonSummary, run_summary
+from isthmus.trace import write_perfetto
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint
+
+
+class Traced(NamedTuple):
+    perfetto: Path
+    """For ui.perfetto.dev."""
+    found: ComparisonSummary | list[RoundLine]
+    """How well the run was predicted; of a federated one its rounds."""
+    notes: list[str]
+    """What could not be read."""
+
+
+class Exported(NamedTuple):
+    directory: Path
+    done: int
+    """The model is that after so many `unit`."""
+    unit: str
+
+
+def write_trace(run: Path) -> Traced:
+    """A Perfetto trace of what was predicted and what was measured, in the run's folder."""
+    folder = RunFolder.existing(run)
+    if folder.is_federated:
+        lines, notes = federated_runs.write_trace(folder)
+        return Traced(folder.perfetto, lines, notes)
+    predicted, measured = folder.traces()
+    write_perfetto([predicted, measured], folder.perfetto)
+    summary = run_summary(predicted, measured, folder.periods())
+    if summary is None:
+        raise UserError(f"run folder {run}: no training step was finished")
+    return Traced(folder.perfetto, summary, [])
+
+
+def export_model(run: Path, directory: Path) -> tuple[Exported, list[str]]:
+    """The newest checkpoint or last federated round, in a Hugging Face directory when the model is one, else as
+    safetensors; and what could not be read."""
+    folder = RunFolder.existing(run)
+    if directory.exists() and (not directory.is_dir() or any(directory.iterdir())):
+        raise UserError(f"export: {directory} exists and is not an empty directory")
+    notes: list[str] = []
+    if folder.is_federated:
+        unit, job = "rounds", folder.read(FederatedJob)
+        module, done = federated_runs.trained_model(folder, job, notes.append)
+    else:
+        unit, job = "steps", folder.job()
+        module = build_model(job.model)
+        done = load_checkpoint(module, latest_checkpoint(folder.checkpoints))
+    if is_hugging_face(module):
+        tokenizer = "bytes" if job.data is None else job.data.options.get("tokenizer", "bytes")
+        save_hugging_face(module, directory, Path(str(tokenizer)) if tokenizer != "bytes" else None)
+    else:
+        directory.mkdir(parents=True, exist_ok=True)
+        save_model(module, str(directory / "model.safetensors"))  # knows ties: `load_model` restores them
+        follow_umask(directory / "model.safetensors")
+        (directory / "model.json").write_bytes(msgspec.json.encode(job.model))
+    return Exported(directory, done, unit), notes

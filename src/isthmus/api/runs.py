@@ -1,0 +1,148 @@
+"""A training run, by its folder."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Literal
+
+import msgspec
+
+from isthmus.api.folder import RunFolder
+from isthmus.api.losses import LossPoint
+from isthmus.data.description import DataDescription
+from isthmus.errors import UserError
+from isthmus.fleet import Fleet
+from isthmus.job import Job
+from isthmus.plans import Plan, PlanPeriod, Spent, read_spent
+from isthmus.report import ComparisonSummary
+from isthmus.trace import Trace
+from isthmus.training.checkpoint import newest_checkpoint, read_manifest
+
+Outcome = Literal["done", "interrupted"]
+
+
+class Run:
+    """What a run was given and what it left. Everything is read from its folder when it is asked for.
+
+    UserError for a folder that is not there or holds no run of a pipeline's job.
+
+    >>> run = isthmus.Run(finished)
+    >>> run.outcome, len(run.losses), run.losses[-1].step
+    ('done', 4, 4)
+    """
+
+    def __init__(self, path: str | Path, outcome: str | None = None) -> None:
+        self._folder = RunFolder.existing(Path(path))
+        self._folder.check_kind(federated=False)
+        self._outcome = outcome
+
+    @property
+    def path(self) -> Path:
+        return self._folder.path
+
+    @property
+    def job(self) -> Job:
+        """As it was run: with what was overridden."""
+        return self._folder.job()
+
+    @property
+    def fleet(self) -> Fleet:
+        """As the job states it."""
+        return self._folder.fleet()
+
+    @property
+    def fitted_fleet(self) -> Fleet | None:
+        """The fleet as the run's steps showed it; None before a second step under one plan."""
+        return self._folder.fitted()
+
+    @property
+    def plan(self) -> Plan:
+        """The newest session's first one; `plans` has those that followed."""
+        return self._folder.plan()
+
+    @property
+    def plans(self) -> tuple[PlanPeriod, ...]:
+        """Of the newest session, each with the step and the second since which it was in force."""
+        return self._folder.periods()
+
+    @property
+    def losses(self) -> list[LossPoint]:
+        """Of training, a point per optimizer step."""
+        return [point for point in self._folder.losses() if point.split == "train"]
+
+    @property
+    def heldout(self) -> list[LossPoint]:
+        """Of held-out samples, a point per evaluation."""
+        return [point for point in self._folder.losses() if point.split == "heldout"]
+
+    @property
+    def loss_unit(self) -> str:
+        """Of both: "nats per byte", "nats per token" or "nats per sample"."""
+        described = self._folder.described()
+        return loss_unit(self.job, next(iter(described.values()))) if described else "nats per sample"
+
+    @property
+    def trace(self) -> Trace:
+        """What the newest session did, in seconds since its first step began. UserError where it was killed."""
+        return self._folder.traces()[1]
+
+    @property
+    def predicted(self) -> Trace:
+        """What the simulator says of the same plans."""
+        return self._folder.traces()[0]
+
+    @property
+    def comparison(self) -> ComparisonSummary | None:
+        """What was predicted beside what was measured; None where no step was finished."""
+        path = self._folder.summary
+        return msgspec.json.decode(path.read_bytes(), type=ComparisonSummary) if path.is_file() else None
+
+    @property
+    def privacy(self) -> Spent | None:
+        """What messages told of samples; None where no noise covers them."""
+        return read_spent(self.path)
+
+    @property
+    def checkpoint(self) -> Path | None:
+        """The newest that is complete; None where none was saved."""
+        return newest_checkpoint(self._folder.checkpoints)
+
+    @property
+    def pictures(self) -> dict[str, Path]:
+        """PNG files that are there: `plan`, `timeline` and `loss`."""
+        folder = self._folder
+        drawn = {"plan": folder.plan_picture, "timeline": folder.timeline, "loss": folder.loss_picture}
+        return {name: path for name, path in drawn.items() if path.is_file()}
+
+    @property
+    def outcome(self) -> str:
+        """`done`, or `interrupted` where steps are left to do."""
+        if self._outcome is not None:
+            return self._outcome
+        found = self.checkpoint
+        return "done" if found is not None and read_manifest(found).step >= self.job.training.steps else "interrupted"
+
+    def __repr__(self) -> str:
+        return f"Run({str(self.path)!r})"
+
+
+def loss_unit(job: Job, samples: DataDescription) -> str:
+    """What a loss is counted in."""
+    labels = samples.columns.get("labels")
+    if "input_ids" not in samples.columns or labels is None or not labels.shape:
+        return "nats per sample"
+    return "nats per byte" if job.data.options.get("tokenizer", "bytes") == "bytes" else "nats per token"
+
+
+def finite_points(points: Sequence[LossPoint]) -> list[tuple[int, float]]:
+    """(step, loss), with NaN for a loss that is not a number."""
+    return [(p.step, float("nan") if p.loss is None else p.loss) for p in points]
+
+
+def calibrated(run: str | Path) -> Fleet:
+    """The run's fleet with what its steps showed. UserError where nothing was measured."""
+    found = Run(run).fitted_fleet
+    if found is None:
+        raise UserError(f"run folder {run}: nothing was measured: it takes a second step under one plan")
+    return found

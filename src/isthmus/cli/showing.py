@@ -1,0 +1,139 @@
+"""What commands of a job print."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+import typer
+
+from isthmus.api.comparing import compare_planners
+from isthmus.api.describing import description_of
+from isthmus.api.explaining import plan_job, weigh_model
+from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.runs import Run
+from isthmus.api.simulating import simulate_job
+from isthmus.api.verifying import verify_plan
+from isthmus.cli.options import notes, out, print_json
+from isthmus.cli.terminal import Terminal, print_run
+from isthmus.errors import Interrupted, UserError
+from isthmus.job import Job
+from isthmus.plans import load_plan
+from isthmus.report import (
+    compared_table,
+    draw_plan,
+    explanation_text,
+    plan_overview,
+    plan_summary,
+    plan_table,
+    verdict_table,
+)
+from isthmus.report.graph_table import graph_table
+from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
+from isthmus.units import format_duration
+
+
+def show_plan(job: Job, *, words: bool, picture: Path | None, json: bool) -> None:
+    """With `json` the plan document; with `words` too, both in one object. UserError where no PNG can be written."""
+    if picture is not None and not picture.parent.is_dir():  # said before the model is captured, which takes longer
+        raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
+    found = plan_job(job, Terminal(out(), notes()), words=words)
+    plan, fleet, explanation = found.plan, found.fleet, found.explanation
+    if picture is not None:
+        try:
+            draw_plan(plan, fleet, picture)
+        except OSError as e:
+            raise UserError(f"--picture {picture}: cannot be written: {e.strerror or e}") from None
+    if json:
+        told = {"plan": plan, "explanation": explanation, "leaving": found.leaving}
+        print_json(plan if explanation is None else told)
+        return
+    if explanation is None:
+        out().print(plan_overview(plan, fleet, found.graph))
+    else:
+        out().print(plan_table(plan, fleet, found.graph))
+        out().print(explanation_text(explanation))
+    for line in found.leaving:
+        out().print(line, highlight=False, soft_wrap=True)
+
+
+def show_compared(job: Job, planners: str, *, json: bool) -> int:
+    """The exit code: 0, or where every planner refused that of the first refusal."""
+    found, refusals = compare_planners(job, planners, Terminal(out(), notes()))
+    if json:
+        print_json(found)
+    else:
+        out().print(compared_table(found))
+    return 0 if len(refusals) < len(found.rows) else refusals[0].exit_code
+
+
+def show_verified(job: Job, document: Path, *, bound_unchecked: bool, json: bool) -> int:
+    """The exit code: 0 when every figure holds, 1 when one does not, or when the bound could not be checked unless
+    `bound_unchecked` allows it."""
+    plan = load_plan(document)
+    verdict = verify_plan(job, plan)
+    holds = verdict.holds(bound_unchecked=bound_unchecked)
+    if json:
+        print_json({"holds": holds, **msgspec.to_builtins(verdict)})
+    else:
+        out().print(verdict_table(verdict, plan, str(document)))
+    return 0 if holds else 1
+
+
+def show_graph(job: Job, *, operators: bool, json: bool) -> None:
+    weights = weigh_model(job)
+    if json:
+        print_json(weights)
+    else:
+        out().print(graph_table(weights, operators=operators))
+
+
+def show_simulation(job: Job, document: Path | None, trace_file: Path | None, *, json: bool) -> None:
+    """`trace_file` is for a trace viewer."""
+    trace, plan, fleet, graph = simulate_job(job, Terminal(out(), notes()), document)
+    if trace_file is not None:
+        write_perfetto([trace], trace_file)
+    step_s, predicted = steady_step_s(trace), plan.predicted
+    if json:
+        print_json({
+            "step_s": step_s, "closed_form_s": predicted.step_s, "eq3_s": predicted.eq3_step_s,
+            "busy_share": busy_share(trace),
+            "link_bytes": {f"{a} -> {b}": n for (a, b), n in link_bytes(trace).items()},
+            "plan": msgspec.to_builtins(plan_summary(plan, fleet)),
+        })  # fmt: skip
+        return
+    out().print(plan_overview(plan, fleet, graph))
+    out().print(
+        f"simulated step {format_duration(step_s)}, closed form {format_duration(predicted.step_s)}, Eq. 3 "
+        f"{format_duration(predicted.eq3_step_s)}", highlight=False,
+    )  # fmt: skip
+    for device, share in busy_share(trace).items():
+        out().print(f"  {device}: computing {share:.0%}", highlight=False)
+
+
+def write_description(job: Job, target: Path | None) -> None:
+    """To the file, or to stdout."""
+    text = description_of(job)
+    if target is None:
+        typer.echo(text.decode(), nl=False)
+        return
+    try:
+        target.write_bytes(text)
+    except OSError as e:
+        raise UserError(f"--out {target}: cannot be written: {e.strerror or e}") from None
+    notes().print(f'wrote {target}: [data] description = "{target}" plans with it', highlight=False, soft_wrap=True)
+
+
+def show_training(job: Job, choices: Choices, *, json: bool) -> int:
+    """The exit code."""
+    told = Terminal(out(), notes(), json=json)
+    try:
+        run = run_job(job, choices, told)
+    except Interrupted as e:
+        notes().print(str(e), highlight=False, soft_wrap=True)
+        if json and e.folder is not None:
+            print_run(Run(Path(e.folder)), finished=False)
+        return 130
+    if json and not told.reported_json:
+        print_run(run, finished=False)
+    return 130 if run.outcome == "interrupted" else 0

@@ -1,0 +1,95 @@
+"""What calls of the API tell, for people: progress on standard error, results on standard output."""
+
+from __future__ import annotations
+
+from contextlib import AbstractContextManager
+from pathlib import Path
+
+import msgspec
+from rich.console import Console
+
+from isthmus.api.observing import Observer, Search, StepDone
+from isthmus.api.runs import Run
+from isthmus.cli.options import print_json
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
+from isthmus.plans import Plan
+from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
+
+
+class Terminal(Observer):
+    """With `json` standard output is left to JSON."""
+
+    def __init__(self, out: Console, notes: Console, *, json: bool = False) -> None:
+        self._out, self._notes, self._json = out, notes, json
+        self._progress: Progress | None = None
+        self.reported_json = False
+
+    def note(self, text: str) -> None:
+        if self._progress is not None:
+            self._progress.note(text)
+        else:
+            self._notes.print(text, highlight=False, markup=False, soft_wrap=True)
+
+    def search(self) -> AbstractContextManager[Search]:
+        return PlanningProgress(self._notes)
+
+    def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
+        (self._notes if self._json else self._out).print(plan_overview(plan, fleet, graph))
+
+    def began(self, plan: Plan) -> None:
+        self._progress = Progress(self._notes, plan)
+        self._progress.__enter__()
+
+    def ended(self) -> None:
+        if self._progress is not None:
+            self._progress.__exit__(None, None, None)
+            self._progress = None
+
+    def stepped(self, done: StepDone) -> None:
+        if self._progress is not None:
+            self._progress.step(
+                done.step, done.steps, done.loss, tokens_per_s=done.tokens_per_s, samples_per_s=done.samples_per_s,
+                busy=done.busy, link_bytes=done.link_bytes,
+            )  # fmt: skip
+
+    def evaluated(self, step: int, loss: float) -> None:
+        if self._progress is not None:
+            self._progress.validation(step, loss)
+
+    def saved(self, step: int, directory: Path) -> None:
+        self.note(f"checkpoint of step {step}: {directory}")
+
+    def reported(self, run: Run) -> None:
+        if self._json:
+            print_run(run, finished=True)
+            self.reported_json = True
+            return
+        summary, heldout = run.comparison, run.heldout
+        if summary is not None:
+            self._out.print(comparison_table(summary))
+            if summary.memory:
+                self._out.print(memory_table(summary.memory))
+        if run.privacy is not None:
+            self._out.print(f"local privacy of each sample: {run.privacy}", highlight=False)
+        if heldout:
+            last = heldout[-1]
+            loss = float("nan") if last.loss is None else last.loss
+            self._out.print(f"held-out loss {loss:.4f} {run.loss_unit} after {last.step} steps", highlight=False)
+        self._out.print(f"run folder: {run.path}", highlight=False)
+
+
+def print_run(run: Run, *, finished: bool) -> None:
+    """As JSON; of a session that is not `finished`, losses alone."""
+    told: dict[str, object] = {
+        "run": str(run.path),
+        "loss": run.losses[-1].loss if run.losses else None,
+        "heldout_loss": run.heldout[-1].loss if run.heldout else None,
+        "comparison": msgspec.to_builtins(run.comparison) if finished else None,
+    }
+    if finished and (spent := run.privacy) is not None:
+        told["privacy"] = {
+            "delta": spent.delta, "epsilon": spent.epsilon, "heldout_epsilon": spent.heldout_epsilon,
+            "by_epoch": spent.by_epoch,
+        }  # fmt: skip
+    print_json(told)

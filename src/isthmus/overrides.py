@@ -1,0 +1,80 @@
+"""What is given in place of what a document says: `training.steps=50`."""
+
+from __future__ import annotations
+
+import copy
+import tomllib
+from collections.abc import Mapping, Sequence
+from typing import TypeVar, cast
+
+import msgspec
+
+from isthmus.documents import convert
+from isthmus.errors import UserError
+
+Config = TypeVar("Config", bound=msgspec.Struct)
+
+
+def read_overrides(texts: Sequence[str]) -> dict[str, object]:
+    """Of `KEY=VALUE`, with values as in TOML; what is no value there is text. UserError for one that is no such pair.
+
+    >>> read_overrides(["training.steps=50", "fleet=laptop", "plan.micro_batches=[2, 4]"])
+    {'training.steps': 50, 'fleet': 'laptop', 'plan.micro_batches': [2, 4]}
+    """
+    found: dict[str, object] = {}
+    for text in texts:
+        key, equals, value = text.partition("=")
+        if not equals or not all(key.strip().split(".")):
+            raise UserError(f"--set: got {text!r}, expected KEY=VALUE, as training.steps=50")
+        try:
+            found[key.strip()] = tomllib.loads(f"value = {value}")["value"]
+        except tomllib.TOMLDecodeError:
+            found[key.strip()] = value.strip()
+    return found
+
+
+def overridden(tables: Mapping[str, object], overrides: Mapping[str, object]) -> dict[str, object]:
+    """The tables of a document with these values: by key with its tables, as `training.steps`; of lists by number, as
+    `optimizer.0.lr`. UserError for a key inside of what is no table.
+
+    >>> overridden({"training": {"steps": 9}}, {"training.steps": 2, "data.kind": "text"})
+    {'training': {'steps': 2}, 'data': {'kind': 'text'}}
+    """
+    found = copy.deepcopy(dict(tables))
+    for key, value in overrides.items():
+        *path, last = key.split(".")
+        at: object = found
+        for number, part in enumerate(path):
+            at = _inside(at, part, ".".join(path[: number + 1]))
+        _place(at, last, value, key)
+    return found
+
+
+def overridden_struct(config: Config, overrides: Mapping[str, object], source: str) -> Config:
+    """As `overridden`, of a document that was read."""
+    if not overrides:
+        return config
+    tables = cast("dict[str, object]", msgspec.to_builtins(config))
+    return convert(overridden(tables, overrides), type(config), source)
+
+
+def _inside(at: object, part: str, key: str) -> object:
+    if isinstance(at, dict):
+        return cast("dict[str, object]", at).setdefault(part, {})
+    entries = _entries(at, part, key)
+    return entries[int(part)]
+
+
+def _place(at: object, last: str, value: object, key: str) -> None:
+    if isinstance(at, dict):
+        cast("dict[str, object]", at)[last] = value
+    else:
+        _entries(at, last, key)[int(last)] = value
+
+
+def _entries(at: object, part: str, key: str) -> list[object]:
+    """Of a list, which has one of this number."""
+    entries = cast("list[object]", at) if isinstance(at, list) else []
+    if not part.isdecimal() or int(part) >= len(entries):
+        raise UserError(f"{key}: got {part!r}, expected a key of a table, or the number of one of {len(entries)}")
+    return entries
