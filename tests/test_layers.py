@@ -19,6 +19,7 @@ WITHOUT_TORCH = [
 PUBLIC = {
     "accelerators": "AUTO Accelerator Event HOST MemoryUse Stream accelerator_names open_accelerator "
     "resolve_accelerator",
+    "api": "",
     "cli": "app main",
     "cost": "EdgeTime Layout OPTIMIZER_TENSORS ParameterState Pipeline Placement Price Problem Room broken_term "
     "build_again build_plan build_replicas in_flight_limits is_priced layouts_of parameter_state place "

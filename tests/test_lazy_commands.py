@@ -31,7 +31,7 @@ print(json.dumps(found))
 """One process for all: what one command imports is still there at the next."""
 IMPORTED = """
 import json, sys
-import isthmus.cli.chosen, isthmus.cli.coordinating, isthmus.federated.job
+import isthmus.api.overriding, isthmus.cli.coordinating, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
 """
 """What `serve` imports before it listens."""

@@ -13,7 +13,8 @@ import torch
 from rich.console import Console
 
 from isthmus.api.folder import RunFolder
-from isthmus.cli import training
+from isthmus.api.pipeline import Choices, run_job
+from isthmus.cli.terminal import Terminal
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec
 from isthmus.data.description import describe
@@ -93,10 +94,9 @@ def coordinator(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
 
 def go(job: Job, joined: Joined, run: Path, plan: Path | None = None, *, resume: bool = False) -> str:
     said = io.StringIO()
-    choices = training.Choices(run=run, crew=joined.fleet.service, plan=plan, resume=resume)
+    choices = Choices(run=run, crew=joined.fleet.service, plan=plan, resume=resume)
     console = Console(file=said, width=200)
-    code = training.train(job, choices, console, console)
-    assert code == 0, said.getvalue()
+    assert run_job(job, choices, Terminal(console, console)).outcome == "done", said.getvalue()
     return said.getvalue()
 
 

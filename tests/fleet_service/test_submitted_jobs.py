@@ -11,6 +11,7 @@ import threading
 import time
 from collections.abc import Callable
 from pathlib import Path
+from types import SimpleNamespace
 from unittest import mock
 
 import msgspec
@@ -18,7 +19,9 @@ import pytest
 from rich.console import Console
 
 import isthmus as isthmus_package
-from isthmus.cli import federated, training
+from isthmus.api.observing import Observer
+from isthmus.api.pipeline import Choices
+from isthmus.cli import federated, queueing
 from isthmus.cli.queueing import INTERRUPTED, run_queue
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
@@ -62,12 +65,16 @@ class _Tickets:
         return decode_ticket(self.given[-1])
 
 
-Carry = Callable[[Job, training.Choices, Console, Console], int]
+Carry = Callable[[Job, Choices, Observer], int]
 
 
 def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> int:
     """Serve until Ctrl-C, with `carry` in place of training; the exit code."""
-    with mock.patch.object(training, "train", carry):
+
+    def run(job: Job, choices: Choices, observer: Observer) -> SimpleNamespace:
+        return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer) == INTERRUPTED else "done")
+
+    with mock.patch.object(queueing, "run_job", run):
         try:
             return run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append)
         except KeyboardInterrupt:
@@ -82,9 +89,9 @@ def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Pa
     queue = _submitted(fleet, tmp_path, "first", "second", "third")
     began: list[tuple[str, bool, Path]] = []
 
-    def carry(job: Job, choices: training.Choices, out: Console, notes: Console) -> int:
+    def carry(job: Job, choices: Choices, observer: Observer) -> int:
         began.append((job.name, choices.resume, Path.cwd()))
-        notes.print("words of", job.name)
+        observer.note(f"words of {job.name}")
         if job.name == "second":
             raise UserError("no such data")
         if job.name == "third":
@@ -122,7 +129,7 @@ def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path)
     state = ("--state", fleet.state.folder)
     asked: list[tuple[str, bool, Path | None]] = []
 
-    def carry(job: Job, choices: training.Choices, out: Console, notes: Console) -> int:
+    def carry(job: Job, choices: Choices, observer: Observer) -> int:
         asked.append((job.name, choices.resume, choices.run))
         assert choices.run is not None
         (choices.run / "job.json").write_text("{}")  # a session has begun

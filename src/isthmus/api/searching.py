@@ -2,8 +2,6 @@
 
 from __future__ import annotations
 
-import os
-import sys
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -45,7 +43,7 @@ def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: boo
                     thread.join(TICK_S)
                     search.show()
         except KeyboardInterrupt:
-            _leave(computing)
+            computing.end(AT_ONCE_S)
             raise
         interrupted = cut_short()
     if failed:
@@ -53,10 +51,3 @@ def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: boo
     if interrupted:
         observer.note(INTERRUPTED)
     return done[0]
-
-
-def _leave(computing: Computing) -> None:
-    """End the planner; where it is in a solver, leave the process: it would abort while the interpreter ends."""
-    if not computing.end(AT_ONCE_S):
-        sys.stderr.flush()
-        os._exit(130)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import re
 import sys
+import threading
 from typing import TYPE_CHECKING, cast
 
 import typer
@@ -101,6 +102,9 @@ def main() -> None:
         sys.stderr.write(f"error: {_told(e)}\n")  # at once: threads may still speak, and `print` writes twice
         family = UserError if isinstance(e, OSError) else InternalError
         code = e.exit_code if isinstance(e, IsthmusError) else family.exit_code
+    if code == 130 and any(thread.name == "planning" for thread in threading.enumerate()):
+        sys.stderr.flush()
+        os._exit(code)  # a planner is in a solver still: the interpreter would abort while it ends
     sys.exit(code if isinstance(code, int) else 0)
 
 

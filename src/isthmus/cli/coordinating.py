@@ -12,7 +12,7 @@ from isthmus.cli import federated
 from isthmus.cli.options import state_folder
 from isthmus.cli.queueing import run_queue
 from isthmus.cli.serving import Serving, serving_fleet, teller
-from isthmus.cli.showing import show_training
+from isthmus.cli.terminal import show_training
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.runtime.service.job_queue import JobQueue

@@ -26,7 +26,7 @@ from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
     from isthmus.api import overriding, pipeline
-    from isthmus.cli import federated, federated_simulating, showing
+    from isthmus.cli import federated, federated_simulating, showing, terminal
     from isthmus.federated import job as federated_job
 else:
     federated = Later("isthmus.cli.federated")
@@ -35,6 +35,7 @@ else:
     overriding = Later("isthmus.api.overriding")
     pipeline = Later("isthmus.api.pipeline")
     showing = Later("isthmus.cli.showing")
+    terminal = Later("isthmus.cli.terminal")
 
 app = typer.Typer()
 
@@ -185,4 +186,4 @@ def train(
         showing.show_plan(job, words=False, picture=None, json=json)
         return
     choices = pipeline.Choices(resume=resume, run=run, plan=plan_file)
-    raise typer.Exit(showing.show_training(job, choices, json=json))
+    raise typer.Exit(terminal.show_training(job, choices, json=json))

@@ -10,13 +10,11 @@ import typer
 from isthmus.api.comparing import compare_planners
 from isthmus.api.describing import description_of
 from isthmus.api.explaining import plan_job, weigh_model
-from isthmus.api.pipeline import Choices, run_job
-from isthmus.api.runs import Run
 from isthmus.api.simulating import simulate_job
 from isthmus.api.verifying import verify_plan
 from isthmus.cli.options import notes, out, print_json
-from isthmus.cli.terminal import Terminal, print_run
-from isthmus.errors import Interrupted, UserError
+from isthmus.cli.terminal import Terminal
+from isthmus.errors import UserError
 from isthmus.job import Job
 from isthmus.plans import load_plan
 from isthmus.report import (
@@ -122,18 +120,3 @@ def write_description(job: Job, target: Path | None) -> None:
     except OSError as e:
         raise UserError(f"--out {target}: cannot be written: {e.strerror or e}") from None
     notes().print(f'wrote {target}: [data] description = "{target}" plans with it', highlight=False, soft_wrap=True)
-
-
-def show_training(job: Job, choices: Choices, *, json: bool) -> int:
-    """The exit code."""
-    told = Terminal(out(), notes(), json=json)
-    try:
-        run = run_job(job, choices, told)
-    except Interrupted as e:
-        notes().print(str(e), highlight=False, soft_wrap=True)
-        if json and e.folder is not None:
-            print_run(Run(Path(e.folder)), finished=False)
-        return 130
-    if json and not told.reported_json:
-        print_run(run, finished=False)
-    return 130 if run.outcome == "interrupted" else 0

@@ -9,10 +9,13 @@ import msgspec
 from rich.console import Console
 
 from isthmus.api.observing import Observer, Search, StepDone
+from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.runs import Run
-from isthmus.cli.options import print_json
+from isthmus.cli.options import notes, out, print_json
+from isthmus.errors import Interrupted
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
+from isthmus.job import Job
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
 
@@ -93,3 +96,18 @@ def print_run(run: Run, *, finished: bool) -> None:
             "by_epoch": spent.by_epoch,
         }  # fmt: skip
     print_json(told)
+
+
+def show_training(job: Job, choices: Choices, *, json: bool) -> int:
+    """The exit code."""
+    told = Terminal(out(), notes(), json=json)
+    try:
+        run = run_job(job, choices, told)
+    except Interrupted as e:
+        notes().print(str(e), highlight=False, soft_wrap=True)
+        if json and e.folder is not None:
+            print_run(Run(Path(e.folder)), finished=False)
+        return 130
+    if json and not told.reported_json:
+        print_run(run, finished=False)
+    return 130 if run.outcome == "interrupted" else 0
