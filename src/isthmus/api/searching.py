@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable
 from contextlib import nullcontext
 from contextvars import copy_context
@@ -26,6 +27,7 @@ def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: boo
     It plans in a thread: a solver in C holds up neither the progress nor Ctrl-C.
     """
     done, failed = list[Planned](), list[BaseException]()
+    over = threading.Event()  # not `join`: Ctrl-C in it makes Python take the thread for ended
     with observer.search() as search, observed_by(search):
         context = copy_context()
 
@@ -34,13 +36,14 @@ def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: boo
                 done.append(context.run(act))
             except (Exception, SystemExit) as e:
                 failed.append(e)
+            finally:
+                over.set()
 
         computing = Computing()
         try:
             with interruptible(search.end) if best_so_far else nullcontext():
-                thread = computing.start(plan, "planning")
-                while thread.is_alive():
-                    thread.join(TICK_S)
+                computing.start(plan, "planning")
+                while not over.wait(TICK_S):
                     search.show()
         except KeyboardInterrupt:
             computing.end(AT_ONCE_S)
