@@ -242,6 +242,18 @@ def test_labels_that_stay_leave_the_last_stage_nothing_to_cover() -> None:
     assert not found.freezes(2)
 
 
+def test_labels_of_a_holder_alone_stay_where_it_runs_both_ends() -> None:
+    """Its last stage takes what was covered before, learns, and sends back gradients alone."""
+    job = with_noise(job_of("mlp", {"layers": 3, "width": 16}, DIGITS), STAY, labels_stay=True)
+    prepared, fleet = prepare(job), fleet_of(2)
+    boundaries = [after(prepared, name) for name in ("relu", "relu_1")]
+    plan = build_plan(prepared.problem(fleet), ["d0", "d1", "d0"], boundaries, planner="test")
+    found = protected(prepared, plan)
+    assert (sorted(found.raw), [*found.released], found.train) == ([0], [0], 1)
+    assert found.released[0].train.targets == (1,)
+    assert (found.freezes(0), found.freezes(2)) == (True, False)
+
+
 # Refusals
 
 

@@ -41,7 +41,7 @@ def as_proven(problem: Problem, plan: Plan, counts: Sequence[int]) -> Plan:
 def proven(problem: Problem, least: Least, counts: Sequence[int], *, reached: bool = False) -> Least:
     """The bound, or the highest below it that a check proves. `reached` by a plan that is known, it need not be
     found to be exact."""
-    if not isfinite(least.bound) or least.bound <= 0 or problem.terms.copied:  # no check knows copies
+    if not isfinite(least.bound) or least.bound <= 0:
         return least
     question = question_of(problem, counts)
     found = provable(question, least.bound, attained=least.exact and not reached, effort=EFFORT)

@@ -12,6 +12,7 @@ from typing import NamedTuple
 from isthmus.plans import Certificate, question_in_words
 from isthmus.verification.bound import NEVER, Bounds
 from isthmus.verification.closed_form import ClosedForm, Setup
+from isthmus.verification.feeding import relaxed
 from isthmus.verification.near import near
 from isthmus.verification.price_bound import several_price, single_price
 from isthmus.verification.question import Question
@@ -65,6 +66,10 @@ def check_certificate(
     if stated > proven * (1 + ROUNDING):
         if not holds:
             return BoundCheck(status="refuted", own=own, proven=proven, told="refuted by branch and bound")
+        if question.terms.copied:
+            told = "not checked: chains that several holders feed are bounded here by those behind one device for all"
+            told = f"{told}; {proven:.6g} {unit} is proven"
+            return BoundCheck(status="unchecked", proven=proven, told=told)
         return _unchecked(ledger, ClosedForm(reading, priced=priced), stated, setups, proven, unit)
     exact = not certificate.exact or _same(known, stated)
     ledger.judge("certificate.exact", exact, certificate.exact, "false: no plan was found that attains it")
@@ -87,8 +92,10 @@ def provable(question: Question, stated: float, *, attained: bool, effort: float
 def _checks(reading: Reading, effort: float) -> list[_Check]:
     """One for each number of micro-batches."""
     question, priced = reading.question, _is_priced(reading.question)
-    readings = [reading if n == question.micro_batches else Reading(question.cut_into(n)) for n in question.counts]
-    return [_Check(r, priced, effort) for r in readings]
+    asked = relaxed(question)
+    own = reading if asked is question else Reading(asked)
+    readings = [own if n == asked.micro_batches else Reading(asked.cut_into(n)) for n in asked.counts]
+    return [_Check(r, priced, effort, exists=not reading.question.terms.copied) for r in readings]
 
 
 def _same(a: float, b: float) -> bool:
@@ -130,8 +137,9 @@ def _simple(reading: Reading, priced: bool) -> _Simple:
 class _Check:
     """The best plan at or below a stated bound, of one number of micro-batches."""
 
-    def __init__(self, reading: Reading, priced: bool, effort: float) -> None:
-        self._reading, self._priced, self._effort = reading, priced, effort
+    def __init__(self, reading: Reading, priced: bool, effort: float, *, exists: bool) -> None:
+        """`exists`: whether the plans that a search finds are plans of the question, and not only below them."""
+        self._reading, self._priced, self._effort, self._exists = reading, priced, effort, exists
         self._single, self._several = _simple(reading, priced)
         self.simple = min(self._single, self._several)
         self.searched = False
@@ -152,7 +160,8 @@ class _Check:
                 found.append(search.several(reach))
         except OutOfWork:
             return Least(self.simple, NEVER)
-        return Least(min(f.bound for f in found), min(f.known for f in found))
+        known = min(f.known for f in found) if self._exists else NEVER
+        return Least(min(f.bound for f in found), known)
 
 
 def _unchecked(

@@ -16,6 +16,7 @@ from isthmus.plans import Plan, Prediction, Replica, Stage, Sync
 from isthmus.verification.certificate import Found, check_certificate
 from isthmus.verification.closed_form import Setup
 from isthmus.verification.cutting import CutGraph, Flowing, Part, cut
+from isthmus.verification.feeding import check_copies, copied_stages, copies_sums, timed
 from isthmus.verification.packing import least_bytes, packed_bytes
 from isthmus.verification.price import paid
 from isthmus.verification.question import Question
@@ -32,16 +33,13 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
 
     `effort` is a share of the work that the search for plans below the bound may be.
 
-    Raises UserError where the graph itself cannot be planned, or the plan is of a kind that is not checked; what is
-    wrong with the document is in the verdict.
+    Raises UserError where the graph itself cannot be planned; what is wrong with the document is in the verdict.
     """
-    if question.terms.copied or any(replica.copies for replica in plan.replicas):
-        raise UserError("plan: copies: several holders feed the chain: no plan of that kind can be checked so far")
     ledger, reading = Ledger(), Reading(question)
     graphs = _cut_as_stated(ledger, plan, reading) if _structure(ledger, plan, reading) else None
     if graphs is None:
         return Verdict(checked=ledger.checked, differences=tuple(ledger.differences), bound=_UNCHECKED)
-    timed: list[Timed] = []
+    pipelines: list[Timed] = []
     for number, (replica, graph) in enumerate(zip(plan.replicas, graphs, strict=True)):
         where = f"replicas[{number}]"
         for index, (stage, part) in enumerate(zip(replica.stages, graph.parts, strict=True)):
@@ -49,16 +47,21 @@ def verify(plan: Plan, question: Question, *, effort: float = 1.0) -> Verdict:
             allowed = question.recompute or not stage.recompute
             ledger.judge(f"{where}.stages[{index}].recompute", allowed, stage.recompute, "false: the job forbids it")
             _ends(ledger, f"{where}.stages[{index}]", stage, reading)
+        of_each = [k for k in copied_stages(question, len(replica.stages)) for _ in question.terms.feeders[1:]]
+        for index, (copy, k) in enumerate(zip(replica.copies, of_each, strict=True)):
+            _stage(ledger, f"{where}.copies[{index}]", copy, graph.parts[k], replica.schedule.in_flight[k])
+            ledger.same(f"{where}.copies[{index}].recompute", copy.recompute, replica.stages[k].recompute)
+            _ends(ledger, f"{where}.copies[{index}]", copy, reading)
         _memory(ledger, where, replica, graph, question)
         _edges(ledger, where, replica, graph, question if plan.certificate is not None else None)
         _shared(ledger, where, replica, graph)
         packed = graph._replace(flowing=tuple(_packed(f, replica) for f in graph.flowing))
         again = [stage.recompute for stage in replica.stages]
-        timed.append(Timed(question, packed, [stage.device for stage in replica.stages], again))
+        pipelines.append(timed(question, packed, [stage.device for stage in replica.stages], again))
     averaging_s = _sync(ledger, plan, graphs, question)
-    step_s = _predicted(ledger, plan, timed, averaging_s)
+    step_s = _predicted(ledger, plan, pipelines, averaging_s)
     sync = plan.sync if not ledger.differences else Sync()  # what is not well formed has no rounds to be paid for
-    price = paid(question.fleet, timed, [r.micro_batches for r in plan.replicas], sync, step_s)
+    price = paid(question.fleet, pipelines, [r.micro_batches for r in plan.replicas], sync, step_s)
     _limits(ledger, question, step_s, price)
     setups = [_setup(r) for r in plan.replicas]
     bound = check_certificate(ledger, reading, plan.certificate, Found(step_s, price), setups, effort)
@@ -92,6 +95,7 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
     ledger.same("terms.memory_headroom", plan.terms.memory_headroom, question.terms.memory_headroom)
     held = [
         ledger.same("terms.data_holders", ", ".join(plan.terms.data_holders), ", ".join(question.terms.data_holders)),
+        ledger.same("terms.own_samples", str(plan.terms.own_samples), str(question.terms.own_samples)),
         ledger.same("terms.labels_stay", plan.terms.labels_stay, question.terms.labels_stay),
         ledger.same("micro_batch_size", plan.micro_batch_size, question.micro_batch_size),
         ledger.same("micro_batches", plan.micro_batches, question.micro_batches),
@@ -100,9 +104,12 @@ def _structure(ledger: Ledger, plan: Plan, reading: Reading) -> bool:
             "replicas: micro_batches in sum", sum(r.micro_batches for r in plan.replicas), question.micro_batches
         ),
     ]
-    for name, uses in Counter(name for r in plan.replicas for name in {s.device for s in r.stages}).items():
+    for name, uses in Counter(name for r in plan.replicas for name in {s.device for s in r.workers}).items():
         held.append(ledger.judge(f"device {name!r}", uses == 1, f"{uses} replicas", "one replica"))
         held.append(ledger.judge(f"device {name!r}", name in question.fleet.names, name, "a device of the fleet"))
+    if question.terms.copied:
+        held.append(ledger.same("replicas", len(plan.replicas), 1))
+        held.append(ledger.same("replicas: a parameter that copies do not sum", reading.not_summed, None))
     if reading.not_summed is not None:
         words = f"1: replicas sum in float32, and {reading.not_summed!r} is none"
         held.append(ledger.judge("replicas", len(plan.replicas) <= 1, len(plan.replicas), words))
@@ -131,6 +138,7 @@ def _replica(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> 
         held.append(ledger.judge(f"{name}.last", stage.last >= stage.first, stage.last, "not before first"))
     held.append(ledger.same(f"{where}: operators in all stages", starts[-1], len(reading.operators)))
     held += _placed(ledger, where, replica, reading)
+    held += check_copies(ledger, where, replica, reading)
     return held
 
 
@@ -159,6 +167,9 @@ def _memory(ledger: Ledger, where: str, replica: Replica, graph: CutGraph, quest
         words, before = needs.get(stage.device, ("", 0))
         words = f"{words} + stages[{index}]" if words else f"{where}.stages[{index}]"
         needs[stage.device] = words, before + part.memory_bytes(replica.schedule.in_flight[index], stage.recompute)
+    feeders = question.terms.feeders
+    if question.terms.copied:  # each has what the first has
+        needs |= dict.fromkeys(feeders[1:], needs[feeders[0]])
     for device, (words, need) in needs.items():
         room = question.room_bytes(device)
         ledger.judge(f"{words}.memory", need <= room, need, f"at most {room} on {device}")
@@ -266,6 +277,8 @@ def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Ques
     if len(plan.replicas) > 1:
         ledger.same("sync.period", plan.sync.period, question.period)
     needed = averaging_groups(held)
+    if question.terms.copied:
+        needed = _summed_by_copies(ledger, plan, copies_sums(question, graphs[0]), question.terms.feeders)
     stated: dict[tuple[str, ...], list[str]] = {}
     for group in plan.sync.groups:
         stated.setdefault(group.devices, []).extend(group.parameters)
@@ -289,6 +302,20 @@ def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Ques
         legal = 0 < len(group.iterations) == len(set(group.iterations)) and max(group.iterations) < plan.sync.period
         ledger.judge(f"{where}.iterations", legal, str(list(group.iterations)), f"some of 0..{plan.sync.period - 1}")
     return sums_s(question.fleet, plan.sync)
+
+
+def _summed_by_copies(
+    ledger: Ledger, plan: Plan, sums: dict[int, list[str]], feeders: tuple[str, ...]
+) -> dict[tuple[str, ...], list[str]]:  # fmt: skip
+    """What the holders sum, all stages together; each group's parameters must be those of its stage."""
+    ledger.same("sync.averages", plan.sync.averages, "gradients")
+    ledger.same("sync.period", plan.sync.period, 1)
+    for number, group in enumerate(plan.sync.groups):
+        own = sums.get(group.stage, []) if group.stage is not None else []
+        strange = sorted(set(group.parameters) - set(own))
+        ledger.same(f"sync.groups[{number}]: parameters of other stages", ", ".join(strange) or "none", "none")
+    found = [name for names in sums.values() for name in names]
+    return {feeders: found} if found else {}
 
 
 def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: float) -> float:

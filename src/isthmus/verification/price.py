@@ -17,7 +17,7 @@ def paid(
     fleet: Fleet, replicas: Sequence[Timed], micro_batches: Sequence[int], sync: Sync, step_s: float
 ) -> float:  # fmt: skip
     """In the unit of the fleet's prices; of sums, the mean over a period. `sync` is well formed."""
-    used = {name for replica in replicas for name in replica.devices}
+    used = {name for replica in replicas for name in replica.used}
     hourly = sum(fleet.device(name).price_per_hour for name in used)
     sent: dict[str, float] = {}
     for source, target, size_bytes in _messages(replicas, micro_batches, sync):
@@ -33,14 +33,7 @@ def _messages(
 ) -> Iterator[tuple[str, str, float]]:
     """(source, target, bytes per step)."""
     for replica, count in zip(replicas, micro_batches, strict=True):
-        names = replica.devices
-        for f in replica.graph.flowing:
-            yield names[f.source], names[f.target], count * f.forward_bytes
-            yield names[f.target], names[f.source], count * f.backward_bytes
-        for lent in replica.graph.lent:
-            for user in lent.users:
-                yield names[lent.owner], names[user], lent.size_bytes
-                yield names[user], names[lent.owner], lent.size_bytes
+        yield from replica.sent(count)
     for group in sync.groups:
         often = len(group.iterations) / sync.period
         for sent in rounds_of(group):

@@ -8,11 +8,20 @@ without latency; what leaves a site over its shared uplink; a stage's round trip
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from functools import cached_property
+from typing import NamedTuple
 
 from isthmus.verification.cutting import CutGraph
 from isthmus.verification.question import Question
+
+
+class Moved(NamedTuple):
+    """Between devices."""
+
+    source: str
+    target: str
+    size_bytes: float
 
 
 class Timed:
@@ -36,9 +45,12 @@ class Timed:
             self._next[f.source].append((f.target, there_s, back_s))
 
     def _message_s(self, source: int, target: int, size_bytes: int) -> float:
-        if not size_bytes or self.devices[source] == self.devices[target]:
+        return self.moved_s(self.devices[source], self.devices[target], size_bytes)
+
+    def moved_s(self, source: str, target: str, size_bytes: float) -> float:
+        if not size_bytes or source == target:
             return 0.0
-        link = self._fleet.link(self.devices[source], self.devices[target])
+        link = self._fleet.link(source, target)
         return link.latency_s + size_bytes / link.bandwidth_bytes_per_s
 
     @cached_property
@@ -60,11 +72,29 @@ class Timed:
 
     @cached_property
     def shared_s(self) -> float:
-        return sum(
-            self._message_s(p.owner, user, p.size_bytes) + self._message_s(user, p.owner, p.size_bytes)
-            for p in self.graph.lent
-            for user in p.users
-        )
+        return sum(self.moved_s(*moved) for moved in self._lent())
+
+    @property
+    def used(self) -> frozenset[str]:
+        """Devices."""
+        return frozenset(self.devices)
+
+    def sent(self, micro_batches: int) -> Iterator[Moved]:
+        """Everything that crosses a link in a step, but for what replicas sum."""
+        yield from self.flowing(micro_batches)
+        yield from self._lent()
+
+    def flowing(self, micro_batches: float) -> Iterator[Moved]:
+        for f in self.graph.flowing:
+            a, b = self.devices[f.source], self.devices[f.target]
+            yield Moved(a, b, micro_batches * f.forward_bytes)
+            yield Moved(b, a, micro_batches * f.backward_bytes)
+
+    def _lent(self) -> Iterator[Moved]:
+        for p in self.graph.lent:
+            for user in p.users:
+                yield Moved(self.devices[p.owner], self.devices[user], p.size_bytes)
+                yield Moved(self.devices[user], self.devices[p.owner], p.size_bytes)
 
     @cached_property
     def occupied_s(self) -> dict[str, float]:

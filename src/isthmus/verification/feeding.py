@@ -1,0 +1,162 @@
+"""Chains that several holders feed: the first stage, and the last where labels stay, has a copy on each of them.
+
+A micro-batch goes one holder's way and takes what the slowest way takes. What a copy, its links and its memory hold up
+the chain by counts for its holder's part of the micro-batches.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import replace
+from functools import cached_property
+
+import msgspec
+
+from isthmus.fleet import Device, Fleet, Link
+from isthmus.fleet.links import Links, Route
+from isthmus.plans import Replica
+from isthmus.verification.cutting import CutGraph
+from isthmus.verification.question import Question
+from isthmus.verification.reading import Reading
+from isthmus.verification.timing import Moved, Timed
+from isthmus.verification.verdict import Ledger
+
+UNLIMITED = 2**60
+
+
+def copied_stages(question: Question, count: int) -> tuple[int, ...]:
+    """Of a chain of so many stages, those of which every holder has a copy."""
+    if not question.terms.copied:
+        return ()
+    return (0, count - 1) if question.terms.labels_stay and count > 1 else (0,)
+
+
+def check_copies(ledger: Ledger, where: str, replica: Replica, reading: Reading) -> Iterator[bool]:
+    """That every holder has its copies and no other stage, and that copies share no state."""
+    question, stages = reading.question, replica.stages
+    feeders, copied = question.terms.feeders, copied_stages(question, len(stages))
+    expected = [(stages[k].first, stages[k].last, name) for k in copied for name in feeders[1:]]
+    stated = [(copy.first, copy.last, copy.device) for copy in replica.copies]
+    yield ledger.same(f"{where}.copies", _places(stated), _places(expected))
+    for index, stage in enumerate(stages if copied else ()):
+        name = f"{where}.stages[{index}]"
+        if index not in copied:
+            other = stage.device not in feeders
+            yield ledger.judge(f"{name}.device", other, stage.device, "a device that does not feed the chain")
+            continue
+        yield ledger.same(f"{name}.device", stage.device, feeders[0])
+        written = next((v.op for v in reading.variables if v.written and v.uses and
+                        stage.first <= v.uses[0] <= stage.last), "none")  # fmt: skip
+        yield ledger.same(f"{name}: buffers that copies would write", written, "none")
+
+
+def copies_sums(question: Question, graph: CutGraph) -> dict[int, list[str]]:
+    """By stage, the parameters whose gradients its copies sum in every step."""
+    copied = copied_stages(question, len(graph.parts))
+    held = {stage: [op for op, (owner, _) in graph.owners.items() if owner == stage] for stage in copied}
+    return {stage: names for stage, names in held.items() if names}
+
+
+class FedTimed(Timed):
+    """`devices` are those of the first holder's way."""
+
+    def __init__(
+        self, question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]
+    ) -> None:
+        super().__init__(question, graph, devices, recompute)
+        self._copied, self._shares = copied_stages(question, len(devices)), question.terms.shares
+        self._ways = [
+            Timed(question, graph, [name if k in self._copied else d for k, d in enumerate(devices)], recompute)
+            for name in question.terms.feeders
+        ]
+
+    @cached_property
+    def fill_s(self) -> float:
+        return max(way.fill_s for way in self._ways)
+
+    @cached_property
+    def shared_s(self) -> float:
+        return sum(self.moved_s(*moved) for moved in self._lent())
+
+    @cached_property
+    def occupied_s(self) -> dict[str, float]:
+        found: dict[str, float] = {}
+        for way, share in zip(self._ways, self._shares, strict=True):
+            for name, seconds in way.occupied_s.items():
+                found[name] = found.get(name, 0.0) + share * seconds
+        return found
+
+    def round_trip_s(self, stage: int) -> float:
+        """Of a copy, times its holder's part: the step completes so many more."""
+        return max(
+            way.round_trip_s(stage) * (share if stage in self._copied else 1.0)
+            for way, share in zip(self._ways, self._shares, strict=True)
+        )
+
+    def eq3_s(self, micro_batches: int) -> float:
+        """Of the slowest way: the paper knows no copies."""
+        return max(way.eq3_s(micro_batches) for way in self._ways)
+
+    @property
+    def used(self) -> frozenset[str]:
+        return frozenset(name for way in self._ways for name in way.devices)
+
+    def sent(self, micro_batches: int) -> Iterator[Moved]:
+        for way, share in zip(self._ways, self._shares, strict=True):
+            yield from way.flowing(micro_batches * share)
+        yield from self._lent()
+
+    def _lent(self) -> Iterator[Moved]:
+        """The first holder's copy lends, and every copy that uses a parameter borrows."""
+        for p in self.graph.lent:
+            for user in p.users:
+                owner = self.devices[p.owner]
+                for borrower in dict.fromkeys(way.devices[user] for way in self._ways):
+                    yield Moved(owner, borrower, p.size_bytes)
+                    yield Moved(borrower, owner, p.size_bytes)
+
+
+def timed(question: Question, graph: CutGraph, devices: Sequence[str], recompute: Sequence[bool]) -> Timed:
+    return (FedTimed if question.terms.copied else Timed)(question, graph, devices, recompute)
+
+
+def relaxed(question: Question) -> Question:
+    """The same with one device for all holders, which no chain that they feed undercuts: what bounds this one's plans
+    from below bounds theirs.
+
+    With the part p of a holder, the device takes the largest of p * seconds of each, of compute and of every link. So a
+    micro-batch alone takes no longer there than the mean of all ways, weighted by these parts. Of n holders one's round
+    trip times its part is at least an n-th of that mean, so n times the memory holds a stage up no longer than theirs
+    does; two stages may divide it worse, and then it has no limit. Sums take no time, and what leaves a site has no
+    shared uplink and no price.
+    """
+    terms, fleet = question.terms, question.fleet
+    if not terms.copied:
+        return question
+    feeders, shares = terms.feeders, terms.shares
+    first, others = feeders[0], [name for name in fleet.names if name not in feeders]
+    held = [fleet.device(name) for name in feeders]
+    speed = min(d.sustained_flops_per_s / share for d, share in zip(held, shares, strict=True))
+    memory = UNLIMITED if terms.labels_stay else len(held) * min(d.memory_bytes for d in held)
+    price = sum(d.price_per_hour for d in held)
+    together = Device(
+        name=first, region=f"of {first}", flops_per_s=speed, memory_bytes=memory, price_per_hour=price
+    )  # fmt: skip
+    routes = [Route(a, b, fleet.link(a, b)) for a in others for b in others if a != b]
+    for other in others:
+        routes.append(Route(first, other, _least(shares, [fleet.link(name, other) for name in feeders])))
+        routes.append(Route(other, first, _least(shares, [fleet.link(other, name) for name in feeders])))
+    apart = [msgspec.structs.replace(fleet.device(name), region=f"of {name}") for name in others]
+    merged = Fleet(name=fleet.name, devices=(together, *apart), links=Links(devices=tuple(routes)))
+    return replace(
+        question, fleet=merged, terms=msgspec.structs.replace(terms, data_holders=(first,), own_samples=())
+    )  # fmt: skip
+
+
+def _least(shares: Sequence[float], links: Sequence[Link]) -> Link:
+    bandwidth = min(x.bandwidth_bytes_per_s / share for x, share in zip(links, shares, strict=True))
+    return Link(latency_s=min(x.latency_s for x in links), bandwidth_bytes_per_s=bandwidth)
+
+
+def _places(copies: Iterable[tuple[int, int, str]]) -> str:
+    return ", ".join(f"{first} to {last} on {name}" for first, last, name in copies) or "none"
