@@ -338,8 +338,9 @@ class TorchEngine:
         if name in self._gradients:
             self._gradients[name] = self._gradients[name].add_(gradient)
         else:
-            # gradients may share memory (those of a sum's terms): the sum over micro-batches needs its own
-            self._gradients[name] = gradient.clone()
+            # gradients may share memory (those of a sum's terms): the sum over micro-batches needs its own, which one
+            # that was widened is
+            self._gradients[name] = gradient.clone() if gradient is found else gradient
 
     def evaluate(self, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         values = self._values("eval")
