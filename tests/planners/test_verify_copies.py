@@ -6,9 +6,9 @@ from collections.abc import Callable
 
 import msgspec
 import pytest
-from isthmus.cli.proving import as_proven, question_of
 from test_feeding import every_chain, fed_problem
 
+from isthmus.api.proving import as_proven, question_of
 from isthmus.cost import Problem, preference
 from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
