@@ -67,6 +67,11 @@ class StepError(IsthmusError):
         self.step = step
 
 
+class RankLost(IsthmusError):
+    """Another process of the same device, a rank of its island, has ended or left: nothing can be computed there
+    together any more."""
+
+
 class Diverged(IsthmusError):
     """The loss, a gradient or a weight is not finite. Says in which step, and where that began."""
 

@@ -11,20 +11,23 @@ from typing import cast
 import msgspec
 import pytest
 import torch
+import torch.distributed as dist
 from in_process import Pipeline, batches, capture_of, copies, weights_of
 from torch import Tensor, nn
 from torch.nn import functional
 from zoo import X, model
 
-from isthmus.errors import UserError
+from isthmus.accelerators import HOST
+from isthmus.errors import RankLost, StepError, UserError
 from isthmus.graph import Flow, Ref, assign, cuts, partition
 from isthmus.graph.mixing import mixes
 from isthmus.runtime.device.island_ranks import begin_session, end_session
+from isthmus.training import ranks as ranks_module
 from isthmus.training.checkpoint import OPTIMIZER
 from isthmus.training.engine import Engine, EngineConfig, TorchEngine
 from isthmus.training.island import IslandEngine
 from isthmus.training.optim import OptimizerConfig
-from isthmus.training.ranks import Ranks, StageSetUp
+from isthmus.training.ranks import Command, Ranks, StageSetUp
 from isthmus.training.sharded import ShardedEngine
 from isthmus.training.sharded_island import ShardedIsland
 
@@ -287,3 +290,45 @@ def test_what_cannot_be_shared_out_is_refused(
     made = StageSetUp(train=pipeline.stages[0], evaluation=pipeline.eval_stages[0], config=config)
     with pytest.raises(UserError, match=words):
         IslandEngine(made, weights_of(build, captured), ranks)
+
+
+def test_tensors_arrive_as_they_were_in_messages_of_any_length(monkeypatch: pytest.MonkeyPatch) -> None:
+    """Of several types, empty, scalar, strided, and larger than a bucket."""
+    sent: list[Tensor] = []
+    monkeypatch.setattr(ranks_module.dist, "send", lambda tensor, to: sent.append(tensor.clone()))
+    monkeypatch.setattr(ranks_module.dist, "recv", lambda tensor, source: tensor.copy_(sent.pop(0)))
+    monkeypatch.setattr(ranks_module, "BUCKET_BYTES", 100)
+    given = [
+        {"flag": torch.tensor(True), "ids": torch.arange(6).view(2, 3).t(), "none": torch.empty(0, 3)},
+        {"large": torch.randn(60), "half": torch.randn(5, dtype=torch.float64).bfloat16(), "x": torch.randn(3, 4)},
+        {"complex": torch.randn(3, dtype=torch.complex64)},
+    ]
+    ranks = Ranks.__new__(Ranks)
+    ranks.accelerator = HOST
+    ranks.say(1, Command(kind="values", names=("a",)), given)
+    assert len(sent) == 2 + 3, "two of a header, and the buckets"
+    command, found = ranks.hear(1)
+    assert command.names == ("a",) and not sent
+    for group, expected in zip(found, given, strict=True):
+        assert group.keys() == expected.keys()
+        for name, value in expected.items():
+            assert group[name].dtype == value.dtype and torch.equal(group[name], value), name
+
+
+@pytest.mark.parametrize(
+    ("error", "kind", "told"),
+    [
+        (StepError("aten.add", "IndexError: too far"), StepError, r"^aten.add: IndexError: too far$"),
+        (torch.OutOfMemoryError("tried to allocate 8 bytes"), torch.OutOfMemoryError, "^rank 1 .*tried to allocate 8"),
+        (OSError("disk\nfull"), RankLost, "^rank 1 of this device: OSError: disk full$"),
+    ],
+)
+def test_rank_0_has_the_error_of_the_rank_that_failed(error: Exception, kind: type[Exception], told: str) -> None:
+    ranks, lost, later = Ranks.__new__(Ranks), RankLost("a rank of this device is gone"), ValueError("another's")
+    ranks.rank, ranks._store = 1, dist.HashStore()  # pyright: ignore[reportPrivateUsage]
+    assert ranks.cause(lost) is lost, "it ended without a word"
+    for left in (error, later):
+        ranks.leave(left)
+    with pytest.raises(kind, match=told):
+        raise ranks.cause(lost)
+    assert ranks.broken

@@ -6,7 +6,8 @@ Torch's own backend for the accelerator carries them (NCCL, for CUDA); where it 
 from __future__ import annotations
 
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Generator
+from contextlib import contextmanager
 from typing import cast
 
 import torch
@@ -15,6 +16,7 @@ from torch import Tensor
 
 from isthmus.accelerators import Accelerator
 from isthmus.accelerators.copies import to_device, to_host
+from isthmus.errors import RankLost
 
 HOST_BACKEND = "gloo"
 _Collective = Callable[[Tensor, Tensor], object]
@@ -27,6 +29,17 @@ def backends_for(kind: str) -> str:
     """For `init_process_group`: of tensors in host memory, and of those on accelerators of this kind."""
     own = dist.Backend.default_device_backend_map.get(kind)
     return HOST_BACKEND if kind == "cpu" or own is None else f"cpu:{HOST_BACKEND},{kind}:{own}"
+
+
+@contextmanager
+def together() -> Generator[None]:
+    """Something is done with other ranks here: what the group raises, RuntimeError, becomes RankLost."""
+    try:
+        yield
+    except torch.OutOfMemoryError:
+        raise
+    except RuntimeError as e:
+        raise RankLost(f"a rank of this device is gone: {' '.join(str(e).split())[:200]}") from e
 
 
 class Collectives:
@@ -55,7 +68,8 @@ class Collectives:
         """From the parts of all ranks."""
         sent = self._out(part.detach())
         flat = torch.empty(self.count * sent.numel(), dtype=sent.dtype, device=sent.device)
-        _ALL_GATHER(flat, sent)
+        with together():
+            _ALL_GATHER(flat, sent)
         return self._back(flat)[: math.prod(shape)].view(shape)
 
     def summed_part(self, whole: Tensor) -> Tensor:
@@ -65,19 +79,22 @@ class Collectives:
         padded[: whole.numel()] = whole.reshape(-1)
         sent = self._out(padded)
         found = torch.empty(length, dtype=sent.dtype, device=sent.device)
-        _REDUCE_SCATTER(found, sent)
+        with together():
+            _REDUCE_SCATTER(found, sent)
         return self._back(found)
 
     def sum(self, flat: Tensor) -> Tensor:
         """Of all ranks' tensors, on each of them."""
         sent = self._out(flat.clone())
-        dist.all_reduce(torch.view_as_real(sent) if sent.is_complex() else sent)
+        with together():
+            dist.all_reduce(torch.view_as_real(sent) if sent.is_complex() else sent)
         return self._back(sent)
 
     def sum_to_first(self, flat: Tensor) -> Tensor:
         """On rank 0; elsewhere anything."""
         sent = self._out(flat)
-        dist.reduce(torch.view_as_real(sent) if sent.is_complex() else sent, 0)
+        with together():
+            dist.reduce(torch.view_as_real(sent) if sent.is_complex() else sent, 0)
         return self._back(sent)
 
     def _out(self, tensor: Tensor) -> Tensor:

@@ -22,7 +22,7 @@ import torch
 from torch import Tensor
 
 from isthmus.accelerators.copies import all_to_device
-from isthmus.errors import StepError, UserError
+from isthmus.errors import RankLost, StepError, UserError
 from isthmus.graph.mixing import mixes
 from isthmus.graph.opgraph import Ref, TensorSpec
 from isthmus.graph.partition import StageGraph
@@ -34,6 +34,8 @@ from isthmus.training.sharded import ShardedEngine
 NORMS = "norms"
 Result = tuple[dict[str, Tensor], "tuple[float, float] | None"]
 """Values by label; loss and count, where the stage has the loss."""
+
+
 def check_shares(config: EngineConfig, train: StageGraph, ranks: int) -> None:
     """UserError for a stage whose samples cannot be shared out."""
     if config.micro_batch_size % ranks:
@@ -146,7 +148,18 @@ class _Share:
 
 
 def serve(ranks: Ranks) -> None:
-    """The part of a rank other than 0: until that one ends it, or is gone (RuntimeError by torch)."""
+    """The part of a rank other than 0: until that one ends it. RankLost where a rank is gone; errors of this one are
+    left for rank 0 to find before they are raised."""
+    try:
+        _obey(ranks)
+    except RankLost:
+        raise
+    except Exception as e:
+        ranks.leave(e)
+        raise
+
+
+def _obey(ranks: Ranks) -> None:
     share: _Share | None = None
     while (heard := ranks.hear(0))[0].kind != "end":
         command, groups = heard
@@ -166,7 +179,7 @@ def serve(ranks: Ranks) -> None:
                     values, told = share.run(command, groups)
                 except StepError as e:  # every island would say the same: it is no reason to end this one
                     if share.meets:
-                        raise RuntimeError(str(e)) from e  # but the others may be waiting for this rank
+                        raise  # but the others may be waiting for this rank
                     ranks.say(0, Command(kind="answer", failed=(e.what, e.reason)), [{}])
                 else:
                     ranks.say(0, Command(kind="answer", told=told), [values])

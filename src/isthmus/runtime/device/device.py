@@ -18,7 +18,7 @@ from torch import Tensor
 from isthmus.accelerators import HOST, Accelerator, open_accelerator
 from isthmus.accelerators.copies import to_host
 from isthmus.data import Dataset
-from isthmus.errors import IsthmusError, PeerError, StepError, UserError
+from isthmus.errors import IsthmusError, PeerError, RankLost, StepError, UserError
 from isthmus.plans.seats import is_first
 from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
@@ -170,7 +170,7 @@ class Device:
         """The coordinator's next order. Meanwhile the stage runs, if there is one."""
         while self._executor is not None:
             try:
-                return self._executor.run()
+                return self._run_stage(self._executor)
             except CoordinatorGone:
                 raise
             except StepError as e:  # of the job's: the coordinator says whether somebody, or this device, tries again
@@ -193,11 +193,23 @@ class Device:
             if callable(found):
                 found()
 
+    def _run_stage(self, executor: Executor) -> Order:
+        """Errors of other ranks are raised as if they were of this one."""
+        try:
+            return executor.run()
+        except RankLost as lost:
+            assert self._ranks is not None, "ranks are of an island"
+            cause = self._ranks.cause(lost)
+            print(f"device {self._site.device}: {in_one_line(cause)}", file=sys.stderr, flush=True)
+            raise cause from lost
+
     def _survive(self, error: Exception) -> None:
         """Raises what is no want of memory. Where it is, the coordinator is told the figures, and makes a plan with
         them; then the device takes another stage."""
         if not is_short_of_memory(error):
             raise error
+        if self._ranks is not None:
+            self._ranks.broken = True  # the others may be in the midst of what this one has left
         short = shortage(self._accelerator, error, self._before)
         reason = f"out of memory on {self._accelerator.device}{self._stage_told()}: {short.told}"
         print(f"device {self._site.device}: {reason}", file=sys.stderr, flush=True)

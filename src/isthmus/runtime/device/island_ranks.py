@@ -20,9 +20,10 @@ import msgspec
 import torch.distributed as dist
 
 from isthmus.accelerators import HOST, Accelerator
-from isthmus.errors import UserError
+from isthmus.errors import RankLost, StepError, UserError
 from isthmus.runtime.identity.files import private_folder, write_private
 from isthmus.training.collectives import backends_for
+from isthmus.training.faults import is_drivers
 from isthmus.training.island import serve
 from isthmus.training.ranks import Ranks
 
@@ -64,7 +65,7 @@ def island_here(state: Path) -> Island | None:
 
 
 def begin_session(folder: Path, count: int, accelerator: Accelerator = HOST) -> Ranks:
-    """On rank 0, once per process. RuntimeError when the others do not come."""
+    """On rank 0, one at a time. RuntimeError when the others do not come."""
     private_folder(folder)
     name = secrets.token_hex(8)
     write_private(folder / _CURRENT, name.encode())
@@ -73,7 +74,7 @@ def begin_session(folder: Path, count: int, accelerator: Accelerator = HOST) -> 
 
 def end_session(ranks: Ranks) -> None:
     """On rank 0. Ranks that are gone are not missed, and those that wait for a collective hear nothing else."""
-    with contextlib.suppress(RuntimeError):
+    with contextlib.suppress(RankLost):
         if not ranks.broken:
             ranks.end()
     dist.destroy_process_group()
@@ -95,8 +96,10 @@ def attend(
         try:
             with _session(island, name, accelerator) as ranks:
                 serve(ranks)
-        except RuntimeError as e:  # torch's, for whatever happens to rank 0
+        except (RankLost, StepError, RuntimeError, MemoryError) as e:
             say(f"rank {island.rank}: {' '.join(str(e).split())[:200]}")
+            if is_drivers(e):  # nothing can be computed in this process any more
+                raise
 
 
 @contextlib.contextmanager
@@ -126,7 +129,7 @@ def _met(folder: Path, name: str, rank: int, count: int, accelerator: Accelerato
         timeout=datetime.timedelta(seconds=IDLE_S),
     )  # fmt: skip
     _bound_collectives(accelerator)
-    return Ranks(accelerator)
+    return Ranks(store, accelerator)
 
 
 def _bound_collectives(accelerator: Accelerator) -> None:
