@@ -54,6 +54,15 @@ def test_an_unknown_planner_gets_the_nearest_name() -> None:
         describe("chian")
 
 
+def test_a_planner_of_the_users_own_is_named_by_its_module() -> None:
+    assert plan(f"{__name__}:backwards", some_problem()) == plan("even", some_problem())
+    assert describe(f"{__name__}:backwards") == "The fleet's order, whatever it costs."
+    with pytest.raises(UserError, match="cannot import no_such_module"):
+        plan("no_such_module:plan", some_problem())
+    with pytest.raises(UserError, match=r"got a float, expected a function"):
+        plan("math:pi", some_problem())
+
+
 @pytest.mark.usefixtures("third_party")
 def test_another_package_may_register_a_planner() -> None:
     assert "backwards" in planner_names()

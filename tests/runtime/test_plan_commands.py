@@ -272,7 +272,7 @@ def test_limits_are_given_on_the_command_line(tmp_path: Path) -> None:
     found = json.loads(isthmus("plan", job, "--objective", "cost", "--max-step", "10 min", "--json").out)
     assert found["terms"] == {"objective": "cost", "max_step_s": 600.0, **found["terms"]}
     assert json.loads(isthmus("plan", job, "--max-price", "7", "--json").out)["terms"]["max_price"] == 7
-    refused(isthmus("plan", job, "--max-step", "10 min"), 2, "max_step", "objective 'cost'")
+    refused(isthmus("plan", job, "--max-step", "10 min"), 2, "max_step", "expected 'cost'")
     refused(isthmus("plan", job, "--objective", "cost", "--max-step", "1 ns"), 3, "max_step", "the fastest takes")
     refused(isthmus("plan", job, "--objective", "cost", "--max-step", "soon"), 2, "--max-step", "soon")
     refused(isthmus("plan", job, "--max-price", "0"), 2, "--max-price", "got 0")

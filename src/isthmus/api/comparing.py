@@ -11,10 +11,19 @@ from isthmus.api.planning import make, predict
 from isthmus.api.proving import proven
 from isthmus.api.searching import searched
 from isthmus.cost import Problem, step_price
-from isthmus.errors import UserError, unknown_name
+from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, prepare
-from isthmus.planners import INTERRUPTED, Least, SearchStopped, can_price, cut_short, least, planner_names
+from isthmus.planners import (
+    INTERRUPTED,
+    Least,
+    SearchStopped,
+    can_price,
+    check_planner,
+    cut_short,
+    least,
+    planner_names,
+)
 from isthmus.report import ComparedPlan, Comparison, least_headroom, ranked
 from isthmus.runtime.conducting.run import run_spec
 from isthmus.trace import steady_step_s
@@ -73,8 +82,7 @@ def chosen_planners(text: str) -> list[str]:
     if not names:
         raise UserError(f"--compare: got {text!r}, expected 'all' or planners such as 'even,chain'")
     for name in names:
-        if name not in planner_names():
-            raise unknown_name("planner", name, [*planner_names(), "all"])
+        check_planner(name)
     return names
 
 

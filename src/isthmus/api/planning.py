@@ -13,7 +13,7 @@ from isthmus.cost.compressed import limited_as
 from isthmus.errors import UserError, unknown_name
 from isthmus.fleet import Fleet
 from isthmus.job import Job, Prepared, fleet_of, terms_of
-from isthmus.planners import Least, check_honoured, over_counts, planner_names, scheduled
+from isthmus.planners import Least, check_honoured, check_planner, over_counts, scheduled
 from isthmus.planners import plan as make_plan
 from isthmus.plans import Plan, PlanPeriod, Replica, load_plan
 from isthmus.protocol import RunSpec
@@ -34,8 +34,7 @@ HEADER_BYTES = 400
 def fleet_for(job: Job) -> Fleet:
     """The job's fleet. It, the planner and the plan's terms are checked before the model is captured, which takes
     longer."""
-    if job.planner not in planner_names():
-        raise unknown_name("planner", job.planner, planner_names())
+    check_planner(job.planner)
     fleet = fleet_of(job)
     check_honoured(job.planner, terms_of(job, fleet))
     return fleet

@@ -179,7 +179,7 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
     devices: Positive | None = None
     """Thin the fleet to so many devices."""
     planner: str = "auto"
-    """Who plans: `isthmus planners` lists them."""
+    """Who plans: one of `isthmus planners`, or `package.module:function` of your own."""
     schedule: str = "1f1b"
     """In which order a stage computes micro-batches: `1f1b` or `gpipe`."""
     plan: PlanConfig = PlanConfig()

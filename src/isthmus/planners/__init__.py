@@ -7,6 +7,7 @@ from isthmus.planners.registry import (
     Planner,
     can_price,
     check_honoured,
+    check_planner,
     describe,
     plan,
     planner_names,
@@ -17,6 +18,6 @@ from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
     "ENTRY_POINTS", "INTERRUPTED", "Least", "Observer", "Planner", "SearchStopped", "can_price", "check_honoured",
-    "cut_short", "describe", "keep", "least", "looked_at", "observed_by", "over_counts", "plan", "planner_names",
-    "scheduled", "whole_replicas",
+    "check_planner", "cut_short", "describe", "keep", "least", "looked_at", "observed_by", "over_counts", "plan",
+    "planner_names", "scheduled", "whole_replicas",
 ]  # fmt: skip

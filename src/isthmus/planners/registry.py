@@ -1,4 +1,4 @@
-"""The planners by name: ours, and those that other packages register under `isthmus.planners`.
+"""The planners by name: ours, those that other packages register under `isthmus.planners`, and the user's own.
 
 A planner is a function from a `Problem` to a `Plan`; the first line of its docstring describes it. Ours are imported
 when they are called: together that takes most of a second, and who goes on with a plan needs none of them.
@@ -91,6 +91,12 @@ def planner_names() -> list[str]:
     return sorted({*_OURS, *third_party(ENTRY_POINTS)})
 
 
+def check_planner(name: str) -> None:
+    """UserError for a name that is neither known nor `package.module:function`, which is not imported yet."""
+    if ":" not in name and name not in planner_names():
+        raise unknown_name("planner", name, [*planner_names(), "package.module:function"])
+
+
 def describe(name: str) -> str:
     """One line on what a planner does. Raises UserError for an unknown name."""
     return (inspect.getdoc(_planner(name)) or "").partition("\n")[0]
@@ -177,10 +183,8 @@ def scheduled(problem: Problem, made: Plan) -> Plan:
 def _planner(name: str) -> Planner:
     if name in _OURS:
         return cast("Planner", import_object("planner", _OURS[name]))
-    others = third_party(ENTRY_POINTS)
-    if name not in others:
-        raise unknown_name("planner", name, planner_names())
-    loaded = load_third_party(others[name])
+    check_planner(name)
+    loaded = import_object("planner", name) if ":" in name else load_third_party(third_party(ENTRY_POINTS)[name])
     if not callable(loaded):
-        raise UserError(f"planner {name!r} ({others[name].value}): got a {type(loaded).__name__}, expected a function")
+        raise UserError(f"planner {name!r}: got a {type(loaded).__name__}, expected a function")
     return cast(Planner, loaded)
