@@ -1,7 +1,88 @@
 """Isthmus trains one model on machines that are far apart, unequal, and joined by slow links.
 
-The packages, from the top: `cli`, `report`, `simulator` and `runtime`, `job`, `training`, `models`, `data`,
-`protocol`, `planners`, `cost`, `plan`, `graph`, `fleet`. See ARCHITECTURE.md.
+    run = isthmus.train("examples/gpt-stdlib.toml")
+    plan = isthmus.plan(model, fleet, inputs=example)
+    trace = isthmus.simulate(plan, fleet)
+
+Names are imported when they are used: `import isthmus` needs no torch. The packages, from the top: `cli`, `api`,
+`report`, `simulator` and `runtime`, `job`, `training`, `models`, `data`, `protocol`, `planners`, `cost`, `plans`,
+`graph`, `fleet`. See ARCHITECTURE.md.
 """
 
+import importlib
+from typing import TYPE_CHECKING
+
+if TYPE_CHECKING:
+    from isthmus import errors, sync
+    from isthmus.api.federated import federate
+    from isthmus.api.federated_results import FederatedResult
+    from isthmus.api.observing import Observer
+    from isthmus.api.planned import compare, plan, simulate, verify
+    from isthmus.api.runs import Run
+    from isthmus.api.training import train
+    from isthmus.federated.job import FederatedJob
+    from isthmus.fleet import Device, Fleet, Link
+    from isthmus.job import Job
+    from isthmus.plans import Plan
+    from isthmus.runtime.processes.interrupting import Stop
+    from isthmus.trace import Trace
+
 __version__ = "0.1.0"
+
+_WHERE = {
+    "Device": "isthmus.fleet",
+    "FederatedJob": "isthmus.federated.job",
+    "FederatedResult": "isthmus.api.federated_results",
+    "Fleet": "isthmus.fleet",
+    "Job": "isthmus.job",
+    "Link": "isthmus.fleet",
+    "Observer": "isthmus.api.observing",
+    "Plan": "isthmus.plans",
+    "Run": "isthmus.api.runs",
+    "Stop": "isthmus.runtime.processes.interrupting",
+    "Trace": "isthmus.trace",
+    "compare": "isthmus.api.planned",
+    "errors": "isthmus.errors",
+    "federate": "isthmus.api.federated",
+    "plan": "isthmus.api.planned",
+    "simulate": "isthmus.api.planned",
+    "sync": "isthmus.sync",
+    "train": "isthmus.api.training",
+    "verify": "isthmus.api.planned",
+}
+"""By name: the module that has it, or that it is."""
+
+__all__ = [
+    "Device",
+    "FederatedJob",
+    "FederatedResult",
+    "Fleet",
+    "Job",
+    "Link",
+    "Observer",
+    "Plan",
+    "Run",
+    "Stop",
+    "Trace",
+    "compare",
+    "errors",
+    "federate",
+    "plan",
+    "simulate",
+    "sync",
+    "train",
+    "verify",
+]
+
+
+def __getattr__(name: str) -> object:
+    if name not in _WHERE:
+        raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
+    module = importlib.import_module(_WHERE[name])
+    found = module if _WHERE[name] == f"{__name__}.{name}" else getattr(module, name)
+    globals()[name] = found
+    return found
+
+
+def __dir__() -> list[str]:
+    return sorted([*__all__, "__version__"])

@@ -16,19 +16,19 @@ from unittest import mock
 
 import msgspec
 import pytest
-from rich.console import Console
 
 import isthmus as isthmus_package
+from isthmus.api.federating import FederatedChoices, ServeAs
 from isthmus.api.observing import Observer
 from isthmus.api.pipeline import Choices
-from isthmus.cli import federated, queueing
+from isthmus.cli import queueing
 from isthmus.cli.queueing import INTERRUPTED, run_queue
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
 from isthmus.runtime.conducting.record import Record
 from isthmus.runtime.identity import Ticket, decode_ticket
-from isthmus.runtime.processes.interrupting import interruptible
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.job_queue import JobQueue, job_log
 from tests.federated.sites import write_job as write_federated_job
 from tests.runtime.commands import edited, isthmus, refused, start, wait_until, write_job
@@ -65,14 +65,14 @@ class _Tickets:
         return decode_ticket(self.given[-1])
 
 
-Carry = Callable[[Job, Choices, Observer], int]
+Carry = Callable[[Job, Choices, Observer, Stop], int]
 
 
 def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> int:
     """Serve until Ctrl-C, with `carry` in place of training; the exit code."""
 
-    def run(job: Job, choices: Choices, observer: Observer) -> SimpleNamespace:
-        return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer) == INTERRUPTED else "done")
+    def run(job: Job, choices: Choices, observer: Observer, stop: Stop) -> SimpleNamespace:
+        return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer, stop) == INTERRUPTED else "done")
 
     with mock.patch.object(queueing, "run_job", run):
         try:
@@ -89,7 +89,7 @@ def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Pa
     queue = _submitted(fleet, tmp_path, "first", "second", "third")
     began: list[tuple[str, bool, Path]] = []
 
-    def carry(job: Job, choices: Choices, observer: Observer) -> int:
+    def carry(job: Job, choices: Choices, observer: Observer, stop: Stop) -> int:
         began.append((job.name, choices.resume, Path.cwd()))
         observer.note(f"words of {job.name}")
         if job.name == "second":
@@ -113,8 +113,8 @@ def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Pa
 def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path: Path) -> None:
     queue = _submitted(fleet, tmp_path, "first", "second")
 
-    def carry(*_: object) -> int:
-        with interruptible(heard.set):
+    def carry(job: Job, choices: Choices, observer: Observer, stop: Stop) -> int:
+        with stop.calls(heard.set):
             _ctrl_c()
             assert heard.wait(10)
         raise UserError("its devices did not come")
@@ -129,14 +129,15 @@ def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path)
     state = ("--state", fleet.state.folder)
     asked: list[tuple[str, bool, Path | None]] = []
 
-    def carry(job: Job, choices: Choices, observer: Observer) -> int:
+    def carry(job: Job, choices: Choices, observer: Observer, stop: Stop) -> int:
         asked.append((job.name, choices.resume, choices.run))
         assert choices.run is not None
         (choices.run / "job.json").write_text("{}")  # a session has begun
         if len(asked) == 1:
             assert isthmus("stop", *state).code == 0
-            with contextlib.suppress(KeyboardInterrupt):
-                time.sleep(10)
+            ended = threading.Event()
+            with stop.calls(ended.set):
+                assert ended.wait(10)
             assert isthmus("resume", "second", *state).code != 0, "it waits already"
             return INTERRUPTED
         if len(asked) == 2:
@@ -191,15 +192,14 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
     assert isthmus("submit", job, "--state", fleet.state.folder).code == 0
     deployed: list[object] = []
 
-    def deploy(job: FederatedJob, choices: federated.FederatedChoices, serving: federated.ServeAs, *_: Console) -> int:
+    def deploy(job: FederatedJob, choices: FederatedChoices, serving: ServeAs, *_: object) -> None:
         with serving(lambda _: None) as service:
             deployed.append((job, choices.resume, service))
         _ctrl_c()
         time.sleep(10)
-        return 0
 
     queue = JobQueue(fleet.state.folder)
-    with mock.patch.object(federated, "deploy", deploy):
+    with mock.patch.object(queueing, "deploy", deploy):
         assert run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append) == INTERRUPTED
     assert deployed == [(load_federated_job(job), False, fleet.service)]
     assert _states(queue) == ["queued"]

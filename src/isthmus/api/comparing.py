@@ -26,6 +26,7 @@ from isthmus.planners import (
 )
 from isthmus.report import ComparedPlan, Comparison, least_headroom, ranked
 from isthmus.runtime.conducting.run import run_spec
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.trace import steady_step_s
 
 
@@ -35,11 +36,11 @@ class Compared(NamedTuple):
     """Of planners that made no plan, in the order in which they were asked."""
 
 
-def compare_planners(job: Job, planners: str, observer: Observer) -> Compared:
+def compare_planners(job: Job, planners: str, observer: Observer, stop: Stop) -> Compared:
     """Plan with each planner, simulate each plan. The model is captured once."""
     names, fleet = chosen_planners(planners), fleet_of(job)
     prepared = prepare(job)
-    rows, refusals = searched(observer, lambda: _rows(names, prepared, fleet), best_so_far=True)
+    rows, refusals = searched(observer, stop, lambda: _rows(names, prepared, fleet), best_so_far=True)
     return Compared(Comparison(
         model=job.model.name, fleet=fleet.name, batch=job.training.batch_size, objective=job.plan.objective,
         rows=ranked(rows, job.plan.objective), not_asked=tuple(names[len(rows) :]),

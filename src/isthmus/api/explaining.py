@@ -15,6 +15,7 @@ from isthmus.report import Explanation, explain
 from isthmus.report.graph_table import GraphWeights, graph_weights
 from isthmus.runtime.conducting.feedback import check_feedback
 from isthmus.runtime.conducting.leaving import leaving_text
+from isthmus.runtime.processes.interrupting import Stop
 
 
 class Explained(NamedTuple):
@@ -27,11 +28,11 @@ class Explained(NamedTuple):
     """What leaves the data holders, in words."""
 
 
-def plan_job(job: Job, observer: Observer, *, words: bool = False) -> Explained:
+def plan_job(job: Job, observer: Observer, stop: Stop, *, words: bool = False) -> Explained:
     """The plan that the job would be run with; with `words` explained."""
     fleet, prepared = fleet_for(job), prepare(job)
     problem = prepared.problem(fleet)
-    plan = searched(observer, lambda: make(job, problem), best_so_far=True)
+    plan = searched(observer, stop, lambda: make(job, problem), best_so_far=True)
     check_feedback(prepared, plan, fleet)
     explanation = explain(problem.cut_into(plan.micro_batches), plan) if words else None
     return Explained(plan, fleet, prepared.captured.train, explanation, list(leaving_text(prepared, plan, fleet)))

@@ -10,6 +10,7 @@ runs/NAME/
   privacy.json                                    of a run whose values leave under noise: how much they told of samples
   losses.jsonl                                    one line per step and per evaluation
   plan.png  timeline.png  loss.png  summary.json
+  given/                                          of Python objects: the samples as arrays, and the fleet
   logs/DEVICE.log                                 what each device's process wrote to standard error
   checkpoints/
   sessions/1/                                     of a resumed run: plan, losses and traces of the sessions before
@@ -42,6 +43,7 @@ Decoded = TypeVar("Decoded")
 JOB, FLEET, PLAN = "job.json", "fleet.json", "plan.json"
 MEASURED, PREDICTED, PERIODS = "trace.jsonl", "predicted.jsonl", "plans.json"
 FITTED = "fitted.json"
+GIVEN = "given"
 
 
 class RunFolder:
@@ -81,7 +83,7 @@ class RunFolder:
         """A folder of the user's choice; UserError when something is in it."""
         if cls(path).begun:
             raise UserError(f"--run {path}: holds a run already; add --resume to go on with it")
-        if path.exists() and (not path.is_dir() or any(path.iterdir())):
+        if path.exists() and (not path.is_dir() or any(found.name != GIVEN for found in path.iterdir())):
             raise UserError(f"--run {path}: exists and is not an empty directory")
         return cls(path)
 

@@ -16,7 +16,9 @@ from isthmus.planners import Observer as SearchObserver
 from isthmus.plans import Plan
 
 if TYPE_CHECKING:
+    from isthmus.api.federated_results import FederatedResult
     from isthmus.api.runs import Run
+    from isthmus.federated.history import RoundLine
 
 
 class StepDone(msgspec.Struct, frozen=True, kw_only=True):
@@ -40,8 +42,8 @@ class StepDone(msgspec.Struct, frozen=True, kw_only=True):
 class Search(SearchObserver, Protocol):
     """A search for a plan, as it is watched."""
 
-    def end(self) -> None:
-        """End it with the best plan so far. KeyboardInterrupt where it cannot."""
+    def end(self) -> bool:
+        """End it with the best plan so far. False where the planner was never heard of, and cannot."""
         ...
 
     def show(self) -> None:
@@ -96,6 +98,15 @@ class Observer(Protocol):
     def reported(self, run: Run) -> None:
         """The run's folder is complete."""
 
+    def rounds_began(self, rounds: int) -> None:
+        """A federated run is to have so many."""
+
+    def round_done(self, line: RoundLine) -> None:
+        """A round is committed. Called in another thread."""
+
+    def rounds_reported(self, result: FederatedResult) -> None:
+        """The federated run's folder is complete."""
+
 
 class Silent(Observer):
     """Tells nobody."""
@@ -122,10 +133,9 @@ class Unwatched:
     def stopped(self) -> bool:
         return self._ending
 
-    def end(self) -> None:
-        if not self._looks:
-            raise KeyboardInterrupt
-        self._ending = True
+    def end(self) -> bool:
+        self._ending = self._looks
+        return self._looks
 
     def show(self) -> None:
         pass

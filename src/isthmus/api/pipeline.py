@@ -33,6 +33,7 @@ from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome
 from isthmus.runtime.conducting.run import train as run_training
 from isthmus.runtime.conducting.script import Outcome
 from isthmus.runtime.conducting.stages import readers
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.trace import Trace
 from isthmus.training.checkpoint import newest_whole_checkpoint, read_manifest
 from isthmus.units import format_duration
@@ -51,19 +52,20 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
     """What a person has to say for the run to go on."""
 
 
-def run_job(job: Job, choices: Choices, observer: Observer) -> Run:
-    """To its end, or to a good end after Ctrl-C. Raises Interrupted where it was interrupted at once."""
+def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
+    """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
+    Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
     folder = _folder(job, choices)
     folder.check_kind(federated=False)
     with folder.claimed():
         try:
-            return _run(job, choices, folder, observer)
+            return _run(job, choices, folder, observer, stop)
         except KeyboardInterrupt:  # a second Ctrl-C, or one before the run began
             how = f"go on with {choices.again}, run folder {folder.path}" if folder.begun else "nothing was written"
             raise Interrupted(f"interrupted at once: {how}", folder.path if folder.begun else None) from None
 
 
-def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer) -> Run:
+def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer, stop: Stop) -> Run:
     hooks, record = LoadedHooks(job.hooks), _left_in_its_middle(folder, choices)
     finite = job.training.non_finite != "ignore"
     checkpoint = newest_whole_checkpoint(folder.checkpoints, observer.note, finite=finite) if choices.resume else None
@@ -77,7 +79,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer) -> R
     fleet = fleet_for(job)
     crew = choices.crew or LocalCrew(starts_again=True, places=local_places(job.runtime.device, fleet.names))
     holders = Holders(
-        crew.asks(), job.data, terms_of(job, fleet).data_holders or fleet.names, heldout=job.evaluates,
+        crew.asks(stop), job.data, terms_of(job, fleet).data_holders or fleet.names, heldout=job.evaluates,
         alike=not job.plan.feeders, note=observer.note,
     )  # fmt: skip
     prepared = _prepared(job, folder, holders, observer, in_its_middle=record is not None)
@@ -86,7 +88,7 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer) -> R
     if believed is not None:
         observer.note(f"as measured before: {fitted_text(believed)}")
     planned_on = fleet if believed is None or kept is not None else believed
-    plan = record.plan if record is not None else searched(observer, lambda: plan_for(prepared, planned_on, kept))
+    plan = record.plan if record is not None else searched(observer, stop, lambda: plan_for(prepared, planned_on, kept))
     prepared = prepared.cut_into(plan.micro_batches)
     observer.planned(plan, planned_on, prepared.captured.train)
     for line in leaving_text(prepared, plan, planned_on):
@@ -109,7 +111,8 @@ def _run(job: Job, choices: Choices, folder: RunFolder, observer: Observer) -> R
     observer.began(plan)
     try:
         outcome = run_training(
-            prepared, plan, fleet, folder.path, _options(prepared, crew, holders, checkpoint, record, believed),
+            prepared, plan, fleet, folder.path,
+            msgspec.structs.replace(_options(prepared, crew, holders, checkpoint, record, believed), stop=stop),
             Watcher(
                 accepted=begin, advanced=watch.advanced, saved=watch.saved, rolled_back=watch.rolled_back,
                 noted=observer.note,

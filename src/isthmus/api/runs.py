@@ -7,17 +7,20 @@ from pathlib import Path
 from typing import Literal
 
 import msgspec
+from torch import nn
 
 from isthmus.api.folder import RunFolder
+from isthmus.api.html import picture_of, table_of
 from isthmus.api.losses import LossPoint
 from isthmus.data.description import DataDescription
 from isthmus.errors import UserError
 from isthmus.fleet import Fleet
 from isthmus.job import Job
+from isthmus.models.given import is_with_loss
 from isthmus.plans import Plan, PlanPeriod, Spent, read_spent
 from isthmus.report import ComparisonSummary
 from isthmus.trace import Trace
-from isthmus.training.checkpoint import newest_checkpoint, read_manifest
+from isthmus.training.checkpoint import latest_checkpoint, load_checkpoint, newest_checkpoint, read_manifest
 
 Outcome = Literal["done", "interrupted"]
 
@@ -123,8 +126,28 @@ class Run:
         found = self.checkpoint
         return "done" if found is not None and read_manifest(found).step >= self.job.training.steps else "interrupted"
 
+    def load(self, model: nn.Module) -> int:
+        """Put the newest checkpoint's weights into a module like the run's. Returns the optimizer steps that were done.
+        UserError where nothing was saved, or the weights are another module's.
+
+        >>> run.load(copy.deepcopy(model))
+        4
+        """
+        holder = nn.ModuleDict({"model": model}) if is_with_loss(self.job.model.name) else model
+        return load_checkpoint(holder, latest_checkpoint(self._folder.checkpoints))
+
     def __repr__(self) -> str:
         return f"Run({str(self.path)!r})"
+
+    def _repr_html_(self) -> str:
+        """Of a notebook: figures, and the pictures inline."""
+        rows = {"run": str(self.path), "outcome": self.outcome, "steps": f"{len(self.losses)}"}
+        for name, points in (("loss", self.losses), ("held-out loss", self.heldout)):
+            if points and points[-1].loss is not None:
+                rows[name] = f"{points[-1].loss:.4f} {self.loss_unit}"
+        if (found := self.comparison) is not None:
+            rows["step"] = f"{found.measured_step_s:.3g} s, predicted {found.predicted_step_s:.3g} s"
+        return table_of(rows) + "".join(map(picture_of, self.pictures.values()))
 
 
 def loss_unit(job: Job, samples: DataDescription) -> str:

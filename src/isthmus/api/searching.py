@@ -1,17 +1,16 @@
-"""Planning in a thread of its own: what watches it shows its progress, and Ctrl-C ends it with the best plan so far."""
+"""Planning in a thread of its own, watched: a wish to stop ends it with the best plan so far."""
 
 from __future__ import annotations
 
 import threading
 from collections.abc import Callable
-from contextlib import nullcontext
 from contextvars import copy_context
 from typing import TypeVar
 
 from isthmus.api.observing import Observer
 from isthmus.planners import INTERRUPTED, cut_short, observed_by
 from isthmus.runtime.processes.computing import Computing
-from isthmus.runtime.processes.interrupting import interruptible
+from isthmus.runtime.processes.interrupting import Stop
 
 Planned = TypeVar("Planned")
 
@@ -20,12 +19,13 @@ AT_ONCE_S = 1.0
 """How long a planner that is to end without a plan may take for it."""
 
 
-def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:
-    """What `act` makes; all planning inside it is told to the observer. KeyboardInterrupt by Ctrl-C; with `best_so_far`
-    only by a second one, or where the planner never looks up: the first ends planning with the best plan so far.
+def searched(observer: Observer, stop: Stop, act: Callable[[], Planned], *, best_so_far: bool = False) -> Planned:
+    """What `act` makes; all planning inside it is told to the observer. Interrupted where that is to stop; with
+    `best_so_far` only where the planner never looks up: else planning ends with the best plan so far.
 
     It plans in a thread: a solver in C holds up neither the progress nor Ctrl-C.
     """
+    ending = False
     done, failed = list[Planned](), list[BaseException]()
     over = threading.Event()  # not `join`: Ctrl-C in it makes Python take the thread for ended
     with observer.search() as search, observed_by(search):
@@ -41,10 +41,14 @@ def searched(observer: Observer, act: Callable[[], Planned], *, best_so_far: boo
 
         computing = Computing()
         try:
-            with interruptible(search.end) if best_so_far else nullcontext():
+            with stop.calls(lambda: None):
                 computing.start(plan, "planning")
                 while not over.wait(TICK_S):
                     search.show()
+                    if stop.requested and not ending:
+                        ending = best_so_far and search.end()
+                        if not ending:
+                            stop.check()
         except KeyboardInterrupt:
             computing.end(AT_ONCE_S)
             raise

@@ -13,6 +13,7 @@ from isthmus.graph import OpGraph
 from isthmus.job import Job, prepare
 from isthmus.plans import Plan
 from isthmus.runtime.conducting.run import run_spec
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.simulator import SimulationOptions
 from isthmus.simulator import simulate as simulate_plan
 from isthmus.trace import Trace
@@ -26,7 +27,7 @@ class Simulated(NamedTuple):
     """None of a plan that was given: the model is not captured for it."""
 
 
-def simulate_job(job: Job, observer: Observer, document: Path | None = None) -> Simulated:
+def simulate_job(job: Job, observer: Observer, stop: Stop, document: Path | None = None) -> Simulated:
     """Of the plan document, or of the plan that is made."""
     fleet = planning.fleet_for(job)
     if document is not None:  # a plan says all that the virtual clock needs: the model is not captured
@@ -34,7 +35,7 @@ def simulate_job(job: Job, observer: Observer, document: Path | None = None) -> 
         options = SimulationOptions(clips=job.training.exchanges_norms)
         return Simulated(simulate_plan(plan, fleet, planning.plan_spec(job, plan), options), plan, fleet, None)
     prepared = prepare(job)
-    plan = searched(observer, lambda: planning.make(job, prepared.problem(fleet)))
+    plan = searched(observer, stop, lambda: planning.make(job, prepared.problem(fleet)))
     spec = run_spec(prepared.cut_into(plan.micro_batches))
     trace = simulate_plan(plan, fleet, spec, planning.simulation_options(prepared, plan))
     return Simulated(trace, plan, fleet, prepared.captured.train)

@@ -7,14 +7,16 @@ from pathlib import Path
 import msgspec
 from rich.console import Console
 
+from isthmus.api.federating import FederatedChoices, deploy
 from isthmus.api.pipeline import Choices
-from isthmus.cli import federated
-from isthmus.cli.options import state_folder
+from isthmus.cli.options import notes, out, state_folder
 from isthmus.cli.queueing import run_queue
 from isthmus.cli.serving import Serving, serving_fleet, teller
-from isthmus.cli.terminal import show_training
+from isthmus.cli.terminal import Terminal, exit_code_of, show_training
+from isthmus.errors import Interrupted
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.job_queue import JobQueue
 
 
@@ -27,11 +29,15 @@ def serve_job(
 
 
 def serve_federated(
-    job: FederatedJob, choices: federated.FederatedChoices, state: Path | None, serving: Serving, out: Console,
-    notes: Console,
+    job: FederatedJob, choices: FederatedChoices, json: bool, state: Path | None, serving: Serving
 ) -> int:  # fmt: skip
     """Until its rounds are done; returns the exit code."""
-    return federated.deploy(job, choices, lambda say: serving_fleet(state, serving, say), out, notes)
+    told = Terminal(out(), notes(), json=json)
+    try:
+        return exit_code_of(deploy(job, choices, lambda say: serving_fleet(state, serving, say), told, Stop()))
+    except Interrupted as e:
+        told.note(str(e))
+        return 130
 
 
 def serve_submitted(state: Path | None, serving: Serving, notes: Console) -> int:

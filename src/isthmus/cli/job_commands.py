@@ -18,20 +18,17 @@ from isthmus.cli.options import (
     SetOption,
     StepsOption,
     local_path,
-    notes,
-    out,
 )
 from isthmus.errors import UserError
 from isthmus.overrides import read_overrides
 
 if TYPE_CHECKING:
-    from isthmus.api import overriding, pipeline
-    from isthmus.cli import federated, federated_simulating, showing, terminal
+    from isthmus.api import federating, overriding, pipeline
+    from isthmus.cli import showing, terminal
     from isthmus.federated import job as federated_job
 else:
-    federated = Later("isthmus.cli.federated")
+    federating = Later("isthmus.api.federating")
     federated_job = Later("isthmus.federated.job")
-    federated_simulating = Later("isthmus.cli.federated_simulating")
     overriding = Later("isthmus.api.overriding")
     pipeline = Later("isthmus.api.pipeline")
     showing = Later("isthmus.cli.showing")
@@ -111,9 +108,9 @@ def simulate_command(
     """
     if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--objective": objective}
-        federated.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
-        fed_job = federated.read_job(job_file, federated.FederatedChoices(), read_overrides(overrides or ()))
-        raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
+        terminal.refuse_options({**other, "--steps": steps, "--plan": plan_file, "--trace": trace_file})
+        fed_job = federating.read_job(job_file, federating.FederatedChoices(), read_overrides(overrides or ()))
+        raise typer.Exit(showing.show_simulated_rounds(fed_job, json=json))
     changes = overriding.Changes(
         fleet=fleet, planner=planner, devices=devices, steps=steps or STEPS, objective=objective
     )
@@ -169,14 +166,14 @@ def train(
     """
     if federated_job.is_federated(job_file):
         other = {"--fleet": fleet, "--planner": planner, "--devices": devices, "--steps": steps, "--plan": plan_file}
-        federated.refuse_options(other)
-        choices = federated.FederatedChoices(
-            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds, json=json
+        terminal.refuse_options(other)
+        choices = federating.FederatedChoices(
+            resume=resume, run=run, scheme=scheme, executors=executors, rounds=rounds
         )
-        fed_job = federated.read_job(job_file, choices, read_overrides(overrides or ()))
+        fed_job = federating.read_job(job_file, choices, read_overrides(overrides or ()))
         if dry_run:
-            raise typer.Exit(federated_simulating.simulate(fed_job, out(), json=json))
-        raise typer.Exit(federated.train(fed_job, choices, out(), notes()))
+            raise typer.Exit(showing.show_simulated_rounds(fed_job, json=json))
+        raise typer.Exit(terminal.show_rounds(fed_job, choices, json=json))
     for option, given in (("--scheme", scheme), ("--executors", executors), ("--rounds", rounds)):
         if given is not None:
             raise UserError(f"{option}: {job_file} is no federated job: it has no table [federated]")

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import contextlib
 import math
-import signal
 import threading
 import time
 from collections.abc import Callable, Generator
@@ -15,16 +14,16 @@ from typing import TypeVar
 import msgspec
 from rich.console import Console
 
+from isthmus.api.federating import FederatedChoices, deploy
 from isthmus.api.folder import RunFolder
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.cli import federated
 from isthmus.cli.terminal import Terminal
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.plain import plain
 from isthmus.runtime.identity.database import StoreError
-from isthmus.runtime.processes.interrupting import interruptions
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.job_queue import JobQueue, State, Submitted, job_log
 from isthmus.runtime.service.service import Service
 
@@ -46,14 +45,14 @@ def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callab
                 threading.Event().wait(LOOK_S)
                 continue
             say(f"job {job.number} ({job.name}) begins")
-            stopped, before = threading.Event(), interruptions()
+            stop, stopped = Stop(), threading.Event()
             try:
-                state, detail = _carried_out(job, service, queue, state_folder, stopped)
+                state, detail = _carried_out(job, service, queue, state_folder, stop, stopped)
             except OSError as e:  # of its log: a full disk, say. The others, and whoever waits, are not to suffer
                 state, detail = "failed", plain(f"its log cannot be written: {e.strerror or e}")
             _stored(partial(queue.end, job.number, state, detail), say)
             say(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
-            if state == "queued" or (interruptions() > before and not stopped.is_set()):
+            if state == "queued" or (stop.requested and not stopped.is_set()):
                 return INTERRUPTED  # also where the job was over, or failed, as Ctrl-C came
 
 
@@ -73,7 +72,7 @@ def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
 
 
 def _carried_out(
-    job: Submitted, service: Service, queue: JobQueue, state_folder: Path, stopped: threading.Event
+    job: Submitted, service: Service, queue: JobQueue, state_folder: Path, stop: Stop, stopped: threading.Event
 ) -> tuple[State, str]:  # fmt: skip
     """What becomes of it, and why. `stopped` is set when somebody did not want it any more."""
     log = job_log(state_folder, job.number)
@@ -81,8 +80,8 @@ def _carried_out(
     with log.open("a", encoding="utf-8", buffering=1) as file:
         console = Console(file=file, width=LOG_WIDTH, markup=False)
         try:
-            with _where_submitted(job), _stopping(stopped, lambda: queue.is_unwanted(job.number)):
-                code = _run(job, service, queue, console)
+            with _where_submitted(job), _watched(stop, lambda: queue.is_unwanted(job.number), stopped):
+                code = _run(job, service, queue, console, stop)
         except IsthmusError as e:
             code, reason = e.exit_code, plain(str(e))
         except KeyboardInterrupt as e:  # before or after what would have taken it to a good end
@@ -111,17 +110,18 @@ def _where_submitted(job: Submitted) -> Generator[None]:
         yield
 
 
-def _run(job: Submitted, service: Service, queue: JobQueue, console: Console) -> int:
+def _run(job: Submitted, service: Service, queue: JobQueue, console: Console, stop: Stop) -> int:
     again = f"`isthmus resume {job.number}`"
     if job.kind == "federated":
         made = msgspec.json.decode(job.document, type=FederatedJob)
         folder = _folder(job, made.run_dir, queue)
-        choices = federated.FederatedChoices(resume=folder.begun, run=folder.path, again=again)
-        return federated.deploy(made, choices, lambda _: contextlib.nullcontext(service), console, console)
+        choices = FederatedChoices(resume=folder.begun, run=folder.path, again=again)
+        result = deploy(made, choices, lambda _: contextlib.nullcontext(service), Terminal(console, console), stop)
+        return INTERRUPTED if result.outcome == "interrupted" else 0
     made = msgspec.json.decode(job.document, type=Job)
     folder = _folder(job, made.run_dir, queue)
     choices = Choices(resume=folder.begun, run=folder.path, crew=service, again=again)
-    return INTERRUPTED if run_job(made, choices, Terminal(console, console)).outcome == "interrupted" else 0
+    return INTERRUPTED if run_job(made, choices, Terminal(console, console), stop).outcome == "interrupted" else 0
 
 
 def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:
@@ -134,21 +134,15 @@ def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:
 
 
 @contextlib.contextmanager
-def _stopping(stopped: threading.Event, unwanted: Callable[[], bool]) -> Generator[None]:
-    """A wish to stop is a Ctrl-C: what is under way comes to a good end. `stopped` tells the one from the other."""
-    over, lock = threading.Event(), threading.Lock()
-    main = threading.main_thread().ident
-    assert main is not None, "it runs"
-    previous = signal.getsignal(signal.SIGINT)
-    signal.signal(signal.SIGINT, signal.default_int_handler)  # in the background a Ctrl-C may be ignored
+def _watched(stop: Stop, unwanted: Callable[[], bool], stopped: threading.Event) -> Generator[None]:
+    """Who does not want the job any more asks it to stop. `stopped` tells that from Ctrl-C."""
+    over = threading.Event()
 
     def watch() -> None:
         while not over.wait(LOOK_S):
             if unwanted():
-                with lock:
-                    if not over.is_set():
-                        stopped.set()
-                        signal.pthread_kill(main, signal.SIGINT)
+                stopped.set()
+                stop.request()
                 return
 
     watcher = threading.Thread(target=watch, name="stop", daemon=True)
@@ -156,7 +150,5 @@ def _stopping(stopped: threading.Event, unwanted: Callable[[], bool]) -> Generat
     try:
         yield
     finally:
-        with lock:
-            over.set()
+        over.set()
         watcher.join()
-        signal.signal(signal.SIGINT, previous)

@@ -19,22 +19,22 @@ from isthmus.cli.options import (
     StepsOption,
     local_path,
     notes,
-    out,
 )
 
 if TYPE_CHECKING:
-    from isthmus.api import overriding, pipeline
-    from isthmus.cli import coordinating, federated, probing, serving, submitting
+    from isthmus.api import federating, overriding, pipeline
+    from isthmus.cli import coordinating, probing, serving, submitting, terminal
     from isthmus.federated import job as federated_job
 else:
     coordinating = Later("isthmus.cli.coordinating")
-    federated = Later("isthmus.cli.federated")
+    federating = Later("isthmus.api.federating")
     federated_job = Later("isthmus.federated.job")
     probing = Later("isthmus.cli.probing")
     overriding = Later("isthmus.api.overriding")
     pipeline = Later("isthmus.api.pipeline")
     serving = Later("isthmus.cli.serving")
     submitting = Later("isthmus.cli.submitting")
+    terminal = Later("isthmus.cli.terminal")
 
 app = typer.Typer()
 
@@ -70,10 +70,10 @@ def serve(
     if job_file is None:
         raise typer.Exit(coordinating.serve_submitted(state, where, notes()))
     if federated_job.is_federated(job_file):
-        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        asked = federated.FederatedChoices(resume=resume, run=run, json=json)
-        found = federated.read_job(job_file, asked)
-        raise typer.Exit(coordinating.serve_federated(found, asked, state, where, out(), notes()))
+        terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
+        asked = federating.FederatedChoices(resume=resume, run=run)
+        found = federating.read_job(job_file, asked)
+        raise typer.Exit(coordinating.serve_federated(found, asked, json, state, where))
     job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
     choices = pipeline.Choices(resume=resume, run=run)
     raise typer.Exit(coordinating.serve_job(job, choices, json, state, where, notes()))
@@ -92,8 +92,8 @@ def submit(
     Paths in it count from here.
     """
     if federated_job.is_federated(job_file):
-        federated.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        submitting.submit(state, federated.read_job(job_file, federated.FederatedChoices()), notes())
+        terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
+        submitting.submit(state, federating.read_job(job_file, federating.FederatedChoices()), notes())
     else:
         job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
         submitting.submit(state, job, notes())

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import statistics
 from pathlib import Path
 
 import msgspec
@@ -10,11 +11,13 @@ import typer
 from isthmus.api.comparing import compare_planners
 from isthmus.api.describing import description_of
 from isthmus.api.explaining import plan_job, weigh_model
+from isthmus.api.federated_simulating import simulate_rounds
 from isthmus.api.simulating import simulate_job
 from isthmus.api.verifying import verify_plan
 from isthmus.cli.options import notes, out, print_json
 from isthmus.cli.terminal import Terminal
 from isthmus.errors import UserError
+from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
 from isthmus.plans import load_plan
 from isthmus.report import (
@@ -26,7 +29,9 @@ from isthmus.report import (
     plan_table,
     verdict_table,
 )
+from isthmus.report.federated_progress import simulated_table
 from isthmus.report.graph_table import graph_table
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
 from isthmus.units import format_duration
 
@@ -35,7 +40,7 @@ def show_plan(job: Job, *, words: bool, picture: Path | None, json: bool) -> Non
     """With `json` the plan document; with `words` too, both in one object. UserError where no PNG can be written."""
     if picture is not None and not picture.parent.is_dir():  # said before the model is captured, which takes longer
         raise UserError(f"--picture {picture}: {picture.parent} is not a folder")
-    found = plan_job(job, Terminal(out(), notes()), words=words)
+    found = plan_job(job, Terminal(out(), notes()), Stop(), words=words)
     plan, fleet, explanation = found.plan, found.fleet, found.explanation
     if picture is not None:
         try:
@@ -57,7 +62,7 @@ def show_plan(job: Job, *, words: bool, picture: Path | None, json: bool) -> Non
 
 def show_compared(job: Job, planners: str, *, json: bool) -> int:
     """The exit code: 0, or where every planner refused that of the first refusal."""
-    found, refusals = compare_planners(job, planners, Terminal(out(), notes()))
+    found, refusals = compare_planners(job, planners, Terminal(out(), notes()), Stop())
     if json:
         print_json(found)
     else:
@@ -88,7 +93,7 @@ def show_graph(job: Job, *, operators: bool, json: bool) -> None:
 
 def show_simulation(job: Job, document: Path | None, trace_file: Path | None, *, json: bool) -> None:
     """`trace_file` is for a trace viewer."""
-    trace, plan, fleet, graph = simulate_job(job, Terminal(out(), notes()), document)
+    trace, plan, fleet, graph = simulate_job(job, Terminal(out(), notes()), Stop(), document)
     if trace_file is not None:
         write_perfetto([trace], trace_file)
     step_s, predicted = steady_step_s(trace), plan.predicted
@@ -120,3 +125,17 @@ def write_description(job: Job, target: Path | None) -> None:
     except OSError as e:
         raise UserError(f"--out {target}: cannot be written: {e.strerror or e}") from None
     notes().print(f'wrote {target}: [data] description = "{target}" plans with it', highlight=False, soft_wrap=True)
+
+
+def show_simulated_rounds(job: FederatedJob, *, json: bool) -> int:
+    """The exit code."""
+    rounds, executors, line, overhead_s = simulate_rounds(job)
+    if json:
+        print_json({
+            "rounds": len(rounds), "executors": executors, "seconds_per_sample": line.seconds_per_sample,
+            "fixed_s": line.fixed_s, "overhead_s": overhead_s,
+            "round_s": statistics.median(r.seconds for r in rounds), "total_s": sum(r.seconds for r in rounds),
+        })  # fmt: skip
+    else:
+        out().print(simulated_table(rounds, line))
+    return 0

@@ -2,22 +2,30 @@
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
 import msgspec
 from rich.console import Console
+from rich.text import Text
 
+from isthmus.api.federated_results import FederatedResult
+from isthmus.api.federating import FederatedChoices, run_simulated
 from isthmus.api.observing import Observer, Search, StepDone
 from isthmus.api.pipeline import Choices, run_job
 from isthmus.api.runs import Run
 from isthmus.cli.options import notes, out, print_json
-from isthmus.errors import Interrupted
+from isthmus.errors import Interrupted, UserError
+from isthmus.federated.history import RoundLine
+from isthmus.federated.job import FederatedJob
 from isthmus.fleet import Fleet
 from isthmus.graph import OpGraph
 from isthmus.job import Job
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
+from isthmus.report.federated_progress import FederatedProgress, rounds_table
+from isthmus.runtime.processes.interrupting import Stop
 
 
 class Terminal(Observer):
@@ -26,11 +34,12 @@ class Terminal(Observer):
     def __init__(self, out: Console, notes: Console, *, json: bool = False) -> None:
         self._out, self._notes, self._json = out, notes, json
         self._progress: Progress | None = None
+        self._rounds: FederatedProgress | None = None
         self.reported_json = False
 
     def note(self, text: str) -> None:
-        if self._progress is not None:
-            self._progress.note(text)
+        if (shown := self._progress or self._rounds) is not None:
+            shown.note(text)
         else:
             self._notes.print(text, highlight=False, markup=False, soft_wrap=True)
 
@@ -45,9 +54,10 @@ class Terminal(Observer):
         self._progress.__enter__()
 
     def ended(self) -> None:
-        if self._progress is not None:
-            self._progress.__exit__(None, None, None)
-            self._progress = None
+        for shown in (self._progress, self._rounds):
+            if shown is not None:
+                shown.__exit__(None, None, None)
+        self._progress = self._rounds = None
 
     def stepped(self, done: StepDone) -> None:
         if self._progress is not None:
@@ -62,6 +72,33 @@ class Terminal(Observer):
 
     def saved(self, step: int, directory: Path) -> None:
         self.note(f"checkpoint of step {step}: {directory}")
+
+    def rounds_began(self, rounds: int) -> None:
+        self._rounds = FederatedProgress(self._notes, rounds)
+        self._rounds.__enter__()
+
+    def round_done(self, line: RoundLine) -> None:
+        if self._rounds is not None:
+            self._rounds.round(line)
+
+    def rounds_reported(self, result: FederatedResult) -> None:
+        lines, last = result.rounds, result.evaluation
+        if not lines:
+            return
+        if self._json:
+            told = {"run": str(result.path), "rounds": len(lines), "evaluation": msgspec.to_builtins(last)}
+            print_json(told)
+            return
+        self._out.print(rounds_table(lines))
+        if last is not None:
+            if last.loss is not None:
+                accuracy = "" if last.accuracy is None else f", accuracy {last.accuracy:.1%}"
+                done = f"after {lines[-1].record.round + 1} rounds"
+                self._out.print(Text(f"held-out loss {last.loss:.4f}{accuracy} {done}"))
+            if last.clients is not None:
+                worst = f"worst tenth {last.clients.worst_decile:.1%}, deviation {last.clients.deviation:.1%}"
+                self._out.print(Text(f"clients' own data: mean accuracy {last.clients.mean:.1%}, {worst}"))
+        self._out.print(Text(f"run folder: {result.path}"))
 
     def reported(self, run: Run) -> None:
         if self._json:
@@ -102,7 +139,7 @@ def show_training(job: Job, choices: Choices, *, json: bool) -> int:
     """The exit code."""
     told = Terminal(out(), notes(), json=json)
     try:
-        run = run_job(job, choices, told)
+        run = run_job(job, choices, told, Stop())
     except Interrupted as e:
         notes().print(str(e), highlight=False, soft_wrap=True)
         if json and e.folder is not None:
@@ -110,4 +147,24 @@ def show_training(job: Job, choices: Choices, *, json: bool) -> int:
         return 130
     if json and not told.reported_json:
         print_run(run, finished=False)
+    return exit_code_of(run)
+
+
+def show_rounds(job: FederatedJob, choices: FederatedChoices, *, json: bool) -> int:
+    """The exit code."""
+    try:
+        return exit_code_of(run_simulated(job, choices, Terminal(out(), notes(), json=json), Stop()))
+    except Interrupted as e:
+        notes().print(str(e), highlight=False, soft_wrap=True)
+        return 130
+
+
+def exit_code_of(run: Run | FederatedResult) -> int:
     return 130 if run.outcome == "interrupted" else 0
+
+
+def refuse_options(given: Mapping[str, object]) -> None:
+    """Options of a pipeline's job say nothing here. UserError for the first that was given."""
+    for name, value in given.items():
+        if value is not None:
+            raise UserError(f"{name}: got {value!r} for a federated job, expected none: see --scheme and --executors")

@@ -11,7 +11,7 @@ from torch import nn
 from isthmus.errors import IsthmusError, UserError, unknown_name
 from isthmus.extensions import check_arguments, import_object, load_third_party, read_options, third_party
 from isthmus.graph.capture_errors import built_by, reason_of, user_line
-from isthmus.models import hugging_face
+from isthmus.models import given, hugging_face
 from isthmus.models.gpt import GPT, GPTConfig
 from isthmus.models.mlp import CNN, MLP, CNNConfig, MLPConfig
 from isthmus.models.unet import UNet, UNetConfig
@@ -65,6 +65,8 @@ def build_model(spec: ModelSpec) -> nn.Module:
         return hugging_face.build_from_class(name, class_name, {**defaults, **spec.options})
     if name.startswith("hf:"):
         return hugging_face.build_from_class(name, name.removeprefix("hf:"), spec.options)
+    if name.startswith(given.PREFIX):
+        return given.build_given(name)
     if ":" in name:
         return _call(name, import_object("model", name), spec.options)
     others = third_party(ENTRY_POINTS)

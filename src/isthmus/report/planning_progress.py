@@ -23,7 +23,7 @@ PLAIN_AFTER_S, PLAIN_EVERY_S = 5.0, 10.0
 class PlanningProgress:
     """A context manager and an observer of planners: it says what is searched, how far it is and what was found.
 
-    `end` asks the search to end. A planner that was never heard of cannot: then it raises KeyboardInterrupt.
+    `end` asks the search to end. A planner that was never heard of cannot, which it says.
     """
 
     def __init__(self, console: Console, clock: Callable[[], float] = time.monotonic) -> None:
@@ -63,10 +63,9 @@ class PlanningProgress:
     def stopped(self) -> bool:
         return self._ending
 
-    def end(self) -> None:
-        if not self._heard:
-            raise KeyboardInterrupt
-        self._ending = True
+    def end(self) -> bool:
+        self._ending = self._heard
+        return self._heard
 
     def show(self) -> None:
         """Called now and then, by another thread than the planner's: that may be in a solver."""

@@ -14,6 +14,7 @@ from isthmus.federated.algorithms.feddyn import FedDyn
 from isthmus.federated.algorithms.fednova import FedNova
 from isthmus.federated.algorithms.fedopt import FedAdam, FedAvgM, FedYogi
 from isthmus.federated.algorithms.fedprox import FedProx
+from isthmus.federated.algorithms.given import PREFIX, given_algorithm
 from isthmus.federated.algorithms.mime import Mime
 from isthmus.federated.algorithms.scaffold import Scaffold
 from isthmus.option_docs import OptionDoc, first_line, option_docs
@@ -58,7 +59,10 @@ def describe_algorithm(name: str) -> tuple[str, tuple[OptionDoc, ...]]:
 
 def load_algorithm(spec: AlgorithmSpec) -> Algorithm:
     """Raises UserError for an unknown name, an option that is not one, and a class that is no `Algorithm`."""
-    algorithm = read_options(spec.name, spec.options, _class_of(spec.name))
+    if spec.name.startswith(PREFIX):
+        algorithm = given_algorithm(spec.name)
+    else:
+        algorithm = read_options(spec.name, spec.options, _class_of(spec.name))
     with users_code(f"algorithm {spec.name!r}"):
         passes = [dict(one.returns) for one in algorithm.passes]
     if not all(passes) or not passes:

@@ -90,7 +90,7 @@ from isthmus.runtime.messages.run import (
     Weights,
 )
 from isthmus.runtime.processes.computing import Computing
-from isthmus.runtime.processes.interrupting import interruptible
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.reception import Heard, Reception
 from isthmus.trace import Span
@@ -158,15 +158,15 @@ class Conductor:
         )
         """Takes the devices' connections."""
 
-    def conduct(self, work: Work | None = None) -> Outcome:
+    def conduct(self, work: Work | None = None, stop: Stop | None = None) -> Outcome:
         """Run to the end, with the devices that are at work.
 
-        The first Ctrl-C finishes what is leased, saves and ends; a second one ends at once.
+        To stop is to finish what is leased, to save and to end; a second Ctrl-C ends at once.
         """
         self._work = work or self._work
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         try:
-            with interruptible(lambda: self._heard.put(Interrupted())):
+            with (stop or Stop()).calls(lambda: self._heard.put(Interrupted())):
                 finish = self._loop()
             ended_s = time.monotonic()
             for lane in self._lanes.values():

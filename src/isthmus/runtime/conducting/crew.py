@@ -18,6 +18,7 @@ from isthmus.plans.seats import device_of
 from isthmus.runtime.conducting.holders import Asks
 from isthmus.runtime.messages.run import Way
 from isthmus.runtime.processes.describing import described_at
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.processes.launcher import Launcher, Place
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.reception import Reception
@@ -37,6 +38,8 @@ class Call(msgspec.Struct, frozen=True, kw_only=True):
     """Where what devices write to standard error goes, as far as it is written on this machine."""
     stages: Mapping[str, int] = {}
     """By device that may get several at once: how many."""
+    stop: Stop = msgspec.field(default_factory=Stop)
+    """Devices are waited for no longer."""
 
 
 class Work(Protocol):
@@ -120,8 +123,8 @@ class Crew(Protocol):
         wait."""
         ...
 
-    def asks(self) -> Asks:
-        """About data."""
+    def asks(self, stop: Stop) -> Asks:
+        """About data, until that is to stop."""
         ...
 
     def at_work(self, call: Call, reception: Reception) -> AbstractContextManager[Work]:
@@ -151,7 +154,7 @@ class LocalCrew(msgspec.Struct, frozen=True, kw_only=True):
     def expects(self, run: str) -> None:
         """None outlives its coordinator."""
 
-    def asks(self) -> Asks:
+    def asks(self, stop: Stop) -> Asks:
         return _LocalAsks(self.places)
 
     @contextlib.contextmanager

@@ -32,6 +32,7 @@ from isthmus.runtime.conducting.script import Address, Outcome
 from isthmus.runtime.conducting.spending import opened_ledger
 from isthmus.runtime.conducting.values import Values
 from isthmus.runtime.messages.assignment import Assignment
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.trace import Span
 from isthmus.training.checkpoint import CheckpointWriter, Manifest, read_manifest, replica_prefix
 from isthmus.training.engine import EngineConfig
@@ -69,6 +70,7 @@ class RunOptions(msgspec.Struct, frozen=True, kw_only=True):
     """Who computes."""
     holders: Holders | None = None
     """Who has the data; None: every device, and nobody compares."""
+    stop: Stop = msgspec.field(default_factory=Stop)
     replan: Callable[[Fleet], Plan] | None = None
     """Plans for the devices that are left, or that came. None: the run ends when a device is lost."""
 
@@ -314,10 +316,10 @@ def train(prepared: Prepared, plan: Plan, fleet: Fleet, folder: Path, options: R
     called, callable_later = ((), (*first, *others)) if options.record is not None else (first, others)
     call = Call(
         run=script.run, devices=called, others=callable_later, patience_s=job.patience_s, threads=job.runtime.threads,
-        logs=folder / "logs", stages=stages,
+        logs=folder / "logs", stages=stages, stop=options.stop,
     )  # fmt: skip
     with options.crew.at_work(call, conductor.reception) as work:
-        outcome = conductor.conduct(work)
+        outcome = conductor.conduct(work, options.stop)
     remove_record(folder)
     outcome = msgspec.structs.replace(
         outcome, periods=script.periods(outcome.origin_s), spent=script.spent, peaks=script.peaks

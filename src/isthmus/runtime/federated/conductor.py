@@ -42,7 +42,7 @@ from isthmus.runtime.federated.shared_values import Board
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.federated import ToldMessage, TurnMessage
 from isthmus.runtime.messages.run import Failed, HaltMessage, Heartbeat, Join
-from isthmus.runtime.processes.interrupting import interruptible
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.transport.channel import SocketChannel
 from isthmus.runtime.transport.post import SWITCH_S, Post, headers_of
 from isthmus.runtime.transport.reception import Heard, Reception
@@ -163,17 +163,17 @@ class FederatedConductor:
         )
         """Takes the executors' connections."""
 
-    def conduct(self, ended: Callable[[], Mapping[str, str]] = dict) -> Finish:
+    def conduct(self, ended: Callable[[], Mapping[str, str]] = dict, stop: Stop | None = None) -> Finish:
         """Run to the end; `ended` tells of which executors the process has ended, and how.
 
-        Ctrl-C drops the open round and ends. Raises UserError for what an executor refused as the user's.
+        To stop is to drop the open round and to end. Raises UserError for what an executor refused as the user's.
         """
         self._ended = ended
         threading.Thread(target=self._beat, name="heartbeat", daemon=True).start()
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)
         try:
-            with interruptible(lambda: self._bell.put(Interrupted())):
+            with (stop or Stop()).calls(lambda: self._bell.put(Interrupted())):
                 finish = self._watch()
             for out in self._posts.values():
                 out.flush()

@@ -49,7 +49,7 @@ from isthmus.runtime.federated.intake import SumsIntake
 from isthmus.runtime.federated.shared_values import Board, Shared, SumsRoom
 from isthmus.runtime.federated.sizing import clients_each, sized
 from isthmus.runtime.processes.forked import Forked
-from isthmus.runtime.processes.interrupting import interruptible
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.processes.kept_pages import ANY_SIZE, give_pages_back, keep_pages
 from isthmus.runtime.transport.listener import Listener
 from isthmus.runtime.transport.post import SWITCH_S
@@ -120,13 +120,13 @@ class FederatedRun:
         """The folder is this run's from now on."""
         self.books.begin(note)
 
-    def run(self, note: Callable[[str], None] = lambda _: None) -> Finish:
+    def run(self, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None) -> Finish:
         """To the end. Raises UserError for what the job is to blame for, PeerError when no executor is left, Diverged
         when no client's numbers are finite."""
         self.begin(note)
         apart = self.job.scheme.processes and len(self.machine.executors) > 1  # one shares its work with nobody
         with _Aftermath(self._after) as after:
-            finish = self._in_processes(after, note) if apart else self._in_process(after)
+            finish = self._in_processes(after, note, stop) if apart else self._in_process(after, stop)
         return ended(finish)
 
     def _site(self, number: int) -> Worksite:
@@ -148,7 +148,7 @@ class FederatedRun:
         parts = len(self.machine.executors)
         return StateStore(self.folder / "states", self._state_form, self.books.states, (number, parts))
 
-    def _in_process(self, after: _Aftermath) -> Finish:
+    def _in_process(self, after: _Aftermath, stop: Stop | None) -> Finish:
         opened_s, before = time.monotonic(), (0, 0, 0)
 
         def committed(record: Record) -> None:
@@ -172,12 +172,12 @@ class FederatedRun:
         before_s = sys.getswitchinterval()
         sys.setswitchinterval(SWITCH_S)  # what follows a round is done beside the next one
         try:
-            with interruptible(run.interrupt):
+            with (stop or Stop()).calls(run.interrupt):
                 return run.run()
         finally:
             sys.setswitchinterval(before_s)
 
-    def _in_processes(self, after: _Aftermath, note: Callable[[str], None]) -> Finish:
+    def _in_processes(self, after: _Aftermath, note: Callable[[str], None], stop: Stop | None) -> Finish:
         run, names = secrets.token_hex(16), self.machine.executors
         patience_s, together = self.job.patience_s, self.job.execution.together
 
@@ -203,7 +203,7 @@ class FederatedRun:
             listener.start(conductor.reception.greet)
             forked.begin(f"127.0.0.1:{listener.port}")
             try:
-                return conductor.conduct(forked.ended)
+                return conductor.conduct(forked.ended, stop)
             finally:
                 listener.close()
 

@@ -41,6 +41,7 @@ from isthmus.runtime.federated.books import Books
 from isthmus.runtime.federated.conductor import FederatedConductor, Office, RoundMeasure, ended
 from isthmus.runtime.federated.site_intake import UpdatesIntake
 from isthmus.runtime.federated.site_reception import Lane, SiteReception
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.service import Service
 
 _RUN = "run"
@@ -88,7 +89,9 @@ class SiteRun:
         """Of the sites that are here."""
         return members(self.job, self._sizes, round_, self.machine.here)
 
-    def run(self, service: Service, note: Callable[[str], None] = lambda _: None) -> Finish:
+    def run(
+        self, service: Service, note: Callable[[str], None] = lambda _: None, stop: Stop | None = None
+    ) -> Finish:  # fmt: skip
         """To the end. Raises UserError for what the job is to blame for, PeerError when too few sites take part,
         Diverged when no site's numbers are finite."""
         self.books.begin(note)
@@ -108,7 +111,7 @@ class SiteRun:
             run=run, devices=self.deployment.sites, patience_s=self.job.patience_s, threads=1, logs=self.folder / "logs"
         )
         with service.standing(call, conductor.reception):
-            return ended(conductor.conduct())
+            return ended(conductor.conduct(stop=stop))
 
     def _kept_run(self) -> str:
         """The name under which sites keep their clients' states: the run folder's own."""

@@ -1,4 +1,4 @@
-"""Ctrl-C as an event: what is under way may come to a good end. Whoever asks politely otherwise gets the same."""
+"""A wish to stop: what is under way comes to a good end. Ctrl-C is one, and so is whatever else asks politely."""
 
 from __future__ import annotations
 
@@ -8,13 +8,56 @@ import threading
 from collections.abc import Callable, Generator
 from types import FrameType
 
-_taken: list[None] = []
-"""One for each Ctrl-C that became an event."""
+from isthmus.errors import Interrupted
 
 
-def interruptions() -> int:
-    """How many there were: what was interrupted may end in another way, and whoever began it wants to know."""
-    return len(_taken)
+class Stop:
+    """The wish, from any thread or signal handler. Whoever does the work looks at it, or is called.
+
+    >>> stop = Stop()
+    >>> with stop.calls(lambda: print("coming to an end")):
+    ...     stop.request()
+    coming to an end
+    >>> stop.requested
+    True
+    """
+
+    def __init__(self) -> None:
+        self._requested = False  # no Event: a signal handler may come while this thread holds its lock
+        self._listeners: list[Callable[[], None]] = []
+
+    @property
+    def requested(self) -> bool:
+        return self._requested
+
+    def request(self) -> None:
+        self._requested = True
+        for listener in list(self._listeners):
+            listener()
+
+    def check(self) -> None:
+        """Raises Interrupted where it was requested: where there is nothing to bring to a good end."""
+        if self._requested:
+            raise Interrupted("interrupted")
+
+    @contextlib.contextmanager
+    def calls(self, act: Callable[[], None]) -> Generator[None]:
+        """Inside, a request calls `act` once, in whatever thread it comes from; one that was made before does so at
+        once. In the main thread Ctrl-C is a request, and a second one raises KeyboardInterrupt."""
+        once = [act]
+
+        def listener() -> None:
+            with contextlib.suppress(IndexError):
+                once.pop()()
+
+        self._listeners.append(listener)
+        try:
+            with interruptible(self.request):
+                if self._requested:
+                    listener()
+                yield
+        finally:
+            self._listeners.remove(listener)
 
 
 @contextlib.contextmanager
@@ -28,7 +71,6 @@ def interruptible(interrupted: Callable[[], None]) -> Generator[None]:
     def interrupt(*_: object) -> None:
         # Not `previous`: a process that was started in the background inherits a Ctrl-C that is ignored.
         signal.signal(signal.SIGINT, signal.default_int_handler)
-        _taken.append(None)
         interrupted()
 
     signal.signal(signal.SIGINT, interrupt)

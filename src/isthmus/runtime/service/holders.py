@@ -12,36 +12,38 @@ from isthmus.data.description import DataDescription, check_description
 from isthmus.errors import IsthmusError, PeerError, UserError
 from isthmus.plain import plain
 from isthmus.runtime.messages.data import Compare, Compared, Describe, Described
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.fleet_probe import Asking
 
 DESCRIBE_S = 3600.0
 """Whoever has much data reads for long. One that leaves meanwhile is not waited for."""
 COMPARE_S = 60.0
+LOOK_S = 0.2
 
 
 class Gathering(Asking, Protocol):
     """The fleet (`Service`)."""
 
-    def wait_for_any(self, devices: Sequence[str]) -> list[str]: ...
-    def wait_for(self, devices: Sequence[str]) -> None: ...
+    def wait_for_any(self, devices: Sequence[str], stop: Stop) -> list[str]: ...
+    def wait_for(self, devices: Sequence[str], stop: Stop) -> None: ...
 
 
 class FleetAsks:
     """As `Asks`."""
 
-    def __init__(self, service: Gathering) -> None:
-        self._service = service
+    def __init__(self, service: Gathering, stop: Stop) -> None:
+        self._service, self._stop = service, stop
 
     def here(self, devices: Sequence[str], *, every: bool) -> list[str]:
         if every:
-            self._service.wait_for(devices)
+            self._service.wait_for(devices, self._stop)
             return list(devices)
-        return self._service.wait_for_any(devices)
+        return self._service.wait_for_any(devices, self._stop)
 
     def describe(
         self, devices: Sequence[str], data: DataSpec, *, heldout: bool
     ) -> dict[str, DataDescription | IsthmusError]:
-        """All at the same time, in threads that nobody waits for after Ctrl-C."""
+        """All at the same time, in threads that nobody waits for once that is to stop."""
         said: dict[str, DataDescription | IsthmusError] = {}
 
         def ask(device: str) -> None:
@@ -54,7 +56,9 @@ class FleetAsks:
         for thread in threads:
             thread.start()
         for thread in threads:
-            thread.join()
+            while thread.is_alive():
+                self._stop.check()
+                thread.join(LOOK_S)
         return {device: said[device] for device in devices}
 
     def _described(self, device: str, data: DataSpec, *, heldout: bool) -> DataDescription:

@@ -14,6 +14,7 @@ from isthmus.runtime.identity.roster import Roster
 from isthmus.runtime.messages.every import AnyMessage
 from isthmus.runtime.messages.fleet import MOST_HARDWARE, Present
 from isthmus.runtime.messages.run import Way
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.bulletin import DeviceNews, LinkNews
 from isthmus.runtime.transport.lanes import SendLane
 from isthmus.runtime.transport.relayed import RelayedLink
@@ -82,12 +83,14 @@ class Presence:
         for lane in list(self._lanes.values()):
             lane.close(1.0)
 
-    def wait_for(self, devices: Sequence[str]) -> None:
-        """Until all of them are here, however long that takes: machines are started by people."""
+    def wait_for(self, devices: Sequence[str], stop: Stop) -> None:
+        """Until all of them are here, however long that takes: machines are started by people. Interrupted where that
+        is to stop."""
         began_s, reminded_s = time.monotonic(), -math.inf
         with self._changed:
             try:
                 while missing := [d for d in devices if d not in self._lanes]:
+                    stop.check()
                     self._awaited = tuple(map(self._called, missing))
                     if (now_s := time.monotonic()) - reminded_s >= REMIND_S:
                         reminded_s = now_s
@@ -98,14 +101,15 @@ class Presence:
             finally:
                 self._awaited = ()
 
-    def wait_for_any(self, devices: Sequence[str]) -> list[str]:
-        """Those of them that are here, once there is one."""
+    def wait_for_any(self, devices: Sequence[str], stop: Stop) -> list[str]:
+        """Those of them that are here, once there is one. As `wait_for`."""
         if not self.names & set(devices):
             self._awaited = tuple(map(self._called, devices))
             self._say(f"waiting for one of {', '.join(self._awaited)} to join")
         try:
             with self._changed:
                 while not (here := [d for d in devices if d in self._lanes]):
+                    stop.check()
                     self._changed.wait(LOOK_S)
         finally:
             self._awaited = ()

@@ -39,6 +39,7 @@ from isthmus.runtime.messages.probe import Computes, Expecting, Measured
 from isthmus.runtime.messages.relay import Park, Reach
 from isthmus.runtime.messages.run import Heartbeat, Join, Way
 from isthmus.runtime.messages.versions import mismatch, versions_here
+from isthmus.runtime.processes.interrupting import Stop
 from isthmus.runtime.service.bulletin import Bulletin, post, withdraw
 from isthmus.runtime.service.fleet_probe import probe_link
 from isthmus.runtime.service.fleet_state import FleetState
@@ -125,13 +126,13 @@ class Service:
         """Names of the devices that are connected."""
         return self._presence.names
 
-    def wait_for(self, devices: Sequence[str]) -> None:
+    def wait_for(self, devices: Sequence[str], stop: Stop | None = None) -> None:
         """As `Presence`."""
-        self._presence.wait_for(devices)
+        self._presence.wait_for(devices, stop or Stop())
 
-    def wait_for_any(self, devices: Sequence[str]) -> list[str]:
+    def wait_for_any(self, devices: Sequence[str], stop: Stop) -> list[str]:
         """As `Presence`."""
-        return self._presence.wait_for_any(devices)
+        return self._presence.wait_for_any(devices, stop)
 
     @property
     def outlives(self) -> bool:
@@ -141,14 +142,14 @@ class Service:
         """As `Crew`."""
         self._expected, self._expected_until_s = run, time.monotonic() + self._patience_s
 
-    def asks(self) -> FleetAsks:
+    def asks(self, stop: Stop | None = None) -> FleetAsks:
         """As `Crew`."""
-        return FleetAsks(self)
+        return FleetAsks(self, stop or Stop())
 
     @contextlib.contextmanager
     def at_work(self, call: Call, reception: Reception) -> Generator[Work]:
         """As `Crew`: waits until all devices of the call are here."""
-        self.wait_for(call.devices)
+        self.wait_for(call.devices, call.stop)
         self._ended[call.run] = {}
         self._receive(call.run, reception)
         try:

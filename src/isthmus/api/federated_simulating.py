@@ -1,4 +1,4 @@
-"""`isthmus simulate` for a federated job: the coordinator and executors of a run on a virtual clock.
+"""A federated job simulated: the coordinator and executors of a run on a virtual clock.
 
 What clients and rounds take is measured on this machine, by a few rounds of the job itself; how executors differ is the
 job's emulation. All other rounds are not trained, so a population of a million is a matter of seconds.
@@ -12,11 +12,10 @@ import tempfile
 import time
 from collections.abc import Sequence
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
 import numpy as np
-import typer
-from rich.console import Console
 
 from isthmus.errors import UserError
 from isthmus.federated.cohorts import Cohorts
@@ -24,10 +23,9 @@ from isthmus.federated.history import RoundLine
 from isthmus.federated.job import FederatedJob, check_simulation, client_data, emulation, executors
 from isthmus.protocol.federated_events import Line
 from isthmus.protocol.federated_participation import Participation
-from isthmus.report.federated_progress import simulated_table
 from isthmus.runtime.federated.run import FederatedRun, coordinator_of
 from isthmus.runtime.federated.sizing import with_executors
-from isthmus.simulator.federated import FederatedCosts, simulate_federated
+from isthmus.simulator.federated import FederatedCosts, SimulatedRound, simulate_federated
 
 MOST_ROUNDS, FEWEST_ROUNDS = 30, 3
 MOST_S = 3.0
@@ -36,8 +34,17 @@ CLIENTS_EACH = 5
 """Of an executor, in a round that is measured."""
 
 
-def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
-    """The whole command; returns the exit code."""
+class SimulatedRounds(NamedTuple):
+    rounds: list[SimulatedRound]
+    executors: int
+    line: Line
+    """Seconds of a client, as measured."""
+    overhead_s: float
+    """Of a round, as measured."""
+
+
+def simulate_rounds(job: FederatedJob) -> SimulatedRounds:
+    """Measure a few rounds here, and simulate the run."""
     if job.scheme.per == "population":
         raise UserError(f"execution.scheme: got {job.execution.scheme!r}, expected one with executors for many clients")
     check_simulation(job)
@@ -53,16 +60,7 @@ def simulate(job: FederatedJob, out: Console, *, json: bool) -> int:
         factor=lambda k, round_: emulated[k].factor(round_),
     )  # fmt: skip
     rounds = simulate_federated(machine, costs, job.federated.seed)
-    if json:
-        told = {
-            "rounds": len(rounds), "executors": count, "seconds_per_sample": line.seconds_per_sample,
-            "fixed_s": line.fixed_s, "overhead_s": found.overhead_s,
-            "round_s": statistics.median(r.seconds for r in rounds), "total_s": sum(r.seconds for r in rounds),
-        }  # fmt: skip
-        typer.echo(msgspec.json.format(msgspec.json.encode(told), indent=1).decode())
-    else:
-        out.print(simulated_table(rounds, line))
-    return 0
+    return SimulatedRounds(list(rounds), count, line, found.overhead_s)
 
 
 class Measured(msgspec.Struct, frozen=True, kw_only=True):

@@ -1,0 +1,146 @@
+"""`isthmus.federate`."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping, Sequence
+from pathlib import Path
+from typing import TypedDict, Unpack
+
+import msgspec
+import numpy as np
+from torch import Tensor, nn
+
+from isthmus.api.federated_results import FederatedResult
+from isthmus.api.federating import FederatedChoices, run_simulated
+from isthmus.api.folder import GIVEN
+from isthmus.api.given import TARGET, Arrays, columns_of, inputs_of, kept_folder
+from isthmus.api.notebook import default_observer
+from isthmus.api.observing import Observer
+from isthmus.api.samples import Samples, write_arrays
+from isthmus.data import DataSpec
+from isthmus.data.partition import PartitionSpec
+from isthmus.errors import UserError
+from isthmus.federated.algorithms.algorithm import Algorithm
+from isthmus.federated.algorithms.given import give_algorithm
+from isthmus.federated.job import FederatedConfig, FederatedJob, check, load_federated_job
+from isthmus.models import ModelSpec
+from isthmus.models.given import WithLoss, give_model
+from isthmus.overrides import overridden_struct
+from isthmus.runtime.processes.interrupting import Stop
+
+CLIENT = "client"
+"""Column that says whose a sample is."""
+
+
+class GivenClients(TypedDict, total=False):
+    """What a federated run can be given in place of a job. `model` and `clients` are needed."""
+
+    model: nn.Module | Callable[[], nn.Module]
+    """Its forward takes the data's columns and returns a scalar loss, unless there is a `loss`."""
+    clients: Sequence[Samples] | Mapping[str, Samples]
+    """Each client's data: columns, a map-style data set or a callable, as `isthmus.train` takes them."""
+    loss: Callable[..., Tensor]
+    """Called as loss(model(*inputs), target) on samples of several parts, of which the last is the target."""
+    test: Samples
+    """What the server's model is evaluated on; without it every round takes a twentieth of the samples."""
+    algorithm: Algorithm | str
+    """An `Algorithm` of your own, or a name of `isthmus algorithms`; by default `fedavg`."""
+    rounds: int
+    """By default 10."""
+    name: str
+    """Of the run: its folder is runs/NAME."""
+
+
+def federate(
+    job: FederatedJob | str | Path | None = None, *, resume: bool = False, run: str | Path | None = None,
+    overrides: Mapping[str, object] = {}, observer: Observer | None = None, stop: Stop | None = None,
+    **given: Unpack[GivenClients],
+) -> FederatedResult:  # fmt: skip
+    """Train one model on many clients' data, which executors of this machine simulate.
+
+    `job` is a federated job file or a `FederatedJob`; without one the run is of Python objects: `model` and `clients`,
+    with `algorithm`, `loss`, `test`, `rounds` and `name` where they are not as by default (`GivenClients` says what
+    each may be). Clients' data are read once and written as arrays into the run's folder, so that it can be resumed.
+    Executors are forked from the caller, or with overrides={"execution.executors": 1} are the caller itself.
+    `overrides` stand in place of what the job says: {"local.batch_size": 32, "participation.fraction": 0.1}.
+
+    Raises UserError for what is wrong with the job, the model or the data, Diverged where no client's numbers are
+    finite, PeerError where no executor is left, and Interrupted where it was to stop before it had begun.
+
+    >>> clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
+    >>> result = isthmus.federate(model=torch.nn.Linear(4, 1), loss=loss, clients=clients, rounds=2,
+    ...                           overrides={"execution.executors": 1}, run=federated_folder)
+    >>> result.outcome, len(result.rounds)
+    ('done', 2)
+    """
+    told, stop = observer or default_observer(), stop or Stop()
+    where = None if run is None else Path(run)
+    if job is not None:
+        if given:
+            raise UserError(f"federate: got a job and {', '.join(given)}, expected one or the other: see overrides")
+        choices = FederatedChoices(resume=resume, run=where, again="resume=True")
+        return run_simulated(federated_job_of(job, overrides), choices, told, stop)
+    model, clients = given.get("model"), given.get("clients")
+    if model is None or clients is None:
+        missing = [name for name in ("model", "clients") if given.get(name) is None]
+        raise UserError(f"{', '.join(missing)}: missing, expected a job, or a model and clients")
+    built = model if isinstance(model, nn.Module) else model()
+    name = given.get("name") or type(built).__name__.lower()
+    with kept_folder(name, where, overrides, resume=resume) as folder:
+        made = _job(built, model, clients, given, folder.path / GIVEN)
+        made = federated_job_of(msgspec.structs.replace(made, name=name), overrides)
+        choices = FederatedChoices(resume=resume, run=folder.path, again="resume=True")
+        return run_simulated(made, choices, told, stop)
+
+
+def federated_job_of(job: FederatedJob | str | Path, overrides: Mapping[str, object] = {}) -> FederatedJob:
+    """The job with overrides. UserError."""
+    if not isinstance(job, FederatedJob):
+        return load_federated_job(Path(job), overrides)
+    made = overridden_struct(job, overrides, "job")
+    check(made)
+    return made
+
+
+def _job(
+    built: nn.Module, model: nn.Module | Callable[[], nn.Module], clients: Sequence[Samples] | Mapping[str, Samples],
+    given: GivenClients, folder: Path,
+) -> FederatedJob:  # fmt: skip
+    loss, algorithm = given.get("loss"), given.get("algorithm", "fedavg")
+    named = clients.items() if isinstance(clients, Mapping) else enumerate(clients)
+    found: list[Arrays] = []
+    for client, data in named:
+        try:
+            found.append(columns_of(data, built, "train", targets=loss is not None))
+        except UserError as e:
+            raise UserError(f"clients: {client}: {e}") from None
+        if found[-1].keys() != found[0].keys():
+            raise UserError(f"clients: {client}: has columns {', '.join(found[-1])}, expected {', '.join(found[0])}")
+    if not found:
+        raise UserError("clients: got none, expected at least one")
+    write_arrays(_together(found), folder / "clients.npz")
+    options: dict[str, object] = {"path": str((folder / "clients.npz").absolute())}
+    if (test := given.get("test")) is not None:
+        held = columns_of(test, built, "heldout", targets=loss is not None)
+        write_arrays({**held, CLIENT: np.zeros(len(next(iter(held.values()))), np.int64)}, folder / "test.npz")
+        options["heldout_path"] = str((folder / "test.npz").absolute())
+    source = model if loss is None else WithLoss(built, loss, inputs_of(found[0]), TARGET)
+    name = algorithm if isinstance(algorithm, str) else give_algorithm(algorithm)
+    return FederatedJob(
+        name="federated", model=ModelSpec(name=give_model(source)), data=DataSpec(kind="npz", options=options),
+        partition=PartitionSpec(scheme="natural", column=CLIENT),
+        federated=FederatedConfig(algorithm=name, rounds=given.get("rounds", 10)),
+    )  # fmt: skip
+
+
+def _together(clients: Sequence[Arrays]) -> Arrays:
+    """One client's samples after another's, with a column that says whose each is."""
+    sizes = [len(next(iter(columns.values()))) for columns in clients]
+    whole: Arrays = {}
+    for name in clients[0]:
+        parts = [columns[name] for columns in clients]
+        if len({part.shape[1:] for part in parts}) > 1:
+            shapes = ", ".join(str(part.shape[1:]) for part in parts[:4])
+            raise UserError(f"clients: column {name!r} differs in shape: {shapes}")
+        whole[name] = np.concatenate(parts)
+    return {**whole, CLIENT: np.repeat(np.arange(len(clients), dtype=np.int64), sizes)}

@@ -1,0 +1,150 @@
+"""A federated run: watched, in a folder that explains it all."""
+
+from __future__ import annotations
+
+import importlib
+from collections.abc import Callable, Mapping
+from contextlib import AbstractContextManager
+from pathlib import Path
+from typing import Protocol
+
+import msgspec
+
+from isthmus.api.federated_results import PICTURES, FederatedResult
+from isthmus.api.folder import RunFolder
+from isthmus.api.observing import Observer
+from isthmus.errors import Interrupted
+from isthmus.federated.history import History, RoundLine
+from isthmus.federated.job import FederatedJob, check, check_deployment, check_simulation, load_federated_job
+from isthmus.protocol.federated_events import Finish
+from isthmus.runtime.federated.run import FederatedRun
+from isthmus.runtime.federated.site_run import SiteRun
+from isthmus.runtime.processes.interrupting import Stop
+from isthmus.runtime.service.service import Service
+
+Act = Callable[[], Finish]
+ServeAs = Callable[[Callable[[str], None]], AbstractContextManager[Service]]
+"""Opens a service, or one that is open already, that tells people what it does in this way."""
+LEAVING_S = 5.0
+"""Executors of a coordinator that was killed are copies of it and hold its claim until they notice."""
+
+
+Begin = Callable[[Path], "tuple[Run, Act]"]
+
+
+class FederatedChoices(msgspec.Struct, frozen=True, kw_only=True):
+    """How the job is run."""
+
+    resume: bool = False
+    run: Path | None = None
+    scheme: str | None = None
+    executors: int | None = None
+    rounds: int | None = None
+    again: str = "--resume"
+    """What a person has to say for the run to go on."""
+
+
+def read_job(path: Path, choices: FederatedChoices, overrides: Mapping[str, object] = {}) -> FederatedJob:
+    """The job with overrides. UserError as `load_federated_job`."""
+    job = load_federated_job(path, overrides)
+    given = {"scheme": choices.scheme, "executors": choices.executors}
+    execution = msgspec.structs.replace(job.execution, **{k: v for k, v in given.items() if v is not None})
+    federated = job.federated
+    if choices.rounds is not None:
+        federated = msgspec.structs.replace(federated, rounds=choices.rounds)
+    job = msgspec.structs.replace(job, execution=execution, federated=federated)
+    check(job)
+    return job
+
+
+class Run(Protocol):
+    """A run, wherever its clients train."""
+
+    @property
+    def first_round(self) -> int: ...
+    @property
+    def history(self) -> History: ...
+
+
+def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observer, stop: Stop) -> FederatedResult:
+    """Clients of a population, on executors of this machine. Raises Interrupted where it ended at once."""
+    check_simulation(job)
+
+    def begin(folder: Path) -> tuple[Run, Act]:
+        run = FederatedRun(job, folder, resume=choices.resume, watch=observer.round_done)
+        count = len(run.machine.executors)
+        several = f"{count} executor{'s' if count > 1 else ''}"
+        what = f"{len(run.data.sizes)} clients, {several}, scheme {job.execution.scheme}"
+        observer.note(f"{job.federated.algorithm} over {what}; a round is closed by {run.machine.rules.told}")
+        return run, lambda: run.run(observer.note, stop)
+
+    return _in_folder(job, choices, begin, observer)
+
+
+def deploy(
+    job: FederatedJob, choices: FederatedChoices, serving: ServeAs, observer: Observer, stop: Stop
+) -> FederatedResult:  # fmt: skip
+    """At the sites of the service that `serving` opens."""
+    check_deployment(job)
+
+    def begin(folder: Path) -> tuple[Run, Act]:
+        run = SiteRun(job, folder, resume=choices.resume, watch=observer.round_done)
+        sites = ", ".join(run.deployment.sites)
+        observer.note(f"{job.federated.algorithm} over sites {sites}; a round is closed by {run.machine.rules.told}")
+
+        def act() -> Finish:
+            with serving(observer.note) as service:
+                return run.run(service, observer.note, stop)
+
+        return run, act
+
+    return _in_folder(job, choices, begin, observer)
+
+
+def _in_folder(
+    job: FederatedJob, choices: FederatedChoices, begin: Begin, observer: Observer
+) -> FederatedResult:  # fmt: skip
+    parent = Path(job.run_dir)
+    if choices.resume:
+        folder = RunFolder.newest(parent, job.name) if choices.run is None else RunFolder.existing(choices.run)
+    else:
+        folder = RunFolder.fresh(parent, job.name) if choices.run is None else RunFolder.empty(choices.run)
+    folder.check_kind(federated=True)
+    with folder.claimed(LEAVING_S if choices.resume else 0.0):
+        try:
+            return _watched(job, choices, folder.path, begin, observer)
+        except KeyboardInterrupt:
+            what = f"interrupted: go on with {choices.again}, run folder {folder.path}"
+            raise Interrupted(what, folder.path if folder.begun else None) from None
+
+
+def _watched(
+    job: FederatedJob, choices: FederatedChoices, folder: Path, begin: Begin, observer: Observer
+) -> FederatedResult:  # fmt: skip
+    observer.rounds_began(job.federated.rounds)
+    try:
+        run, act = begin(folder)
+        if run.first_round >= job.federated.rounds:
+            observer.note(f"nothing left to do: {folder} has {run.first_round} rounds of {job.federated.rounds}")
+            return FederatedResult(folder, "done")
+        if choices.resume:
+            observer.note(f"going on with {folder} after {run.first_round} rounds")
+        observer.note(f"run folder: {folder}")
+        finish = act()
+    finally:
+        observer.ended()
+    _draw(run.history.lines(), folder)
+    result = FederatedResult(folder, "interrupted" if finish.outcome == "interrupted" else "done")
+    observer.rounds_reported(result)
+    if finish.outcome == "interrupted":
+        observer.note(f"interrupted: go on with {choices.again}, run folder {folder}")
+    return result
+
+
+def _draw(lines: list[RoundLine], folder: Path) -> None:
+    if not lines:
+        return
+    pictures = importlib.import_module("isthmus.report.federated_pictures")  # with matplotlib, for half a second
+    pictures.draw_rounds(lines, folder / PICTURES["accuracy"])
+    pictures.draw_round_timeline(lines[-1], folder / PICTURES["round"])
+    pictures.draw_paces(lines, folder / PICTURES["paces"])

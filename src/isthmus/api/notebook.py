@@ -1,0 +1,87 @@
+"""What a notebook shows: a run's progress as a table that is kept up to date, and its pictures."""
+
+from __future__ import annotations
+
+import html
+import importlib
+import sys
+from collections.abc import Callable
+from typing import Protocol, cast
+
+from isthmus.api.html import table_of
+from isthmus.api.observing import Observer, Silent, StepDone
+from isthmus.fleet import Fleet
+from isthmus.graph import OpGraph
+from isthmus.plans import Plan
+
+LAST_NOTES = 5
+
+
+class Handle(Protocol):
+    """A cell's output that can be replaced."""
+
+    def update(self, shown: object, /) -> None: ...
+
+
+Display = Callable[..., Handle]
+
+
+class Html:
+    """Markup that a notebook shows as it is."""
+
+    def __init__(self, text: str) -> None:
+        self._text = text
+
+    def _repr_html_(self) -> str:
+        return self._text
+
+
+class NotebookObserver(Observer):
+    """A table of figures and the last notes, in one output of the cell. `display` is IPython's."""
+
+    def __init__(self, display: Display) -> None:
+        self._display = display
+        self._handle: Handle | None = None
+        self._rows: dict[str, str] = {}
+        self._notes: list[str] = []
+
+    def note(self, text: str) -> None:
+        self._notes = [*self._notes, text][-LAST_NOTES:]
+        self._show()
+
+    def planned(self, plan: Plan, fleet: Fleet, graph: OpGraph) -> None:
+        self._rows["plan"] = f"{plan.model} on {', '.join(plan.used)} of fleet {fleet.name}"
+        self._rows["predicted step"] = f"{plan.predicted.step_s:.3g} s"
+        self._show()
+
+    def stepped(self, done: StepDone) -> None:
+        self._rows["step"] = f"{done.step} of {done.steps}"
+        self._rows["loss"] = "-" if done.loss is None else f"{done.loss:.4f}"
+        if done.tokens_per_s is not None:
+            self._rows["speed"] = f"{done.tokens_per_s:,.0f} tokens/s"
+        elif done.samples_per_s is not None:
+            self._rows["speed"] = f"{done.samples_per_s:,.3g} samples/s"
+        if done.busy:
+            self._rows["busy"] = ", ".join(f"{device} {share:.0%}" for device, share in done.busy.items())
+        self._show()
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self._rows["held-out loss"] = f"{loss:.4f} (step {step})"
+        self._show()
+
+    def _show(self) -> None:
+        shown = Html(table_of(self._rows) + "".join(f"<div>{html.escape(note)}</div>" for note in self._notes))
+        if self._handle is None:
+            self._handle = self._display(shown, display_id=True)
+        else:
+            self._handle.update(shown)
+
+
+def default_observer() -> Observer:
+    """In a notebook one that shows progress; elsewhere nobody is told."""
+    if "IPython" not in sys.modules:
+        return Silent()
+    shell: object = importlib.import_module("IPython").get_ipython()
+    if shell is None or not hasattr(shell, "kernel"):  # the shell of a terminal replaces no output
+        return Silent()
+    return NotebookObserver(cast(Display, importlib.import_module("IPython.display").display))

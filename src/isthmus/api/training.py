@@ -1,0 +1,75 @@
+"""`isthmus.train`."""
+
+from __future__ import annotations
+
+import contextlib
+import tempfile
+from collections.abc import Generator, Mapping
+from pathlib import Path
+from typing import Unpack
+
+from isthmus.api.folder import GIVEN
+from isthmus.api.given import Given, Objects, kept_folder
+from isthmus.api.notebook import default_observer
+from isthmus.api.observing import Observer
+from isthmus.api.overriding import job_of
+from isthmus.api.pipeline import Choices, run_job
+from isthmus.api.runs import Run
+from isthmus.errors import UserError
+from isthmus.job import Job
+from isthmus.plans import Plan, save_plan
+from isthmus.runtime.processes.interrupting import Stop
+
+
+def train(
+    job: Job | str | Path | None = None, *, resume: bool = False, run: str | Path | None = None,
+    plan: Plan | str | Path | None = None, overrides: Mapping[str, object] = {}, observer: Observer | None = None,
+    stop: Stop | None = None, **given: Unpack[Given],
+) -> Run:  # fmt: skip
+    """Plan, train over one process per device, and compare what was predicted with what was measured.
+
+    `job` is a job file or a `Job`; without one the run is of Python objects: `model` and `data`, with `loss`, `fleet`,
+    `optimizer`, `steps`, `batch` and `name` where they are not as by default (`Given` says what each may be). The data
+    are read once and written as arrays into the run's folder, where devices open them: so the run can be resumed.
+    Weights begin as the model has them.
+
+    With `resume` the newest run of this name goes on from its newest checkpoint, or the one in the folder `run`; `run`
+    alone names an empty folder. `plan` is followed in place of planning. `overrides` stand in place of what the job
+    says: {"training.precision": "bf16"}. `stop.request()`, from any thread, ends the run with a checkpoint; so does
+    Ctrl-C, and the outcome is `interrupted`. In a notebook progress is shown as a table that is kept up to date.
+
+    Raises UserError for what is wrong with the job, the model or the data, FleetTooSmall where no plan fits, PeerError
+    where devices were lost and the run could not go on, Diverged where numbers are not finite, and Interrupted where it
+    was to stop before it had begun.
+
+    >>> run = isthmus.train(model=model, loss=loss, data=data, steps=4, batch=4, name="doctest", run=folder)
+    >>> run.outcome, len(run.losses)
+    ('done', 4)
+    """
+    told, stop = observer or default_observer(), stop or Stop()
+    where = None if run is None else Path(run)
+    with contextlib.ExitStack() as files:
+        document = files.enter_context(_document(plan))
+        if job is not None:
+            if given:
+                raise UserError(f"train: got a job and {', '.join(given)}, expected one or the other: see overrides")
+            choices = Choices(resume=resume, run=where, plan=document, again="resume=True")
+            return run_job(job_of(job, overrides), choices, told, stop)
+        objects = Objects(given)
+        folder = files.enter_context(kept_folder(objects.name, where, overrides, resume=resume))
+        made = objects.job(folder.path / GIVEN, overrides)
+        return run_job(
+            made, Choices(resume=resume, run=folder.path, plan=document, again="resume=True"), told, stop
+        )  # fmt: skip
+
+
+@contextlib.contextmanager
+def _document(plan: Plan | str | Path | None) -> Generator[Path | None]:
+    """A plan as a file."""
+    if not isinstance(plan, Plan):
+        yield None if plan is None else Path(plan)
+        return
+    with tempfile.TemporaryDirectory() as folder:
+        path = Path(folder) / "plan.json"
+        save_plan(plan, path)
+        yield path

@@ -1,0 +1,61 @@
+"""Examples in docstrings of the Python API run, and every public name has one."""
+
+from __future__ import annotations
+
+import copy
+import doctest
+import importlib
+import inspect
+import pkgutil
+
+import pytest
+import torch
+from torch.utils.data import TensorDataset
+
+import isthmus
+import isthmus.api
+from tests.runtime.commands import write_job
+
+MODULES = [
+    *(f"isthmus.api.{module.name}" for module in pkgutil.iter_modules(isthmus.api.__path__)),
+    "isthmus.overrides",
+    "isthmus.runtime.processes.interrupting",
+]
+
+
+@pytest.fixture(scope="session")
+def names(tmp_path_factory: pytest.TempPathFactory) -> dict[str, object]:
+    """What examples begin with: a run and a federated run that are over, and what others are made of."""
+    folder = tmp_path_factory.mktemp("examples")
+    torch.manual_seed(0)
+    model, loss = torch.nn.Linear(8, 1), torch.nn.functional.mse_loss
+    x = torch.randn(32, 8)
+    data = TensorDataset(x, x.sum(1, keepdim=True))
+    run = isthmus.train(model=model, loss=loss, data=data, steps=4, batch=4, run=folder / "finished")
+    clients = [{"input": torch.randn(8, 4), "target": torch.zeros(8, 1)} for _ in range(3)]
+    federated = isthmus.federate(
+        model=torch.nn.Linear(4, 1), loss=loss, clients=clients, rounds=2, run=folder / "federated",
+        overrides={"execution.executors": 1},
+    )  # fmt: skip
+    return {
+        "isthmus": isthmus, "torch": torch, "copy": copy, "model": model, "loss": loss, "data": data, "run": run,
+        "finished": run.path, "federated": federated.path, "folder": folder / "train",
+        "federated_folder": folder / "federate", "job_file": write_job(folder),
+    }  # fmt: skip
+
+
+@pytest.mark.parametrize("name", MODULES)
+def test_examples(name: str, names: dict[str, object]) -> None:
+    module = importlib.import_module(name)
+    runner = doctest.DocTestRunner(optionflags=doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE)
+    for found in doctest.DocTestFinder().find(module, extraglobs={**names}):
+        runner.run(found)
+    assert runner.summarize(verbose=False).failed == 0
+
+
+@pytest.mark.parametrize("name", isthmus.__all__)
+def test_public_names_say_what_they_are(name: str) -> None:
+    found = getattr(isthmus, name)
+    assert inspect.getdoc(found)
+    if getattr(found, "__module__", "").startswith("isthmus.api"):
+        assert ">>>" in (found.__doc__ or ""), f"{name} has no example"
