@@ -6,6 +6,7 @@ import math
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from pathlib import Path
 from typing import cast
 
 import msgspec
@@ -41,7 +42,7 @@ OTHER_RANK = """
 import sys
 from pathlib import Path
 from isthmus.runtime.device.island_ranks import Island, attend
-attend(Island(folder=Path(sys.argv[1]), rank=1, count=2, local=2), print, sessions=1)
+attend(Island(folder=Path(sys.argv[1]), rank=1, count=2, local=2), print)
 """
 
 
@@ -76,18 +77,25 @@ class Guarded(nn.Module):
 
 
 @pytest.fixture(scope="module")
-def ranks(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Ranks]:
+def meeting(tmp_path_factory: pytest.TempPathFactory) -> Iterator[Path]:
+    """Where another rank waits for sessions."""
     folder = tmp_path_factory.mktemp("island")
     folder.chmod(0o700)
     other = subprocess.Popen([sys.executable, "-c", OTHER_RANK, str(folder)])
     try:
-        ranks = begin_session(folder, 2)
-        yield ranks
-        end_session(ranks)
-        assert other.wait(20) == 0
+        yield folder
+        assert other.poll() is None
     finally:
         other.kill()
         other.wait()
+
+
+@pytest.fixture(scope="module")
+def ranks(meeting: Path) -> Iterator[Ranks]:
+    ranks = begin_session(meeting, 2)
+    yield ranks
+    if not ranks.broken:
+        end_session(ranks)
 
 
 def _trained(pipeline: Pipeline, data: list[list[dict[str, Tensor]]]) -> tuple[list[float], dict[str, Tensor]]:
@@ -332,3 +340,22 @@ def test_rank_0_has_the_error_of_the_rank_that_failed(error: Exception, kind: ty
     with pytest.raises(kind, match=told):
         raise ranks.cause(lost)
     assert ranks.broken
+
+
+def test_a_rank_that_fails_in_mid_forward_ends_the_session_of_all(ranks: Ranks, meeting: Path) -> None:
+    """The last of those with the session. Ranks of a sharded stage wait for each other in its forward: whoever waits
+    must be told, by connections that are closed, and all must meet anew."""
+    made, weights, inputs = _uncut("gpt")
+    for failing in (CONFIG.micro_batch_size - 1, 0):  # a sample of the other rank, and of this one
+        island, batch = ShardedIsland(made, weights, ranks), inputs(0)[0]
+        ids, *_ = batch.values()
+        ids[failing] = 10**6
+        with pytest.raises(StepError, match=r"aten.embedding.*index out of range"):
+            try:
+                island.forward(0, 0, batch)
+            except RankLost as lost:
+                raise ranks.cause(lost) from lost
+        end_session(ranks)
+        ranks = begin_session(meeting, 2)
+    ShardedIsland(made, weights, ranks).forward(0, 0, inputs(0)[0])
+    end_session(ranks)

@@ -28,7 +28,7 @@ _REDUCE_SCATTER = cast(_Collective, getattr(dist, "reduce_scatter_single" if _NE
 def backends_for(kind: str) -> str:
     """For `init_process_group`: of tensors in host memory, and of those on accelerators of this kind."""
     own = dist.Backend.default_device_backend_map.get(kind)
-    return HOST_BACKEND if kind == "cpu" or own is None else f"cpu:{HOST_BACKEND},{kind}:{own}"
+    return HOST_BACKEND if own in (None, HOST_BACKEND) else f"cpu:{HOST_BACKEND},{kind}:{own}"
 
 
 @contextmanager
@@ -53,7 +53,7 @@ class Collectives:
         self.rank, self.count = dist.get_rank(), dist.get_world_size()
         self._accelerator = accelerator
         kind = accelerator.device.type
-        self._direct = kind == "cpu" or dist.Backend.default_device_backend_map.get(kind, "gloo") != "gloo"
+        self._direct = kind == "cpu" or backends_for(kind) != HOST_BACKEND
 
     def part(self, whole: Tensor, rank: int | None = None) -> Tensor:
         """Of this rank by default: a copy, flat."""

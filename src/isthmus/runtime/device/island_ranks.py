@@ -19,10 +19,14 @@ from pathlib import Path
 import msgspec
 import torch.distributed as dist
 
+# Imported here, before there is a group: its functions take the one that there is then as a default, and keep it.
+# Connections of a group that is kept stay open when it is destroyed, and other ranks notice nothing.
+import torch.distributed.nn.functional  # noqa: F401  # pyright: ignore[reportUnusedImport]
+
 from isthmus.accelerators import HOST, Accelerator
 from isthmus.errors import RankLost, StepError, UserError
 from isthmus.runtime.identity.files import private_folder, write_private
-from isthmus.training.collectives import backends_for
+from isthmus.training.collectives import HOST_BACKEND, backends_for
 from isthmus.training.faults import is_drivers
 from isthmus.training.island import serve
 from isthmus.training.ranks import Ranks
@@ -135,8 +139,8 @@ def _met(folder: Path, name: str, rank: int, count: int, accelerator: Accelerato
 def _bound_collectives(accelerator: Accelerator) -> None:
     """Of an accelerator's own backend, whose ranks do not notice one that ends. They meet in work that all of them have
     been told of, and wait for orders over Gloo, which notices."""
-    if accelerator.asynchronous and dist.group.WORLD is not None:
+    if backends_for(accelerator.device.type) != HOST_BACKEND and dist.group.WORLD is not None:
         # torch has no public name for either
         backend = dist.group.WORLD._get_backend(accelerator.device)  # pyright: ignore[reportPrivateUsage]
-        if (bound := getattr(backend, "_set_default_timeout", None)) is not None and backend.name() != "gloo":
+        if (bound := getattr(backend, "_set_default_timeout", None)) is not None:
             bound(datetime.timedelta(seconds=COLLECTIVE_S))
