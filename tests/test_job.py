@@ -58,6 +58,7 @@ def test_a_job(tmp_path: Path) -> None:
         ("[model]", "[runtime]\nchanges = [{step = 1, factor = 0, device = 'd'}]\n[model]", "factor: got 0"),
         ("[model]", "[[optimizer]]\nbetas = [0.9, 1.0]\n[model]", "optimizer[0].betas[1]: expected 'float' < 1.0"),
         ("[model]", "[learning_rate]\nwarmup_steps = -1\n[model]", "learning_rate.warmup_steps"),
+        ("[model]", "[runtime]\ncompile = true\ndeterministic = true\n[model]", "runtime.compile: got true with"),
         ("[model]", "[sync]\nmode = 'outer'\nperiod = 0\n[model]", "sync.period: expected 'int' >= 1"),
         ("[model]", "[sync]\nmode = 'outer'\nperiod = 3\n[model]", "got 100, expected a multiple of sync.period"),
         ("[model]", "[sync]\nouter_momentum = 1.0\n[model]", "sync.outer_momentum: expected 'float' < 1.0"),

@@ -34,6 +34,7 @@ precision = "{precision}"
 [runtime]
 device = "{device}"
 adapt = false
+compile = {compile}
 """
 FLEET = """
 name = "pair"
@@ -52,9 +53,10 @@ TOLERANCES = {"fp32": 1e-3, "bf16": 3e-2}
 def trained(folder: Path, name: str, **settings: object) -> tuple[list[float], dict[str, list[dict[str, float]]]]:
     (folder / "fleet.toml").write_text(FLEET, encoding="utf-8")
     job = folder / f"{name}.toml"
-    job.write_text(JOB.format(name=name, folder=folder, **settings), encoding="utf-8")
+    job.write_text(JOB.format(name=name, folder=folder, **{"compile": "false", **settings}), encoding="utf-8")
     done = isthmus("train", job)
     assert done.code == 0, done.err
+    (folder / name / "notes.txt").write_text(done.err, encoding="utf-8")
     lines = (folder / name / "losses.jsonl").read_text(encoding="utf-8").splitlines()
     losses = [line["loss"] for line in map(json.loads, lines) if line.get("loss") is not None]
     return losses, json.loads((folder / name / "summary.json").read_text(encoding="utf-8"))
@@ -75,3 +77,16 @@ def test_a_run_is_that_of_the_cpu(
     record_property(f"memory predicted / peak - 1 ({precision})", " ".join(f"{error:+.0%}" for error in errors))
     if not gpu_name.startswith("checked"):  # whose stages are of kilobytes, and its blocks of megabytes
         assert all(abs(error) < 0.25 for error in errors), errors
+
+
+def test_a_compiled_run_is_that_of_the_cpu(
+    gpu_name: str, tmp_path: Path, record_property: Callable[[str, object], None]
+) -> None:
+    settings = {"precision": "fp32", "width": 64 if gpu_name.startswith("checked") else 512}
+    expected, _ = trained(tmp_path, "host", device="cpu", **settings)
+    losses, _ = trained(tmp_path, "compiled", device=gpu_name, compile="true", **settings)
+    assert losses == pytest.approx(expected, rel=TOLERANCES["fp32"])
+    said = (tmp_path / "compiled" / "notes.txt").read_text(encoding="utf-8").splitlines()
+    notes = [line for line in said if " compiled in " in line or "not compiled: " in line]
+    assert len(notes) >= 2, "each device says how it computes"
+    record_property("compile", "; ".join(notes[:2]))

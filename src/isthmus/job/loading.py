@@ -37,6 +37,11 @@ def checked(job: Job) -> Job:
         raise UserError(
             f"compression.method: {unknown_name('method', job.compression.method, ratio_planner_names())}"
         )
+    if job.runtime.compile and job.runtime.deterministic:
+        raise UserError(
+            "runtime.compile: got true with runtime.deterministic, expected one of the two: a time that is measured "
+            "decides which kernels compute"
+        )
     if job.runtime.changes and not job.runtime.emulate:
         raise UserError("runtime.changes: only an emulated fleet can be changed, and runtime.emulate is false")
     if not 1 <= job.patience_s < math.inf:

@@ -140,6 +140,9 @@ class RuntimeConfig(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fi
     convolutions alone."""
     deterministic: bool = False
     """Whether equal inputs give equal bits on accelerators too: operators without such a kernel are refused."""
+    compile: bool = False
+    """Whether a stage's operators are joined by torch.compile, where a measurement on its device says that it pays.
+    Rounding then differs, from device to device and from run to run."""
     patience: str = "60 s"
     """Silence after which a party counts as lost."""
     lease_ahead: Positive = 3
@@ -226,10 +229,10 @@ class Job(msgspec.Struct, frozen=True, kw_only=True, forbid_unknown_fields=True)
         return parse_duration(self.runtime.patience, "runtime.patience")
 
     def engine(self) -> EngineConfig:
-        t = self.training
+        t, r = self.training, self.runtime
         return EngineConfig(
             optimizers=self.optimizer, learning_rate=self.learning_rate, clip_norm=t.clip_norm, steps=t.steps,
             micro_batches=t.micro_batches, micro_batch_size=self.micro_batch_size, seed=t.seed,
             non_finite=t.non_finite, loss_scaling=t.loss_scaling,
-            kernels=Kernels(tf32=self.runtime.tf32, deterministic=self.runtime.deterministic),
+            kernels=Kernels(tf32=r.tf32, deterministic=r.deterministic, compile=r.compile),
         )  # fmt: skip

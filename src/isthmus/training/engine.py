@@ -21,7 +21,7 @@ from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES
 from isthmus.training.kernels import Kernels
 from isthmus.training.optim import LearningRate, OptimizerConfig, Optimizers, clip, gradient_norms
-from isthmus.training.program import Program
+from isthmus.training.program import Program, RunsOperators
 from isthmus.training.scaling import LOSS_SCALE, LossScale, LossScaling
 from isthmus.training.tally import Tally
 
@@ -221,9 +221,11 @@ class TorchEngine:
         self._flights: dict[int, _Flight | _Again] = {}
         self._tallies = {"train": Tally(accelerator), "eval": Tally(accelerator)}
         size = config.micro_batch_size
-        self._program = Program(
+        self.eager = Program(
             train, "train", batch=size, accelerator=accelerator, seed=config.seed, replaced=replaced
         )
+        self.program: RunsOperators = self.eager
+        """What training runs."""
         self._eval_program = Program(evaluation, "eval", batch=size, accelerator=accelerator, seed=config.seed)
         seed = 1.0 if train.count is not None else 1.0 / config.micro_batches
         self._seed_gradient = torch.full((), seed, device=self.device)
@@ -246,21 +248,23 @@ class TorchEngine:
 
     def forward(self, step: int, micro_batch: int, inputs: Mapping[Ref, Tensor]) -> dict[Ref, Tensor]:
         before = _Again(step, dict(inputs), {Ref(name): self._variables[name] for name in self._written})
-        flight, values = self._run(micro_batch, before)
+        flight, values = self._run(self.program, micro_batch, before)
         self._variables |= {name: values[Ref(name)].detach() for name in self._written}
         self._tally("train", values, self.train)
         if flight.roots or flight.loss is not None:
             self._flights[micro_batch] = before if self.recompute or self.frozen else flight
         return {c.value: values[c.value].detach() for c in self.train.sends}
 
-    def _run(self, micro_batch: int, start: _Again) -> tuple[_Flight, dict[Ref, Tensor]]:
+    def _run(
+        self, program: RunsOperators, micro_batch: int, start: _Again
+    ) -> tuple[_Flight, dict[Ref, Tensor]]:
         due = {c.value for c in self.train.receives if c.gradient}
         leaves = {ref: t.detach().requires_grad_() for ref, t in start.inputs.items() if ref in due}
         values = self._values("train")
         values |= {ref: t.clone() for ref, t in start.written.items()}
         values |= start.inputs
         values |= leaves
-        self._program.run(values, start.step, micro_batch)
+        program.run(values, start.step, micro_batch)
         loss = values[self.train.loss] if self.train.loss is not None else None
         roots = {c.value: values[c.value] for c in self.train.sends if c.gradient}
         return _Flight(leaves, roots, loss), values
@@ -272,7 +276,7 @@ class TorchEngine:
         if isinstance(flight, _Again):
             if self.frozen:
                 return {c.value: torch.zeros_like(flight.inputs[c.value]) for c in self.train.receives if c.gradient}
-            flight, _ = self._run(micro_batch, flight)
+            flight, _ = self._run(self.program, micro_batch, flight)
         roots: list[Tensor] = []
         seeds: list[Tensor] = []
         if flight.loss is not None and flight.loss.requires_grad:
@@ -293,6 +297,16 @@ class TorchEngine:
             raise
         leaf_gradients = zip(flight.leaves.items(), found, strict=True)
         return {ref: torch.zeros_like(leaf) if g is None else g for (ref, leaf), g in leaf_gradients}
+
+    def try_out(self, program: RunsOperators, inputs: Mapping[Ref, Tensor]) -> None:
+        """A micro-batch forward and backward, of which nothing is kept: for who wants to know how long it takes."""
+        written = {Ref(name): self._variables[name] for name in self._written}
+        flight, _ = self._run(program, 0, _Again(0, inputs, written))
+        roots = [*flight.roots.values(), *([flight.loss] if flight.loss is not None else [])]
+        roots = [root for root in roots if root.requires_grad]
+        if roots and not self.frozen:
+            wanted = [*flight.leaves.values(), *(self._variables[name] for name in self.trainable)]
+            torch.autograd.grad(roots, wanted, [torch.ones_like(root) for root in roots], allow_unused=True)
 
     def _differentiate(
         self, roots: Sequence[Tensor], seeds: Sequence[Tensor], leaves: Sequence[Tensor]

@@ -5,7 +5,7 @@ from __future__ import annotations
 import contextlib
 import hashlib
 from collections.abc import Callable, Mapping, Sequence
-from typing import Literal, NamedTuple, cast
+from typing import Literal, NamedTuple, Protocol, cast
 
 import torch
 from torch import Tensor
@@ -18,13 +18,13 @@ from isthmus.graph.resolve import bind, no_gradient
 from isthmus.training.faults import raise_if_jobs
 
 
-class _Slot(NamedTuple):
+class Slot(NamedTuple):
     """Where a tensor argument is found while a micro-batch runs."""
 
     ref: Ref
 
 
-class _Step(NamedTuple):
+class Step(NamedTuple):
     name: str
     described: str
     """The operator, the module of the user's that calls it, and the line."""
@@ -36,6 +36,14 @@ class _Step(NamedTuple):
     random: bool
     last_use: tuple[Ref, ...]
     """Values that no later step takes."""
+
+
+class RunsOperators(Protocol):
+    """A stage's operators, however they are run."""
+
+    def run(self, values: dict[Ref, Tensor], step: int, micro_batch: int) -> dict[Ref, Tensor]:
+        """`values` holds variables and inputs and gains the results that outlive the run."""
+        ...
 
 
 class Program:
@@ -64,7 +72,7 @@ class Program:
         for ref, user in last.items():
             if ref not in kept and ref.op not in variables:
                 ending.setdefault(user, []).append(ref)
-        self._steps = [self._step(op, mode, device, ending.get(op.name, []), (flags, flags_in)) for op in operators]
+        self.steps = [self._step(op, mode, device, ending.get(op.name, []), (flags, flags_in)) for op in operators]
 
     def _step(
         self,
@@ -73,11 +81,11 @@ class Program:
         device: torch.device,
         ending: Sequence[Ref],
         flags: tuple[dict[str, tuple[bool, ...]], dict[Ref, bool]],
-    ) -> _Step:
-        args, kwargs = bind(op, lambda ref: cast(Tensor, _Slot(ref)), self.batch, device)
+    ) -> Step:
+        args, kwargs = bind(op, lambda ref: cast(Tensor, Slot(ref)), self.batch, device)
         own, received = flags
         needs = [received[r] if r in received else bool(own.get(r.op) and own[r.op][r.index]) for r in op.refs()]
-        return _Step(
+        return Step(
             op.name, _described(op), self._replaced.get(op.target) or operator_of(op.target),
             cast("list[object]", args), cast("dict[str, object]", kwargs),
             len(op.outputs), no_gradient(op, needs, mode), op.random,
@@ -87,28 +95,32 @@ class Program:
     def run(self, values: dict[Ref, Tensor], step: int, micro_batch: int) -> dict[Ref, Tensor]:
         """Run every operator; `values` holds variables and inputs and gains the results that outlive the run.
         StepError names the operator that raised."""
-        for s in self._steps:
-            args = [_fill(a, values) for a in s.args]
-            kwargs = {k: _fill(v, values) for k, v in s.kwargs.items()}
-            try:
-                with torch.no_grad() if s.quiet else contextlib.nullcontext():
-                    if s.random:
-                        result = self._draw(s, args, kwargs, draw_seed(self._seed, step, micro_batch, s.name))
-                    else:
-                        result = s.call(*args, **kwargs)
-            except Exception as e:
-                raise_if_jobs(s.described, e)
-                raise
-            if isinstance(result, Tensor):
-                values[Ref(s.name)] = result
-            else:
-                for index, tensor in enumerate(cast("Sequence[Tensor]", result)):
-                    values[Ref(s.name, index)] = tensor
-            for ref in s.last_use:
-                values.pop(ref, None)
+        for s in self.steps:
+            self.call(s, values, step, micro_batch)
         return values
 
-    def _draw(self, step: _Step, args: list[object], kwargs: dict[str, object], seed: int) -> object:
+    def call(self, s: Step, values: dict[Ref, Tensor], step: int, micro_batch: int) -> None:
+        """Run one operator."""
+        args = [_fill(a, values) for a in s.args]
+        kwargs = {k: _fill(v, values) for k, v in s.kwargs.items()}
+        try:
+            with torch.no_grad() if s.quiet else contextlib.nullcontext():
+                if s.random:
+                    result = self._draw(s, args, kwargs, draw_seed(self._seed, step, micro_batch, s.name))
+                else:
+                    result = s.call(*args, **kwargs)
+        except Exception as e:
+            raise_if_jobs(s.described, e)
+            raise
+        if isinstance(result, Tensor):
+            values[Ref(s.name)] = result
+        else:
+            for index, tensor in enumerate(cast("Sequence[Tensor]", result)):
+                values[Ref(s.name, index)] = tensor
+        for ref in s.last_use:
+            values.pop(ref, None)
+
+    def _draw(self, step: Step, args: list[object], kwargs: dict[str, object], seed: int) -> object:
         with self._accelerator.seeded(seed):
             return step.call(*args, **kwargs)
 
@@ -119,7 +131,7 @@ def _described(op: Op) -> str:
 
 
 def _fill(value: object, values: Mapping[Ref, Tensor]) -> object:
-    if type(value) is _Slot:
+    if type(value) is Slot:
         return values[value.ref]
     if type(value) is list:
         return [_fill(v, values) for v in cast("list[object]", value)]

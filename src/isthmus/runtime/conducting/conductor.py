@@ -62,7 +62,7 @@ from isthmus.runtime.conducting.losses import Losses, without_name
 from isthmus.runtime.conducting.newcomers import Newcomers
 from isthmus.runtime.conducting.script import Address, Outcome, Recovery, Script
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.runtime.messages.every import AnyMessage
+from isthmus.runtime.messages.every import FROM_DEVICES, AnyMessage
 from isthmus.runtime.messages.following import (
     FollowedMessage,
     FollowingEndedMessage,
@@ -100,11 +100,6 @@ TICK_S = 0.25
 """How often to look whether everybody is still there."""
 MOST_SPANS = 500_000
 """What is kept of a trace: days of training would not fit in memory."""
-SAID = (
-    ReadyMessage | ReportMessage | Failed | Heartbeat | HeldMessage | GivenMessage | MirroredMessage | LentMessage
-    | LentPart | FollowedMessage | FollowingEndedMessage
-)  # fmt: skip
-"""What devices say to a coordinator."""
 FAMILIES: Mapping[str, type[IsthmusError]] = {"lost": PeerError, "diverged": Diverged, "failed": UserError}
 """What a run's failure is, by how it ended."""
 LATE_ITEMS = 64
@@ -263,7 +258,7 @@ class Conductor:
 
     def _guard(self, device: str, message: AnyMessage) -> None:
         """Refuse what no device sends, before its tensors are received. Any thread."""
-        if not isinstance(message, SAID):
+        if not isinstance(message, FROM_DEVICES):
             raise PeerError(f"sent {type(message).__name__} to the coordinator")
         if isinstance(message, LentMessage | LentPart):
             self._newcomers.check(device, message, self.machine.epoch)
@@ -291,7 +286,9 @@ class Conductor:
                 self._losses.vanished(owner, "its connection closed")
             case Exception():
                 self._losses.vanished(owner, str(message).removeprefix(f"device {device!r}: "))
-            case ReadyMessage(ways=ways):
+            case ReadyMessage(ways=ways, notes=notes):
+                for note in notes:
+                    self._script.note(f"{device}: {note}")
                 if is_first(device):
                     self._work.linked(device, ways_of(device, ways, self.machine.devices))
                 return [Ready(device=device, epoch=epoch)]

@@ -24,6 +24,7 @@ from isthmus.protocol.attempts import StepFailure
 from isthmus.protocol.memory import Memory
 from isthmus.protocol.shortage import MemoryPeak
 from isthmus.runtime.device.batches import Batches
+from isthmus.runtime.device.compiling import compile_stage
 from isthmus.runtime.device.control import Control, CoordinatorGone
 from isthmus.runtime.device.data import stage_data
 from isthmus.runtime.device.executor import Executor
@@ -312,17 +313,19 @@ class Device:
         released, private = assignment.released, None
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
+        engine = self._engine(assignment, values)
+        notes = compile_stage(engine, assignment, Batches(assignment, self._data))
         executor = Executor(
-            assignment, self._engine(assignment, values), self._data, self._inbox, self._report, values, private,
-            self._site.sharing,
-        )
+            assignment, engine, self._data, self._inbox, self._report, values, private, self._site.sharing,
+        )  # fmt: skip
         executor.keeps(self._keep)
         executor.links = Links(
             assignment, channels, expected_parcels(assignment), expected_parts(assignment), self._inbox,
             executor.record, MirrorReceiver(assignment.mirrored, partial(self._mirrored, assignment)), executor.ways,
         )  # fmt: skip
         self._executor, self._pending = executor, None
-        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch, ways=self._meeting.ways()))
+        ways = self._meeting.ways()
+        self._say(ReadyMessage(run=self._run, epoch=assignment.epoch, ways=ways, notes=notes))
 
     def _check_room(self, planned: int) -> None:
         """An accelerator whose memory is less than the plan thinks is known before the stage is made."""

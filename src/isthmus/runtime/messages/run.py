@@ -82,6 +82,8 @@ class ReadyMessage(Message, frozen=True, kw_only=True):
     """The stage, its weights and its links are in place. `ways`: to those devices that this one has dialled."""
 
     ways: tuple[Way, ...] = ()
+    notes: tuple[Annotated[str, msgspec.Meta(max_length=400)], ...] = ()
+    """For people: how the stage computes."""
 
 
 class ReportMessage(Message, frozen=True, kw_only=True):

@@ -1,0 +1,121 @@
+"""A stage computes compiled what it did before; and it does so where that was measured to be quicker."""
+
+from __future__ import annotations
+
+import os
+import random
+import shutil
+from collections.abc import Callable
+
+import pytest
+import torch
+from in_process import Pipeline, batches, capture_of, copies, random_cut, weights_of
+from torch import Tensor
+from zoo import Dropouts, X, model
+
+from isthmus.accelerators import HOST
+from isthmus.graph import Ref
+from isthmus.training import compile_choice
+from isthmus.training.compile_choice import compile_where_it_pays
+from isthmus.training.compiled import Backend, CompiledProgram
+from isthmus.training.engine import EngineConfig, TorchEngine
+
+CONFIG = EngineConfig(micro_batches=2, micro_batch_size=2)
+SOME = ("Frozen", "Quiet", "InPlace", "Written", "Lists", "Counted", "Dropouts")
+"""Of the zoo: no gradients, in-place buffers, several outputs, counts, random operators."""
+
+
+def pipelines(name: str, backend: Backend, *, recompute: bool = False) -> tuple[Pipeline, Pipeline]:
+    """As it is, and compiled."""
+    build, columns = model(name) if name != "Dropouts" else (Dropouts, X)
+    captured = capture_of(build, columns)
+    cut = random_cut(captured, random.Random(0), most=2)
+    again = [recompute] * (len(cut) + 1)
+    plain, compiled = (Pipeline(captured, cut, weights_of(build, captured), CONFIG, recompute=again) for _ in range(2))
+    for engine in compiled.engines:
+        engine.program = CompiledProgram(engine.eager, backend)
+    return plain, compiled
+
+
+def assert_alike(name: str, backend: Backend, *, recompute: bool = False) -> None:
+    plain, compiled = pipelines(name, backend, recompute=recompute)
+    columns = X if name == "Dropouts" else model(name)[1]
+    for step in range(2):
+        data = batches(columns, CONFIG.micro_batches, CONFIG.micro_batch_size, step)
+        (expected_loss, expected), (loss, found) = plain.step(step, copies(data)), compiled.step(step, copies(data))
+        assert loss == pytest.approx(expected_loss, rel=1e-5)
+        assert found.keys() == expected.keys()
+        for key, value in expected.items():
+            assert (found[key] - value).norm() <= 1e-4 * value.norm() + 1e-6, key
+    for key, value in plain.state().items():
+        assert torch.allclose(compiled.state()[key], value, rtol=1e-4, atol=1e-5), key
+
+
+@pytest.mark.parametrize("name", SOME)
+def test_a_compiled_stage_computes_what_it_did(name: str) -> None:
+    assert_alike(name, "aot_eager", recompute=name == "Written")
+
+
+def engine_of(name: str, *, dropout: bool = False) -> tuple[TorchEngine, dict[Ref, Tensor]]:
+    """Of a whole model, with one micro-batch."""
+    build, columns = (Dropouts, X) if dropout else model(name)
+    captured = capture_of(build, columns)
+    (engine,) = Pipeline(captured, [], weights_of(build, captured), CONFIG).engines
+    (data,) = batches(columns, 1, CONFIG.micro_batch_size)
+    names = {op.target: op.name for op in captured.train.ops if op.kind == "placeholder"}
+    return engine, {Ref(names[key]): value for key, value in data.items()}
+
+
+def test_what_is_quicker_is_kept_and_nothing_else_changes(monkeypatch: pytest.MonkeyPatch) -> None:
+    engine, batch = engine_of("Written")
+    before, random_state = {k: v.clone() for k, v in engine.state().items()}, HOST.random_state()
+    times = iter([2.0, 1.0] * compile_choice.PASSES + [1.0, 2.0] * compile_choice.PASSES)
+
+    def timed(engine: TorchEngine, act: Callable[[], object]) -> float:
+        act()
+        return next(times)
+
+    monkeypatch.setattr(compile_choice, "_seconds", timed)
+    pays = compile_where_it_pays(engine, batch, "eager")
+    assert pays.compiled and isinstance(engine.program, CompiledProgram)
+    assert "1 s per micro-batch, 2 s without" in pays.note and pays.note.startswith("compiled in ")
+    engine.program = engine.eager
+    pays_not = compile_where_it_pays(engine, batch, "eager")
+    assert not pays_not.compiled and engine.program is engine.eager
+    assert pays_not.note == "not compiled: it would take 2 s per micro-batch, 1 s without"
+    assert engine.state().keys() == before.keys()
+    assert all(torch.equal(engine.state()[key], value) for key, value in before.items())
+    assert torch.equal(HOST.random_state(), random_state)
+    assert engine.take_loss() == (0.0, 0.0)
+
+
+def broken(module: torch.fx.GraphModule, inputs: list[Tensor]) -> None:
+    raise RuntimeError("no compiler\nwas found")
+
+
+def test_a_stage_that_cannot_be_compiled_computes_as_before() -> None:
+    engine, batch = engine_of("Lists")
+    for backend, why in ((broken, "no compiler was found"), ("no-such-backend", "no-such-backend")):
+        found = compile_where_it_pays(engine, batch, backend)
+        assert not found.compiled and engine.program is engine.eager
+        assert found.note.startswith("not compiled: ") and why in found.note and "\n" not in found.note
+
+
+def test_random_operators_draw_what_they_drew() -> None:
+    """Bit for bit: they are called between what is joined."""
+    engine, batch = engine_of("", dropout=True)
+    expected = engine.forward(3, 1, batch), engine.loss
+    other, _ = engine_of("", dropout=True)
+    other.program = CompiledProgram(other.eager, "eager")
+    assert (other.forward(3, 1, batch), other.loss) == expected
+
+
+@pytest.mark.skipif(
+    not os.environ.get("ISTHMUS_COMPILER") or shutil.which("g++") is None,
+    reason="a C++ compiler at work for a minute (ISTHMUS_COMPILER=1)",
+)
+def test_with_the_compiler_itself() -> None:
+    engine, batch = engine_of("mlp")
+    found = compile_where_it_pays(engine, batch)
+    assert found.note.startswith(("compiled in ", "not compiled: it would take ")), found.note
+    assert_alike("mlp", "inductor")
