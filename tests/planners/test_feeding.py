@@ -56,3 +56,24 @@ def test_the_chain_is_as_good_as_the_best_of_all(seed: int, labels_stay: bool, o
         assert preference(problem, made)[0] == pytest.approx(best, rel=1e-9)
         assert made.certificate is not None
         assert made.certificate.lower_bound <= best * (1 + 1e-9)
+
+
+@pytest.mark.parametrize(
+    ("seed", "holders", "labels_stay"), [(2, 2, False), (2, 3, True), (3, 2, True), (11, 3, False)]
+)
+def test_where_memory_holds_copies_up_no_chain_is_below_the_bound(seed: int, holders: int, labels_stay: bool) -> None:
+    """One device for all holders is held up longer than they are: it counts for what fits, and not for the bound."""
+
+    def with_memory(memory: int) -> tuple[Problem, list[Plan]]:
+        problem = fed_problem(seed, holders + 2, holders=holders, labels_stay=labels_stay, memory=memory)
+        return problem, list(every_chain(problem))
+
+    _, free = with_memory(1 << 40)
+    largest = max(stage.memory.total for plan in free for stage in plan.stages)
+    problem, chains = with_memory(int(largest * (0.4 if seed == 11 else 0.55)))
+    best = min(chains, key=lambda plan: plan.predicted.step_s)
+    assert "memory" in best.predicted.bottleneck
+    made = make_plan("chain", problem)
+    assert made.predicted.step_s == pytest.approx(best.predicted.step_s, rel=1e-9)
+    assert made.certificate is not None
+    assert made.certificate.lower_bound <= best.predicted.step_s * (1 + 1e-9)

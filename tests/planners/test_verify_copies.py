@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Callable
+from dataclasses import replace
 
 import msgspec
 import pytest
@@ -14,6 +15,9 @@ from isthmus.planners import over_counts
 from isthmus.planners import plan as plan_by
 from isthmus.plans import Objective, Plan, Replica
 from isthmus.verification import Verdict, provable, verify
+from isthmus.verification.feeding import relaxed
+from isthmus.verification.reading import Reading
+from isthmus.verification.search import Search
 
 
 def check(plan: Plan, problem: Problem) -> Verdict:
@@ -50,6 +54,22 @@ def test_no_chain_is_below_what_the_check_proves(labels_stay: bool, memory: int)
         assert 0 < proven.bound <= best * (1 + 1e-9)
         for plan in chains[:: max(1, len(chains) // 8)]:
             assert not check(plan, problem).differences
+
+
+@pytest.mark.parametrize("labels_stay", [False, True])
+def test_the_bound_counts_the_sums_of_the_copies(labels_stay: bool) -> None:
+    more = 0
+    for seed in range(4):
+        problem = fed_problem(seed, 4, labels_stay=labels_stay)
+        best = min(plan.predicted.step_s for plan in every_chain(problem))
+        asked = relaxed(question_of(problem, (problem.micro_batches,)))
+        counted, alone = (
+            Search(Reading(question), priced=False).single(2 * best).bound
+            for question in (asked, replace(asked, fed=None))
+        )
+        assert alone <= counted <= best * (1 + 1e-9)
+        more += counted > alone * 1.01
+    assert more > 2
 
 
 def changed(plan: Plan, change: Callable[[Replica], Replica]) -> Plan:

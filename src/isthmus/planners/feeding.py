@@ -67,7 +67,8 @@ def fed(problem: Problem) -> Plan:
 def as_one(problem: Problem) -> Problem:
     """The same with one device in place of all holders, under the first one's name, that is as fast as they are
     together. What it takes no chain that they feed undercuts: a link of it has the least latency of theirs, and nothing
-    that leaves it costs money."""
+    that leaves it costs money. That is so of what it computes and sends, and of what fits into the tightest holder's
+    memory. How long that memory holds up a stage is not: of a copy only its part of a round trip counts."""
     fleet, terms = problem.fleet, problem.terms
     feeders, shares = terms.feeders, terms.shares
     first, others = feeders[0], [name for name in fleet.names if name not in feeders]

@@ -13,11 +13,12 @@ from isthmus.errors import UserError
 from isthmus.plans import Collective
 from isthmus.verification.bound import Bounds
 from isthmus.verification.cutting import CutGraph, cut
+from isthmus.verification.feeding import copies_sums
 from isthmus.verification.packing import as_asked, is_exact
 from isthmus.verification.pipeline import Pipeline
 from isthmus.verification.price import SECONDS_PER_HOUR, paid
 from isthmus.verification.reading import Reading
-from isthmus.verification.sums import Summed, summed_soonest, sums_s
+from isthmus.verification.sums import Summed, groups_soonest, summed_soonest, sums_s
 from isthmus.verification.verdict import CLOSE
 
 NEVER = float("inf")
@@ -73,7 +74,9 @@ class ClosedForm:
         held = [(p.devices, p.graph) for p in replicas]
         sync = summed_soonest(self.question.fleet, held, self._summed)
         sync = msgspec.structs.replace(sync, period=self.question.period)
-        if roughly and not self.question.gradients:
+        if self.question.fed is not None:
+            step_s = slowest_s + self.copies_s(replicas[0].graph)
+        elif roughly and not self.question.gradients:
             step_s = slowest_s + self._bounds.averaging_s(len(replicas))
         else:
             step_s = slowest_s + sums_s(self.question.fleet, sync)
@@ -89,6 +92,23 @@ class ClosedForm:
         if terms.max_price is None:
             return price
         return step_s if 1000 * price <= terms.max_price * (1 + CLOSE) else NEVER
+
+    def copies_s(self, graph: CutGraph, stages: Sequence[int] | None = None) -> float:
+        """Seconds of the sums of several holders whose chain is timed on one device in their place: of all stages that
+        have copies, or of some of these alone, which take no longer."""
+        fed = self.question.fed
+        if fed is None:
+            return 0.0
+        summed = copies_sums(fed, graph)
+        groups = [(fed.terms.feeders, names) for stage, names in summed.items() if stages is None or stage in stages]
+        return sums_s(fed.fleet, groups_soonest(fed.fleet, graph, groups, self._summed))
+
+    def first_sum_s(self, end: int) -> float:
+        """Of the copies of a first stage that ends before this position, alone."""
+        if self.question.fed is None:
+            return 0.0
+        graph = self._graph((0, end) if end < len(self.reading.operators) else (0,))
+        return self.copies_s(graph, (0,)) if graph is not None else 0.0
 
     def hourly(self, names: set[str]) -> float:
         """What these devices cost together."""

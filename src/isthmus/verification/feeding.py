@@ -127,8 +127,8 @@ def relaxed(question: Question) -> Question:
     With the part p of a holder, the device takes the largest of p * seconds of each, of compute and of every link. So a
     micro-batch alone takes no longer there than the mean of all ways, weighted by these parts. Of n holders one's round
     trip times its part is at least an n-th of that mean, so n times the memory holds a stage up no longer than theirs
-    does; two stages may divide it worse, and then it has no limit. Sums take no time, and what leaves a site has no
-    shared uplink and no price.
+    does; two stages may divide it worse, and then it has no limit. What leaves a site has no shared uplink and no
+    price. Sums are those of the copies: who holds which parameters depends on the cuts alone.
     """
     terms, fleet = question.terms, question.fleet
     if not terms.copied:
@@ -149,7 +149,8 @@ def relaxed(question: Question) -> Question:
     apart = [msgspec.structs.replace(fleet.device(name), region=f"of {name}") for name in others]
     merged = Fleet(name=fleet.name, devices=(together, *apart), links=Links(devices=tuple(routes)))
     return replace(
-        question, fleet=merged, terms=msgspec.structs.replace(terms, data_holders=(first,), own_samples=())
+        question, fleet=merged, terms=msgspec.structs.replace(terms, data_holders=(first,), own_samples=()),
+        fed=question,
     )  # fmt: skip
 
 

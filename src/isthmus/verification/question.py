@@ -59,6 +59,8 @@ class Question:
     """The numbers of micro-batches that a plan may choose from; none: `micro_batches` alone."""
     gradients: bool = True
     """Whether replicas sum gradients, in each step."""
+    fed: Question | None = None
+    """That of several holders, where this one has a device in place of all of them (`feeding.relaxed`)."""
 
     def __post_init__(self) -> None:
         if self.graph.mode != "train":

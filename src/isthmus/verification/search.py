@@ -14,6 +14,7 @@ import heapq
 import itertools
 import math
 from collections.abc import Iterator, Sequence
+from functools import cache
 from typing import NamedTuple
 
 from isthmus.verification.bound import Bounds
@@ -94,6 +95,7 @@ class Search:
         self._fleet, self._micro_batches = question.fleet, question.micro_batches
         self._speed = {name: question.flops_per_s(name) for name in question.fleet.names}
         self._edges = (0, *reading.places, len(reading.operators))
+        self._first_sum_s = cache(lambda end: self._form.first_sum_s(self._edges[end]))
         self._work = [reading.work[0][edge] + reading.work[1][edge] for edge in self._edges]
         self._returns_home = reading.labels_from is not None
         self._crossing = self._crossings()
@@ -286,7 +288,9 @@ class Search:
         start = before.end
         compute_s = (self._work[end] - self._work[start]) / self._speed[name]
         spent_s, slowest_s = before.spent_s + compute_s, max(before.slowest_s, compute_s)
-        if before.devices:
+        if not before.devices:
+            spent_s += self._first_sum_s(end)
+        else:
             earlier, source = before.starts[-1], before.devices[-1]
             near = [c for c in self._crossing[start] if c.home >= earlier and c.use < end]
             back_bytes = sum(c.size_bytes for c in near if c.returns < end)

@@ -8,7 +8,7 @@ is over before every link has carried all that crosses it.
 from __future__ import annotations
 
 import itertools
-from collections.abc import Iterator, Mapping, Sequence
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 
 from isthmus.fleet import Fleet
 from isthmus.plans import Collective, Sync, SyncGroup
@@ -41,9 +41,17 @@ def summed_soonest(
 ) -> Sync:
     """Gradients summed by sharded parameter servers, in a ring or by way of each region's leader: each group as it
     ends soonest alone. `known` keeps what was chosen before on this fleet."""
+    return groups_soonest(fleet, replicas[0][1], averaging_groups(replicas).items(), known)
+
+
+def groups_soonest(
+    fleet: Fleet, graph: CutGraph, summed: Iterable[tuple[tuple[str, ...], list[str]]],
+    known: dict[Summed, Collective],
+) -> Sync:  # fmt: skip
+    """As `summed_soonest`, of these members and parameters."""
     groups: list[SyncGroup] = []
-    for members, parameters in averaging_groups(replicas).items():
-        size_bytes = buffer_bytes(replicas[0][1], parameters, "gradients")
+    for members, parameters in summed:
+        size_bytes = buffer_bytes(graph, parameters, "gradients")
         if (members, size_bytes) not in known:
             known[members, size_bytes] = _soonest(fleet, members, size_bytes)
         collective = known[members, size_bytes]
