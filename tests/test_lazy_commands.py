@@ -31,7 +31,7 @@ print(json.dumps(found))
 """One process for all: what one command imports is still there at the next."""
 IMPORTED = """
 import json, sys
-import isthmus.api.overriding, isthmus.cli.coordinating, isthmus.federated.job
+import isthmus.api.overriding, isthmus.api.coordinating, isthmus.federated.job
 print(json.dumps(sorted(sys.modules)))
 """
 """What `serve` imports before it listens."""
@@ -46,7 +46,7 @@ def test_what_commands_do_not_import(tmp_path: Path) -> None:
     )
     found: dict[str, list[str]] = json.loads(done.stdout)
     assert "isthmus.cli.fleet_commands" not in found["--help"]
-    assert {"isthmus.cli.status", "isthmus.cli.roster"} <= set(found["drain"])
+    assert {"isthmus.cli.fleets", "isthmus.api.jobs"} <= set(found["drain"])
     assert [name for name in HEAVY if name in found["drain"]] == []
     torches = ("torch", "transformers", "datasets", "pyarrow", "safetensors", "sklearn")
     assert [name for name in torches if name in found["planners"]] == []

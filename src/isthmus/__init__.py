@@ -16,6 +16,7 @@ if TYPE_CHECKING:
     from isthmus import errors, sync
     from isthmus.api.federated import federate
     from isthmus.api.federated_results import FederatedResult
+    from isthmus.api.fleets import join, probe, serve
     from isthmus.api.observing import Observer
     from isthmus.api.planned import compare, plan, simulate, verify
     from isthmus.api.runs import Run
@@ -44,7 +45,10 @@ _WHERE = {
     "compare": "isthmus.api.planned",
     "errors": "isthmus.errors",
     "federate": "isthmus.api.federated",
+    "join": "isthmus.api.fleets",
     "plan": "isthmus.api.planned",
+    "probe": "isthmus.api.fleets",
+    "serve": "isthmus.api.fleets",
     "simulate": "isthmus.api.planned",
     "sync": "isthmus.sync",
     "train": "isthmus.api.training",
@@ -67,7 +71,10 @@ __all__ = [
     "compare",
     "errors",
     "federate",
+    "join",
     "plan",
+    "probe",
+    "serve",
     "simulate",
     "sync",
     "train",

@@ -14,7 +14,7 @@ from unittest import mock
 import msgspec
 import pytest
 
-from isthmus.cli import queueing
+from isthmus.api import queueing
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.identity.database import StoreError
 from isthmus.runtime.messages.fleet import Present

@@ -3,21 +3,20 @@
 from __future__ import annotations
 
 import contextlib
-import io
 import shutil
 import sqlite3
 from collections.abc import Callable
 from pathlib import Path
 
+import msgspec
 import pytest
-from rich.console import Console
 
-from isthmus.cli import coordinating
-from isthmus.cli.joining import Joining, join
-from isthmus.cli.serving import Serving
+from isthmus.api import coordinating
+from isthmus.api.joining import Joining, join_as
+from isthmus.api.listening import Serving
+from isthmus.api.observing import Silent
 from isthmus.errors import IsthmusError, UserError
 from isthmus.runtime.identity import Identity
-from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.service.agent import Agent, join_fleet, membership_in
 from isthmus.runtime.service.job_queue import JobQueue
 
@@ -89,7 +88,7 @@ DAMAGES: tuple[Damage, ...] = (_empty, _torn, _random, _zeros, _another_fleets, 
 def _serve(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`isthmus serve`, ended at once."""
     monkeypatch.setattr(coordinating, "run_queue", _look_into_queue)
-    coordinating.serve_submitted(folder, SERVING, Console(file=io.StringIO()))
+    coordinating.serve_submitted(msgspec.structs.replace(SERVING, state=folder), Silent(), lambda _: Silent())
 
 
 def _look_into_queue(service: object, queue: JobQueue, *_: object) -> int:
@@ -100,8 +99,7 @@ def _look_into_queue(service: object, queue: JobQueue, *_: object) -> int:
 def _join(folder: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """`isthmus join`, ended at once."""
     monkeypatch.setattr(Agent, "run", lambda _: None)
-    monkeypatch.setattr("sys.stdin", io.TextIOWrapper(io.BytesIO(b"")))
-    join(Joining(state=folder, ticket_file=None, name=None, patience="5 s", place=Place()))
+    join_as(Joining(state=folder, patience="5 s"), lambda _: None, lambda: "")
 
 
 def _check_refused(act: Callable[[], None], name: str) -> None:

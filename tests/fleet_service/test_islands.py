@@ -9,8 +9,8 @@ import msgspec
 import pytest
 import torch
 
-from isthmus.cli import joining
-from isthmus.cli.joining import _of_rank  # pyright: ignore[reportPrivateUsage]
+from isthmus.api import joining
+from isthmus.api.joining import _of_rank  # pyright: ignore[reportPrivateUsage]
 from isthmus.errors import UserError
 from isthmus.job import prepare
 from isthmus.runtime.device.island_ranks import Island, island_here

@@ -6,7 +6,7 @@ from pathlib import Path
 
 import pytest
 
-from isthmus.cli import joining
+from isthmus.api import joining
 from isthmus.errors import PeerError, UserError
 from isthmus.runtime.processes.launcher import Place
 from isthmus.runtime.processes.memory_limit import machine_memory_bytes

@@ -12,17 +12,20 @@ import time
 from collections.abc import Callable
 from pathlib import Path
 from types import SimpleNamespace
+from typing import TextIO
 from unittest import mock
 
 import msgspec
 import pytest
+from rich.console import Console
 
 import isthmus as isthmus_package
+from isthmus.api import queueing
 from isthmus.api.federating import FederatedChoices, ServeAs
 from isthmus.api.observing import Observer
 from isthmus.api.pipeline import Choices
-from isthmus.cli import queueing
-from isthmus.cli.queueing import INTERRUPTED, run_queue
+from isthmus.api.queueing import run_queue
+from isthmus.cli.terminal import Terminal
 from isthmus.errors import UserError
 from isthmus.federated.job import FederatedJob, load_federated_job
 from isthmus.job import Job
@@ -65,20 +68,23 @@ class _Tickets:
         return decode_ticket(self.given[-1])
 
 
+INTERRUPTED = 130
 Carry = Callable[[Job, Choices, Observer, Stop], int]
 
 
-def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> int:
-    """Serve until Ctrl-C, with `carry` in place of training; the exit code."""
+def _served(fleet: Fleet, queue: JobQueue, carry: Carry) -> None:
+    """Serve until Ctrl-C, with `carry` in place of training."""
 
     def run(job: Job, choices: Choices, observer: Observer, stop: Stop) -> SimpleNamespace:
         return SimpleNamespace(outcome="interrupted" if carry(job, choices, observer, stop) == INTERRUPTED else "done")
 
-    with mock.patch.object(queueing, "run_job", run):
-        try:
-            return run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append)
-        except KeyboardInterrupt:
-            return INTERRUPTED
+    with mock.patch.object(queueing, "run_job", run), contextlib.suppress(KeyboardInterrupt):
+        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, _logged)
+
+
+def _logged(file: TextIO) -> Terminal:
+    console = Console(file=file, width=140, markup=False)
+    return Terminal(console, console)
 
 
 def _ctrl_c() -> None:
@@ -99,7 +105,7 @@ def test_one_after_another_and_a_failure_stops_nobody(fleet: Fleet, tmp_path: Pa
             time.sleep(10)
         return 0
 
-    assert _served(fleet, queue, carry) == INTERRUPTED
+    _served(fleet, queue, carry)
     assert began == [("first", False, Path.cwd()), ("second", False, Path.cwd()), ("third", False, Path.cwd())]
     assert _states(queue) == ["done", "failed", "queued"], "what Ctrl-C ended waits for the next coordinator"
     assert queue.jobs()[1].detail == "no such data"
@@ -120,7 +126,7 @@ def test_ctrl_c_is_not_lost_on_a_job_that_fails_meanwhile(fleet: Fleet, tmp_path
         raise UserError("its devices did not come")
 
     heard = threading.Event()
-    assert _served(fleet, queue, carry) == INTERRUPTED
+    _served(fleet, queue, carry)
     assert _states(queue) == ["failed", "queued"]
 
 
@@ -148,7 +154,7 @@ def test_a_job_is_stopped_and_goes_on_where_it_was(fleet: Fleet, tmp_path: Path)
             time.sleep(10)
         return 0
 
-    assert _served(fleet, queue, carry) == INTERRUPTED
+    _served(fleet, queue, carry)
     runs = [tmp_path / name / "runs" / name for name in ("first", "second")]
     assert asked == [("first", False, runs[0]), ("second", False, runs[1]), ("first", True, runs[0])]
     assert _states(queue) == ["queued", "done"]
@@ -164,7 +170,7 @@ def test_a_job_whose_folder_or_log_is_gone_ends_nobody_else(fleet: Fleet, tmp_pa
         queue.submit(name, "pipeline", b"{}", tmp_path / name)
     with contextlib.closing(_submitted(fleet, tmp_path, "last")):
         job_log(fleet.state.folder, 2).mkdir(parents=True)
-        assert _served(fleet, queue, lambda *_: _ctrl_c() or time.sleep(10) or 0) == INTERRUPTED
+        _served(fleet, queue, lambda *_: _ctrl_c() or time.sleep(10) or 0)
     assert _states(queue) == ["failed", "failed", "queued"]
     assert "submitted from" in queue.jobs()[0].detail and "No such file" in queue.jobs()[0].detail
     assert queue.jobs()[1].detail == "its log cannot be written: Is a directory"
@@ -200,7 +206,7 @@ def test_a_federated_job_is_deployed(fleet: Fleet, tmp_path: Path) -> None:
 
     queue = JobQueue(fleet.state.folder)
     with mock.patch.object(queueing, "deploy", deploy):
-        assert run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append) == INTERRUPTED
+        run_queue(fleet.service, queue, fleet.state.folder, fleet.said.append, _logged)
     assert deployed == [(load_federated_job(job), False, fleet.service)]
     assert _states(queue) == ["queued"]
 

@@ -12,7 +12,7 @@ import numpy as np
 import pytest
 import torch
 
-from isthmus.cli.status import progressed
+from isthmus.api.status import progressed
 from isthmus.cost import build_plan
 from isthmus.data import DataSpec, load_dataset
 from isthmus.errors import UserError

@@ -6,7 +6,7 @@ import contextlib
 from collections.abc import Generator, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
-from typing import TYPE_CHECKING, Protocol
+from typing import TYPE_CHECKING, Protocol, TextIO
 
 import msgspec
 
@@ -110,6 +110,30 @@ class Observer(Protocol):
 
 class Silent(Observer):
     """Tells nobody."""
+
+
+class Written(Observer):
+    """Writes a line for each thing that a person may want to know.
+
+    >>> import sys
+    >>> Written(sys.stdout).evaluated(3, 0.5)
+    step 3: held-out loss 0.5000
+    """
+
+    def __init__(self, file: TextIO) -> None:
+        self._file = file
+
+    def note(self, text: str) -> None:
+        print(text, file=self._file, flush=True)
+
+    def stepped(self, done: StepDone) -> None:
+        self.note(f"step {done.step}/{done.steps}" + ("" if done.loss is None else f", loss {done.loss:.4f}"))
+
+    def evaluated(self, step: int, loss: float) -> None:
+        self.note(f"step {step}: held-out loss {loss:.4f}")
+
+    def saved(self, step: int, directory: Path) -> None:
+        self.note(f"checkpoint of step {step}: {directory}")
 
 
 class Unwatched:

@@ -163,6 +163,11 @@ def finite_points(points: Sequence[LossPoint]) -> list[tuple[int, float]]:
     return [(p.step, float("nan") if p.loss is None else p.loss) for p in points]
 
 
+def is_federated_run(path: Path) -> bool:
+    """Whether a run's folder is of a federated one."""
+    return RunFolder.existing(path).is_federated
+
+
 def calibrated(run: str | Path) -> Fleet:
     """The run's fleet with what its steps showed. UserError where nothing was measured."""
     found = Run(run).fitted_fleet

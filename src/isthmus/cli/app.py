@@ -10,11 +10,11 @@ from typing import TYPE_CHECKING, cast
 
 import typer
 
+from isthmus.api.stopping import terminable
 from isthmus.cli.later import Later
 from isthmus.cli.lazy import lazy_app
 from isthmus.errors import InternalError, IsthmusError, UserError
 from isthmus.plain import plain
-from isthmus.runtime.processes.interrupting import terminable
 
 if TYPE_CHECKING:
     from isthmus import extensions

@@ -2,20 +2,20 @@
 
 from __future__ import annotations
 
+import sys
 from pathlib import Path
 from typing import TYPE_CHECKING, Annotated
 
 import typer
 
 from isthmus.cli.later import Later
-from isthmus.cli.options import PatienceOption, local_path
+from isthmus.cli.options import PatienceOption, local_path, notes
 from isthmus.errors import UserError
-from isthmus.runtime.processes.launcher import Place
 
 if TYPE_CHECKING:
-    from isthmus.cli import joining
+    from isthmus.api import joining
 else:
-    joining = Later("isthmus.cli.joining")
+    joining = Later("isthmus.api.joining")
 
 app = typer.Typer()
 
@@ -73,7 +73,7 @@ def join(
     """Join a fleet and stay, ready to work. The first time it needs a ticket."""
     if data is not None and not data.is_dir():
         raise UserError(f"--data {data}: not a folder")
-    place = Place(
+    place = joining.Place(
         host="127.0.0.1" if relayed else host, port=port, address=address, relayed=relayed, data=data,
         data_kinds=joining.kinds_of(data_kinds), memory_bytes=joining.memory_of(memory), sharded=shard,
     )  # fmt: skip
@@ -81,4 +81,17 @@ def join(
         state=state, ticket_file=ticket_file, name=name, patience=patience, place=place, site=site,
         device=device, devices=devices, memory=memory,
     )  # fmt: skip
-    raise typer.Exit(joining.join(asked))
+    told = notes()
+
+    def say(text: str) -> None:
+        told.print(text, highlight=False, soft_wrap=True)
+
+    raise typer.Exit(joining.join_as(asked, say, _asked_ticket))
+
+
+def _asked_ticket() -> str:
+    """From a prompt or standard input; never from the command line, which other users can read."""
+    if sys.stdin.isatty():
+        return typer.prompt("Ticket", hide_input=True, err=True)
+    lines = iter(sys.stdin.buffer.readline, b"")  # bytes: what is no text is no ticket either
+    return next((line for line in lines if line.strip()), b"").decode(errors="replace")

@@ -2,18 +2,16 @@
 
 from __future__ import annotations
 
-import importlib
 from collections.abc import Sequence
 from pathlib import Path
 from typing import Annotated
 
-import msgspec
 import typer
 from rich.console import Console
 from rich.table import Table
 
-from isthmus.cli.options import PORT, JsonOption, out, state_folder
-from isthmus.runtime.service.machine import Finding, examine_machine
+from isthmus.api.doctoring import Finding, examine
+from isthmus.cli.options import JsonOption, out, print_json
 
 app = typer.Typer()
 
@@ -38,23 +36,17 @@ def doctor(
 
 def examined(state: Path | None, ticket_file: Path | None, out: Console, *, json: bool) -> int:
     """The exit code: 0 when nothing is wrong."""
-    folder = state or state_folder("device")
-    if ticket_file is None and not any((folder / name).exists() for name in ("key.pem", "membership.json")):
-        findings = examine_machine({"keys of a device": folder, "runs": Path("runs")}, PORT)
-        _show(findings, "This machine, which has joined no fleet", out, json=json)
-        good = all(finding.good for finding in findings)
-        if good and not json:
-            out.print("OK: it can plan, train, serve and join; `isthmus join` with a ticket comes next")
-        return 0 if good else 1
-    # Imported by name, as it needs torch: what is missing is found above
-    findings = importlib.import_module("isthmus.cli.joining").examined(folder, ticket_file)
-    _show(findings, "On the way to the coordinator", out, json=json)
-    return 0 if findings[-1].good else 1
+    found = examine(state, ticket_file)
+    title = "On the way to the coordinator" if found.joined else "This machine, which has joined no fleet"
+    _show(found.findings, title, out, json=json)
+    if found.good and not found.joined and not json:
+        out.print("OK: it can plan, train, serve and join; `isthmus join` with a ticket comes next")
+    return 0 if found.good else 1
 
 
 def _show(findings: Sequence[Finding], title: str, out: Console, *, json: bool) -> None:
     if json:
-        typer.echo(msgspec.json.format(msgspec.json.encode(findings), indent=1).decode())
+        print_json(findings)
         return
     drawn = Table("hop", "", "found", "what to do", title=title)
     for finding in findings:

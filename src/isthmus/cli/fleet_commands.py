@@ -7,14 +7,12 @@ from typing import TYPE_CHECKING, Annotated
 import typer
 
 from isthmus.cli.later import Later
-from isthmus.cli.options import JsonOption, StateOption, notes, out
+from isthmus.cli.options import JsonOption, StateOption
 
 if TYPE_CHECKING:
-    from isthmus.cli import jobs, roster, status
+    from isthmus.cli import fleets
 else:
-    jobs = Later("isthmus.cli.jobs")
-    roster = Later("isthmus.cli.roster")
-    status = Later("isthmus.cli.status")
+    fleets = Later("isthmus.cli.fleets")
 
 app = typer.Typer()
 
@@ -26,7 +24,7 @@ WantedArgument = Annotated[
 @app.command(name="jobs")
 def jobs_command(state: StateOption = None, json: JsonOption = False) -> None:
     """List the jobs that were submitted: what runs, waits, and how the others ended."""
-    jobs.jobs(state, out(), json=json)
+    fleets.show_jobs(state, json=json)
 
 
 @app.command(name="status")
@@ -36,7 +34,7 @@ def status_command(
     json: JsonOption = False,
 ) -> None:
     """Who is here, what runs and how far it is. On a terminal it stays and follows, until Ctrl-C."""
-    status.status(state, out(), json=json, once=once)
+    fleets.show_status(state, json=json, once=once)
 
 
 @app.command()
@@ -47,13 +45,13 @@ def logs(
     state: StateOption = None,
 ) -> None:
     """Print what a submitted job says."""
-    jobs.logs(state, job, follow=follow, everything=everything)
+    fleets.show_logs(state, job, follow=follow, everything=everything)
 
 
 @app.command()
 def stop(job: WantedArgument = None, state: StateOption = None) -> None:
     """End a submitted job: what it leased is finished, a checkpoint saved. `resume` goes on from there."""
-    jobs.stop(state, job, notes())
+    fleets.stop(state, job)
 
 
 @app.command()
@@ -64,7 +62,7 @@ def resume(
     state: StateOption = None,
 ) -> None:
     """Queue a job once more that was stopped or failed; it goes on from its newest checkpoint."""
-    jobs.resume(state, job, notes())
+    fleets.resume(state, job)
 
 
 @app.command()
@@ -73,7 +71,7 @@ def ticket(
     count: Annotated[int, typer.Option("--count", min=1, help="So many.")] = 1,
 ) -> None:
     """Print a ticket for one more device. It is good once and for 24 hours."""
-    roster.ticket(state, count)
+    fleets.show_tickets(state, count)
 
 
 @app.command()
@@ -83,7 +81,7 @@ def devices(
     json: JsonOption = False,
 ) -> None:
     """List the devices that joined; or shut one out, at once."""
-    roster.devices(state, revoke, out(), json=json)
+    fleets.show_devices(state, revoke, json=json)
 
 
 @app.command()
@@ -92,4 +90,4 @@ def drain(
     state: StateOption = None,
 ) -> None:
     """Have a device leave the run that it works for, without loss: others take over its part first."""
-    roster.drain(state, device)
+    fleets.drain(state, device)

@@ -2,22 +2,14 @@
 
 from __future__ import annotations
 
-from collections.abc import Callable
 from typing import TYPE_CHECKING, Annotated
 
 import msgspec
 import typer
 
+from isthmus.api import naming
 from isthmus.cli.later import Later
 from isthmus.cli.options import JsonOption, out
-from isthmus.cost.compression import describe_ratios, ratio_planner_names
-from isthmus.errors import UserError
-from isthmus.fleet import RANDOM, topology_names
-from isthmus.fleet import describe as describe_topology
-from isthmus.planners import describe as describe_planner
-from isthmus.planners import planner_names
-from isthmus.planners.cohort import cohort_names, describe_cohort
-from isthmus.planners.sync import describe_sync, sync_planner_names
 from isthmus.report.fleet_tables import names_table, planners_table, topologies_table
 
 if TYPE_CHECKING:
@@ -31,33 +23,22 @@ app = typer.Typer()
 @app.command()
 def topologies(json: JsonOption = False) -> None:
     """List the built-in fleets."""
-    pairs = [(name, describe_topology(name)) for name in (*topology_names(), RANDOM)]
+    found = naming.topologies()
     if json:
-        typer.echo(msgspec.json.encode(dict(pairs)).decode())
+        typer.echo(msgspec.json.encode(found).decode())
     else:
-        out().print(topologies_table(pairs))
-
-
-KINDS = {
-    "plan": ("Plans: `planner` of a job", planner_names, describe_planner),
-    "compression": ("Compression ratios: `compression.method` of a job", ratio_planner_names, describe_ratios),
-    "sync": ("When what is averaged: `planner=` of isthmus.sync", sync_planner_names, describe_sync),
-    "cohort": ("Clients on executors: `execution.planner` of a federated job", cohort_names, describe_cohort),
-}
-"""Kind of planner: what it plans and where it is named, the names, and one line on each."""
+        out().print(topologies_table(list(found.items())))
 
 
 @app.command()
 def planners(json: JsonOption = False) -> None:
     """List the planners."""
-    found = {
-        kind: {name: _described(describe, name) for name in names()} for kind, (_, names, describe) in KINDS.items()
-    }
+    found = naming.planners()
     if json:
-        typer.echo(msgspec.json.encode(found).decode())
+        typer.echo(msgspec.json.encode({kind: one.described for kind, one in found.items()}).decode())
         return
-    for kind, described in found.items():
-        out().print(planners_table(KINDS[kind][0], described.items()))
+    for one in found.values():
+        out().print(planners_table(one.where, one.described.items()))
 
 
 @app.command()
@@ -106,11 +87,3 @@ def _list(kind: str, *, json: bool) -> None:
     where = settings_reference.KINDS[kind][0]
     out().print(names_table(f"{kind.capitalize()}s: {where}", kind, found.items()))
     out().print("isthmus describe NAME shows the options of one", highlight=False)
-
-
-def _described(describe: Callable[[str], str], planner: str) -> str:
-    """One broken package must not hide the others."""
-    try:
-        return describe(planner)
-    except UserError as e:
-        return str(e)

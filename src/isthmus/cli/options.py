@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 import sys
 from pathlib import Path
 from typing import Annotated, Literal
@@ -12,8 +11,6 @@ import typer
 from rich.console import Console
 
 from isthmus.documents import check_is_local
-from isthmus.errors import UserError
-from isthmus.units import parse_duration
 
 
 def local_path(text: str) -> Path:
@@ -38,9 +35,6 @@ StateOption = Annotated[
         help="Folder with the fleet's keys; default ~/.local/state/isthmus/fleet.",
     ),
 ]
-PORT = 7433
-"""Of a coordinator."""
-LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
 SetOption = Annotated[
     list[str] | None,
     typer.Option("--set", metavar="KEY=VALUE", help="In place of what the job says: training.steps=50; repeatable."),
@@ -68,17 +62,3 @@ def notes() -> Console:
 
 def print_json(value: object) -> None:
     typer.echo(msgspec.json.format(msgspec.json.encode(value), indent=1).decode())
-
-
-def patience_s(text: str) -> float:
-    """Of --patience. UserError for one that no socket could wait, as none or ages."""
-    found = parse_duration(text, "--patience")
-    if not LEAST_PATIENCE_S <= found <= MOST_PATIENCE_S:
-        raise UserError(f"--patience: got {text!r}, expected 0.1 s to 1 day")
-    return found
-
-
-def state_folder(kind: str) -> Path:
-    """By convention of the XDG base directories."""
-    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
-    return Path(base) / "isthmus" / kind

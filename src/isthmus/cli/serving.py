@@ -1,84 +1,69 @@
-"""A coordinator's fleet: it listens."""
+"""What commands of a coordinator print."""
 
 from __future__ import annotations
 
-import contextlib
-import ipaddress
-import socket
-from collections.abc import Callable, Generator
 from pathlib import Path
+from typing import TextIO
 
-import msgspec
 import typer
 from rich.console import Console
 
-from isthmus.cli import options
-from isthmus.cli.options import state_folder
-from isthmus.errors import UserError
-from isthmus.runtime.service.fleet_state import Addresses, FleetState
-from isthmus.runtime.service.service import Service
+from isthmus.api import coordinating
+from isthmus.api.federating import FederatedChoices
+from isthmus.api.listening import Serving
+from isthmus.api.pipeline import Choices
+from isthmus.api.probing import Probing, probe_devices
+from isthmus.api.stopping import Stop
+from isthmus.api.submitting import submit_job
+from isthmus.cli.options import notes, out
+from isthmus.cli.terminal import Terminal, ended
+from isthmus.federated.job import FederatedJob
+from isthmus.fleet import dump_fleet
+from isthmus.job import Job
+from isthmus.report.fleet_tables import device_text, matrix_table
+
+LOG_WIDTH = 140
 
 
-class Serving(msgspec.Struct, frozen=True, kw_only=True):
-    """Where a coordinator listens, and how it is reached."""
-
-    host: str
-    port: int
-    addresses: tuple[str, ...]
-    tickets: int
-    patience: str
+def serve_job(job: Job, choices: Choices, where: Serving, *, json: bool) -> int:
+    """The exit code."""
+    return ended(lambda told: coordinating.serve_job(job, choices, where, told, Stop()), json=json)
 
 
-def teller(notes: Console) -> Callable[[str], None]:
-    """Tells people one line."""
-
-    def say(text: str) -> None:
-        notes.print(text, highlight=False, markup=False, soft_wrap=True)
-
-    return say
+def serve_federated(job: FederatedJob, choices: FederatedChoices, where: Serving, *, json: bool) -> int:
+    """The exit code."""
+    return ended(lambda told: coordinating.serve_federated(job, choices, where, told, Stop()), json=json)
 
 
-@contextlib.contextmanager
-def serving_fleet(state: Path | None, serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
-    """A service that listens; tickets are on stdout."""
-    fleet = FleetState(state or state_folder("fleet"))
-    patience_s = options.patience_s(serving.patience)
-    with (
-        fleet.served(),
-        Service(fleet, serving.host, serving.port, patience_s=patience_s, say=say) as service,
-    ):
-        fleet.listens_at(_addresses(serving, service.port))
-        service.start()
-        say(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")
-        for _ in range(serving.tickets):
-            typer.echo(fleet.ticket())
-        if serving.tickets:
-            say("each ticket lets one machine join, within 24 hours: `isthmus join` asks for it")
-        yield service
+def serve_submitted(where: Serving) -> int:
+    """The exit code, after Ctrl-C."""
+    coordinating.serve_submitted(where, Terminal(out(), notes()), _logged)
+    return 130
 
 
-def _addresses(serving: Serving, port: int) -> Addresses:
-    """UserError where nobody could tell how the coordinator is reached."""
-    if serving.addresses:
-        return tuple(_address(text, port) for text in serving.addresses)
-    if _is_wildcard(serving.host):
-        raise UserError(f"--host {serving.host!r}: tickets need an address that devices can dial: add --address HOST")
-    return ((serving.host, port),)
+def _logged(file: TextIO) -> Terminal:
+    console = Console(file=file, width=LOG_WIDTH, markup=False)
+    return Terminal(console, console)
 
 
-def _is_wildcard(host: str) -> bool:
-    """Of an address that can be bound. "" and "0" stand for every address too."""
-    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
-    return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
+def submit(state: Path | None, job: Job | FederatedJob) -> None:
+    handed, told = submit_job(job, state), notes()
+    typer.echo(handed.number)
+    place = f"{handed.before} before it" if handed.before else "nothing before it"
+    told.print(f"job {handed.number} ({job.name}) is queued, {place}", highlight=False)
+    if not handed.served:
+        told.print("no coordinator runs: `isthmus serve` without a job does what is queued", highlight=False)
 
 
-def _address(text: str, port: int) -> tuple[str, int]:
-    """HOST, HOST:PORT, or [HOST]:PORT for one with colons."""
-    if not text.strip("[]: "):
-        raise UserError(f"--address: got {text!r}, expected HOST or HOST:PORT")
-    host, colon, number = text.rpartition(":")
-    if not colon or text.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
-        return text.strip("[]"), port
-    if not number.isdecimal() or not 0 < int(number) < 65536:
-        raise UserError(f"--address {text}: port: got {number!r}, expected a number up to 65535")
-    return host.strip("[]"), int(number)
+def probe(asked: Probing, where: Serving, target: Path | None) -> None:
+    told = Terminal(out(), notes())
+    fleet = probe_devices(asked, where, told.note)
+    for device in fleet.devices:
+        told.note(f"{device.name}: {device_text(device)}")
+    if target is None:
+        typer.echo(dump_fleet(fleet))
+        notes().print(matrix_table(fleet))
+        return
+    target.write_text(dump_fleet(fleet), encoding="utf-8")
+    out().print(matrix_table(fleet))
+    told.note(f"wrote {target}: --fleet {target} plans with it")

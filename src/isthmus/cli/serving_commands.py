@@ -7,9 +7,9 @@ from typing import TYPE_CHECKING, Annotated
 
 import typer
 
+from isthmus.api.states import PORT
 from isthmus.cli.later import Later
 from isthmus.cli.options import (
-    PORT,
     FleetOption,
     JobFile,
     JsonOption,
@@ -18,22 +18,20 @@ from isthmus.cli.options import (
     StateOption,
     StepsOption,
     local_path,
-    notes,
 )
 
 if TYPE_CHECKING:
-    from isthmus.api import federating, overriding, pipeline
-    from isthmus.cli import coordinating, probing, serving, submitting, terminal
+    from isthmus.api import federating, listening, overriding, pipeline, probing
+    from isthmus.cli import serving, terminal
     from isthmus.federated import job as federated_job
 else:
-    coordinating = Later("isthmus.cli.coordinating")
     federating = Later("isthmus.api.federating")
     federated_job = Later("isthmus.federated.job")
-    probing = Later("isthmus.cli.probing")
+    listening = Later("isthmus.api.listening")
+    probing = Later("isthmus.api.probing")
     overriding = Later("isthmus.api.overriding")
     pipeline = Later("isthmus.api.pipeline")
     serving = Later("isthmus.cli.serving")
-    submitting = Later("isthmus.cli.submitting")
     terminal = Later("isthmus.cli.terminal")
 
 app = typer.Typer()
@@ -66,17 +64,20 @@ def serve(
     Without one it runs what `isthmus submit` hands in, one job after another, until Ctrl-C. A
     federated job trains at the sites that it names, which keep their data.
     """
-    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
+    where = listening.Serving(
+        host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience, state=state,
+        ticket=typer.echo,
+    )  # fmt: skip
     if job_file is None:
-        raise typer.Exit(coordinating.serve_submitted(state, where, notes()))
+        raise typer.Exit(serving.serve_submitted(where))
     if federated_job.is_federated(job_file):
         terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
         asked = federating.FederatedChoices(resume=resume, run=run)
         found = federating.read_job(job_file, asked)
-        raise typer.Exit(coordinating.serve_federated(found, asked, json, state, where))
+        raise typer.Exit(serving.serve_federated(found, asked, where, json=json))
     job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
     choices = pipeline.Choices(resume=resume, run=run)
-    raise typer.Exit(coordinating.serve_job(job, choices, json, state, where, notes()))
+    raise typer.Exit(serving.serve_job(job, choices, where, json=json))
 
 
 @app.command()
@@ -93,10 +94,10 @@ def submit(
     """
     if federated_job.is_federated(job_file):
         terminal.refuse_options({"--fleet": fleet, "--planner": planner, "--steps": steps})
-        submitting.submit(state, federating.read_job(job_file, federating.FederatedChoices()), notes())
+        serving.submit(state, federating.read_job(job_file, federating.FederatedChoices()))
     else:
         job = overriding.Changes(fleet=fleet, planner=planner, steps=steps).of(overriding.job_of(job_file))
-        submitting.submit(state, job, notes())
+        serving.submit(state, job)
 
 
 @app.command()
@@ -128,8 +129,9 @@ def probe(
     state: StateOption = None,
 ) -> None:
     """Measure this machine's devices, or those of a fleet and the links between them; write a fleet TOML."""
-    where = serving.Serving(host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience)
-    asked = probing.Probing(
-        names=tuple(names or ()), job=job, device=device, devices=devices, memory=memory, target=target
+    where = listening.Serving(
+        host=host, port=port, addresses=tuple(address or ()), tickets=tickets, patience=patience, state=state,
+        ticket=typer.echo,
     )  # fmt: skip
-    probing.probe(asked, state, where)
+    asked = probing.Probing(names=tuple(names or ()), job=job, device=device, devices=devices, memory=memory)
+    serving.probe(asked, where, target)

@@ -13,6 +13,7 @@ from isthmus.api.describing import description_of
 from isthmus.api.explaining import plan_job, weigh_model
 from isthmus.api.federated_simulating import simulate_rounds
 from isthmus.api.simulating import simulate_job
+from isthmus.api.stopping import Stop
 from isthmus.api.verifying import verify_plan
 from isthmus.cli.options import notes, out, print_json
 from isthmus.cli.terminal import Terminal
@@ -31,7 +32,6 @@ from isthmus.report import (
 )
 from isthmus.report.federated_progress import simulated_table
 from isthmus.report.graph_table import graph_table
-from isthmus.runtime.processes.interrupting import Stop
 from isthmus.trace import busy_share, link_bytes, steady_step_s, write_perfetto
 from isthmus.units import format_duration
 

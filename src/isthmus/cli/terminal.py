@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping
+from collections.abc import Callable, Mapping
 from contextlib import AbstractContextManager
 from pathlib import Path
 
@@ -14,7 +14,8 @@ from isthmus.api.federated_results import FederatedResult
 from isthmus.api.federating import FederatedChoices, run_simulated
 from isthmus.api.observing import Observer, Search, StepDone
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.api.runs import Run
+from isthmus.api.runs import Run, is_federated_run
+from isthmus.api.stopping import Stop
 from isthmus.cli.options import notes, out, print_json
 from isthmus.errors import Interrupted, UserError
 from isthmus.federated.history import RoundLine
@@ -25,7 +26,6 @@ from isthmus.job import Job
 from isthmus.plans import Plan
 from isthmus.report import PlanningProgress, Progress, comparison_table, memory_table, plan_overview
 from isthmus.report.federated_progress import FederatedProgress, rounds_table
-from isthmus.runtime.processes.interrupting import Stop
 
 
 class Terminal(Observer):
@@ -137,29 +137,27 @@ def print_run(run: Run, *, finished: bool) -> None:
 
 def show_training(job: Job, choices: Choices, *, json: bool) -> int:
     """The exit code."""
-    told = Terminal(out(), notes(), json=json)
-    try:
-        run = run_job(job, choices, told, Stop())
-    except Interrupted as e:
-        notes().print(str(e), highlight=False, soft_wrap=True)
-        if json and e.folder is not None:
-            print_run(Run(Path(e.folder)), finished=False)
-        return 130
-    if json and not told.reported_json:
-        print_run(run, finished=False)
-    return exit_code_of(run)
+    return ended(lambda told: run_job(job, choices, told, Stop()), json=json)
 
 
 def show_rounds(job: FederatedJob, choices: FederatedChoices, *, json: bool) -> int:
     """The exit code."""
+    return ended(lambda told: run_simulated(job, choices, told, Stop()), json=json)
+
+
+def ended(act: Callable[[Terminal], Run | FederatedResult], *, json: bool) -> int:
+    """The exit code of a run."""
+    told = Terminal(out(), notes(), json=json)
     try:
-        return exit_code_of(run_simulated(job, choices, Terminal(out(), notes(), json=json), Stop()))
+        run = act(told)
     except Interrupted as e:
         notes().print(str(e), highlight=False, soft_wrap=True)
+        folder = None if e.folder is None else Path(e.folder)
+        if json and folder is not None and not is_federated_run(folder):
+            print_run(Run(folder), finished=False)
         return 130
-
-
-def exit_code_of(run: Run | FederatedResult) -> int:
+    if json and not told.reported_json and isinstance(run, Run):
+        print_run(run, finished=False)
     return 130 if run.outcome == "interrupted" else 0
 
 

@@ -7,6 +7,7 @@ from collections.abc import Iterable
 from itertools import product
 
 from rich.console import Group, RenderableType
+from rich.table import Table
 from rich.text import Text
 
 from isthmus.fleet import Device, Fleet, Link
@@ -130,3 +131,25 @@ def _ranges(links: list[Link]) -> tuple[str, str]:
 
 def _range(low: str, high: str) -> str:
     return low if low == high else f"{low} - {high}"
+
+
+def matrix_table(fleet: Fleet) -> Table:
+    """Latency and bandwidth from each device to each, and its speed."""
+    names = fleet.names
+    drawn = Table("from", *names, "speed", title="Latency, bandwidth")
+    for device in fleet.devices:
+        cells = ["" if n == device.name else _link_text(fleet.link(device.name, n)) for n in names]
+        half = f", half {format_compute(device.half_flops_per_s)}" if device.half_flops_per_s else ""
+        drawn.add_row(device.name, *cells, format_compute(device.sustained_flops_per_s) + half)
+    return drawn
+
+
+def device_text(device: Device) -> str:
+    """What it is, for people."""
+    copies = f", {format_bandwidth(device.host_bytes_per_s)} to and from the host" if device.host_bytes_per_s else ""
+    speeds = "".join(f", {m.what} {format_compute(m.flops_per_s)}" for m in device.measured)
+    return f"{device.hardware or 'hardware not told'}, {format_size(device.memory_bytes)} of memory{copies}{speeds}"
+
+
+def _link_text(link: Link) -> str:
+    return f"{format_duration(link.latency_s)}, {format_bandwidth(link.bandwidth_bytes_per_s)}"

@@ -1,20 +1,18 @@
-"""`isthmus join` and `isthmus doctor`: a device's side of a fleet."""
+"""A device's side of a fleet."""
 
 from __future__ import annotations
 
 import os
 import platform
-import sys
 from collections.abc import Callable, Mapping, Sequence
 from functools import partial
 from pathlib import Path
 
 import msgspec
-import typer
 
 from isthmus.accelerators import AUTO, accelerator_names, open_accelerator, resolve_accelerator
-from isthmus.cli import options
-from isthmus.cli.options import state_folder
+from isthmus.api.states import patience_s as read_patience
+from isthmus.api.states import state_folder
 from isthmus.data import dataset_kinds
 from isthmus.data.allowed import check_kind
 from isthmus.data.callables import is_callable_name
@@ -32,15 +30,20 @@ from isthmus.runtime.service.machine import Finding
 from isthmus.runtime.service.together import run_together
 from isthmus.units import parse_size
 
+Ask = Callable[[], str]
+"""Gives the text of a ticket."""
+
 
 class Joining(msgspec.Struct, frozen=True, kw_only=True):
-    """What the command line says of a device."""
+    """What is said of a device."""
 
-    state: Path | None
-    ticket_file: Path | None
-    name: str | None
-    patience: str
-    place: Place
+    state: Path | None = None
+    """Folder of the key; none: ~/.local/state/isthmus/device."""
+    ticket_file: Path | None = None
+    name: str | None = None
+    """None: the host's name."""
+    patience: str = "60 s"
+    place: Place = Place()
     device: str = AUTO
     """Where it computes."""
     memory: str = ""
@@ -105,18 +108,13 @@ def part_of(accelerator: str) -> str:
     return accelerator.rpartition(":")[2]
 
 
-def join(joining: Joining) -> int:
-    """Until Ctrl-C or dismissal."""
-    told = options.notes()
-
-    def say(text: str) -> None:
-        told.print(text, highlight=False, soft_wrap=True)
-
+def join_as(joining: Joining, say: Callable[[str], None], ask: Ask) -> int:
+    """Until Ctrl-C or dismissal; the exit code. `ask` is called where a ticket is needed and no file has it."""
     folder = joining.state or state_folder("device")
-    patience_s = options.patience_s(joining.patience)
+    patience_s = read_patience(joining.patience)
     island = island_here(folder)
     if joining.devices:
-        return _several(joining, folder, patience_s, say)
+        return _several(joining, folder, patience_s, say, ask)
     if island is not None and joining.site is not None:
         raise UserError(f"--site: got {str(joining.site)!r} under torchrun: a site trains in one process")
     if island is not None and island.rank:
@@ -135,14 +133,14 @@ def join(joining: Joining) -> int:
     if joining.site is not None:
         config = load_site(joining.site)
         check_kind(config.data, place.data_kinds, foreign=False)
-        return _attend(config, joining, folder, patience_s, say)
+        return _attend(config, joining, folder, patience_s, say, ask)
     device = joining.device if island is None else _of_rank(joining.device, island)
     accelerator = resolve_accelerator(device, "--device")
     (found,) = hardware_of([accelerator], "--device")
     place = msgspec.structs.replace(
         place, accelerator=accelerator, hardware=found.label, memory_bytes=memory_of(joining.memory, accelerator)
     )
-    membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]
+    membership = _memberships(joining, {_name(joining): folder}, patience_s, ask)[0]
     say(f"{membership.name} computes on {place.hardware}")
     Agent(folder, membership, place, patience_s=patience_s, say=say).run()
     return 0
@@ -167,7 +165,7 @@ def _of_rank(device: str, island: Island) -> str:
     return here[island.number]
 
 
-def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:
+def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None], ask: Ask) -> int:
     """As `join`, with a device for each accelerator."""
     others = {"--site": joining.site is not None, "--device": joining.device != AUTO}
     others["torchrun"] = "WORLD_SIZE" in os.environ
@@ -176,7 +174,7 @@ def _several(joining: Joining, folder: Path, patience_s: float, say: Callable[[s
     chosen = accelerators_of(joining.devices)
     hardware = hardware_of(list(chosen.values()), "--devices")
     folders = {f"{_name(joining)}/{part}": folder / part for part in chosen}
-    memberships = _memberships(joining, folders, patience_s)
+    memberships = _memberships(joining, folders, patience_s, ask)
     agents: dict[str, Agent] = {}
     place = joining.place
     for number, (at, membership, found) in enumerate(zip(folders.values(), memberships, hardware, strict=True)):
@@ -195,9 +193,11 @@ def _say_of(say: Callable[[str], None], name: str, text: str) -> None:
     say(f"{name}: {text}")
 
 
-def _attend(config: SiteConfig, joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None]) -> int:
+def _attend(
+    config: SiteConfig, joining: Joining, folder: Path, patience_s: float, say: Callable[[str], None], ask: Ask
+) -> int:  # fmt: skip
     """As `join`, as a site: this process trains, and ends when it cannot do what the coordinator asks for."""
-    membership = _memberships(joining, {_name(joining): folder}, patience_s)[0]
+    membership = _memberships(joining, {_name(joining): folder}, patience_s, ask)[0]
     failures: list[IsthmusError] = []
 
     def fail(error: IsthmusError) -> None:
@@ -227,11 +227,13 @@ def _name(joining: Joining) -> str:
     return joining.name or platform.node()
 
 
-def _memberships(joining: Joining, folders: Mapping[str, Path], patience_s: float) -> list[Membership]:
+def _memberships(
+    joining: Joining, folders: Mapping[str, Path], patience_s: float, ask: Ask
+) -> list[Membership]:
     """Those that the folders of devices hold, by name, unless a ticket for another is given."""
     held = {name: membership_in(folder) for name, folder in folders.items()}
     wanted = {name: folders[name] for name in folders if held[name] is None or joining.ticket_file is not None}
-    made = join_fleet(_ticket(joining.ticket_file), wanted, patience_s) if wanted else {}
+    made = join_fleet(_ticket(joining, ask), wanted, patience_s) if wanted else {}
     found: list[Membership] = []
     for name, folder in folders.items():
         membership = made.get(name) or held[name]
@@ -245,11 +247,5 @@ def _memberships(joining: Joining, folders: Mapping[str, Path], patience_s: floa
     return found
 
 
-def _ticket(file: Path | None) -> Ticket:
-    """From a file, a prompt or standard input; never from the command line, which other users can read."""
-    if file is not None:
-        return read_ticket(file)
-    if sys.stdin.isatty():
-        return decode_ticket(typer.prompt("Ticket", hide_input=True, err=True))
-    lines = iter(sys.stdin.buffer.readline, b"")  # bytes: what is no text is no ticket either
-    return decode_ticket(next((line for line in lines if line.strip()), b"").decode(errors="replace"))
+def _ticket(joining: Joining, ask: Ask) -> Ticket:
+    return read_ticket(joining.ticket_file) if joining.ticket_file is not None else decode_ticket(ask())

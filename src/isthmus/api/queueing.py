@@ -1,4 +1,4 @@
-"""`isthmus serve` without a job: runs what is submitted, one job after another, until Ctrl-C."""
+"""Runs what is submitted, one job after another, until that is to stop."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ import time
 from collections.abc import Callable, Generator
 from functools import partial
 from pathlib import Path
-from typing import TypeVar
+from typing import TextIO, TypeVar
 
 import msgspec
-from rich.console import Console
 
 from isthmus.api.federating import FederatedChoices, deploy
 from isthmus.api.folder import RunFolder
+from isthmus.api.observing import Observer
 from isthmus.api.pipeline import Choices, run_job
-from isthmus.cli.terminal import Terminal
 from isthmus.errors import IsthmusError, UserError
 from isthmus.federated.job import FederatedJob
 from isthmus.job import Job
@@ -31,13 +30,16 @@ LOOK_S = 0.5
 """How often to look into the queue."""
 REMIND_S = 30.0
 """How often to say that the queue cannot be written."""
-LOG_WIDTH = 140
-INTERRUPTED = 130
+Logged = Callable[[TextIO], Observer]
+"""Writes what it is told into a job's log."""
+Opened = Callable[[], contextlib.AbstractContextManager[Observer]]
 Result = TypeVar("Result")
 
 
-def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callable[[str], None]) -> int:
-    """Returns the exit code, after Ctrl-C."""
+def run_queue(
+    service: Service, queue: JobQueue, state_folder: Path, say: Callable[[str], None], logged: Logged
+) -> None:  # fmt: skip
+    """Returns once Ctrl-C came while a job ran; raises KeyboardInterrupt where it comes between jobs."""
     with queue.served():
         while True:
             job = _stored(queue.begin, say)
@@ -47,13 +49,14 @@ def run_queue(service: Service, queue: JobQueue, state_folder: Path, say: Callab
             say(f"job {job.number} ({job.name}) begins")
             stop, stopped = Stop(), threading.Event()
             try:
-                state, detail = _carried_out(job, service, queue, state_folder, stop, stopped)
+                opened = partial(_opened, state_folder, job, logged)
+                state, detail = _carried_out(job, service, queue, opened, stop, stopped)
             except OSError as e:  # of its log: a full disk, say. The others, and whoever waits, are not to suffer
                 state, detail = "failed", plain(f"its log cannot be written: {e.strerror or e}")
             _stored(partial(queue.end, job.number, state, detail), say)
             say(f"job {job.number} ({job.name}): {state}{': ' if detail else ''}{detail}")
             if state == "queued" or (stop.requested and not stopped.is_set()):
-                return INTERRUPTED  # also where the job was over, or failed, as Ctrl-C came
+                return  # also where the job was over, or failed, as Ctrl-C came
 
 
 def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
@@ -72,31 +75,38 @@ def _stored(act: Callable[[], Result], say: Callable[[str], None]) -> Result:
 
 
 def _carried_out(
-    job: Submitted, service: Service, queue: JobQueue, state_folder: Path, stop: Stop, stopped: threading.Event
+    job: Submitted, service: Service, queue: JobQueue, opened: Opened, stop: Stop, stopped: threading.Event
 ) -> tuple[State, str]:  # fmt: skip
     """What becomes of it, and why. `stopped` is set when somebody did not want it any more."""
+    with opened() as observer:
+        outcome = ""
+        try:
+            with _where_submitted(job), _watched(stop, lambda: queue.is_unwanted(job.number), stopped):
+                outcome = _run(job, service, queue, observer, stop)
+        except IsthmusError as e:
+            reason = plain(str(e))
+        except KeyboardInterrupt as e:  # before or after what would have taken it to a good end
+            observer.note(str(e))
+            outcome, reason = "interrupted", ""
+        except Exception as e:  # one job's fault, or ours: the others shall run all the same
+            reason = plain(f"internal: {type(e).__name__}: {e}")
+        else:
+            reason = ""
+        if reason:
+            observer.note(f"error: {reason}")
+            return "failed", reason
+        if outcome == "interrupted":
+            return ("stopped" if stopped.is_set() else "queued"), ""
+        return "done", ""
+
+
+@contextlib.contextmanager
+def _opened(state_folder: Path, job: Submitted, logged: Logged) -> Generator[Observer]:
+    """Its log."""
     log = job_log(state_folder, job.number)
     log.parent.mkdir(mode=0o700, exist_ok=True)
     with log.open("a", encoding="utf-8", buffering=1) as file:
-        console = Console(file=file, width=LOG_WIDTH, markup=False)
-        try:
-            with _where_submitted(job), _watched(stop, lambda: queue.is_unwanted(job.number), stopped):
-                code = _run(job, service, queue, console, stop)
-        except IsthmusError as e:
-            code, reason = e.exit_code, plain(str(e))
-        except KeyboardInterrupt as e:  # before or after what would have taken it to a good end
-            console.print(str(e), highlight=False, soft_wrap=True)
-            code, reason = INTERRUPTED, ""
-        except Exception as e:  # one job's fault, or ours: the others shall run all the same
-            code, reason = 1, plain(f"internal: {type(e).__name__}: {e}")
-        else:
-            reason = f"ended with code {code}"
-        if code == 0:
-            return "done", ""
-        if code == INTERRUPTED:
-            return ("stopped" if stopped.is_set() else "queued"), ""
-        console.print(f"error: {reason}", highlight=False, markup=False, soft_wrap=True)
-        return "failed", reason
+        yield logged(file)
 
 
 @contextlib.contextmanager
@@ -110,18 +120,17 @@ def _where_submitted(job: Submitted) -> Generator[None]:
         yield
 
 
-def _run(job: Submitted, service: Service, queue: JobQueue, console: Console, stop: Stop) -> int:
+def _run(job: Submitted, service: Service, queue: JobQueue, observer: Observer, stop: Stop) -> str:
     again = f"`isthmus resume {job.number}`"
     if job.kind == "federated":
         made = msgspec.json.decode(job.document, type=FederatedJob)
         folder = _folder(job, made.run_dir, queue)
         choices = FederatedChoices(resume=folder.begun, run=folder.path, again=again)
-        result = deploy(made, choices, lambda _: contextlib.nullcontext(service), Terminal(console, console), stop)
-        return INTERRUPTED if result.outcome == "interrupted" else 0
+        return deploy(made, choices, lambda _: contextlib.nullcontext(service), observer, stop).outcome
     made = msgspec.json.decode(job.document, type=Job)
     folder = _folder(job, made.run_dir, queue)
     choices = Choices(resume=folder.begun, run=folder.path, crew=service, again=again)
-    return INTERRUPTED if run_job(made, choices, Terminal(console, console), stop).outcome == "interrupted" else 0
+    return run_job(made, choices, observer, stop).outcome
 
 
 def _folder(job: Submitted, parent: str, queue: JobQueue) -> RunFolder:

@@ -1,14 +1,13 @@
-"""`isthmus submit`: a job for the coordinator that serves the fleet."""
+"""Jobs for the coordinator that serves the fleet."""
 
 from __future__ import annotations
 
 from pathlib import Path
+from typing import NamedTuple
 
 import msgspec
-import typer
-from rich.console import Console
 
-from isthmus.cli.jobs import opened
+from isthmus.api.jobs import opened
 from isthmus.data.allowed import refuse_paths
 from isthmus.errors import unknown_name
 from isthmus.federated.job import FederatedJob, check_deployment
@@ -17,8 +16,16 @@ from isthmus.models import model_names
 from isthmus.runtime.service.bulletin import posted
 
 
-def submit(state: Path | None, job: Job | FederatedJob, out: Console) -> None:
-    """Hand it in. UserError for what could not be run anyway."""
+class Handed(NamedTuple):
+    number: int
+    before: int
+    """Jobs that wait or run."""
+    served: bool
+    """Whether a coordinator is there."""
+
+
+def submit_job(job: Job | FederatedJob, state: Path | None = None) -> Handed:
+    """Hand it in. Paths in it count from the current folder. UserError for what could not be run anyway."""
     if isinstance(job, FederatedJob):
         check_deployment(job)
     else:
@@ -29,9 +36,6 @@ def submit(state: Path | None, job: Job | FederatedJob, out: Console) -> None:
     with opened(state) as (queue, folder):
         kind = "federated" if isinstance(job, FederatedJob) else "pipeline"
         number = queue.submit(job.name, kind, msgspec.json.encode(job), Path.cwd())
-        typer.echo(number)
         waiting = [j for j in queue.jobs() if j.state in ("queued", "running") and j.number != number]
-        place = f"{len(waiting)} before it" if waiting else "nothing before it"
-        out.print(f"job {number} ({job.name}) is queued, {place}", highlight=False)
-        if (news := posted(folder)) is None or not news.fresh:
-            out.print("no coordinator runs: `isthmus serve` without a job does what is queued", highlight=False)
+        news = posted(folder)
+        return Handed(number, len(waiting), served=news is not None and news.fresh)

@@ -1,0 +1,80 @@
+"""A coordinator's fleet: it listens."""
+
+from __future__ import annotations
+
+import contextlib
+import ipaddress
+import socket
+from collections.abc import Callable, Generator
+from pathlib import Path
+
+import msgspec
+
+from isthmus.api.states import PORT, patience_s, state_folder
+from isthmus.errors import UserError
+from isthmus.runtime.service.fleet_state import Addresses, FleetState
+from isthmus.runtime.service.service import Service
+
+
+class Serving(msgspec.Struct, frozen=True, kw_only=True):
+    """Where a coordinator listens, and how it is reached."""
+
+    host: str = "127.0.0.1"
+    """Address to listen on."""
+    port: int = PORT
+    """0: any that is free."""
+    addresses: tuple[str, ...] = ()
+    """HOST or HOST:PORT by which devices reach it; none: `host`."""
+    tickets: int = 0
+    """So many are made at the start."""
+    patience: str = "60 s"
+    """Silence after which a device is lost."""
+    state: Path | None = None
+    """Folder with the fleet's keys; none: ~/.local/state/isthmus/fleet."""
+    ticket: Callable[[str], None] = lambda _: None
+    """Is given each ticket."""
+
+
+@contextlib.contextmanager
+def serving_fleet(serving: Serving, say: Callable[[str], None]) -> Generator[Service]:
+    """A service that listens."""
+    fleet = FleetState(serving.state or state_folder("fleet"))
+    with (
+        fleet.served(),
+        Service(fleet, serving.host, serving.port, patience_s=patience_s(serving.patience), say=say) as service,
+    ):
+        fleet.listens_at(_addresses(serving, service.port))
+        service.start()
+        say(f"listening on {serving.host}:{service.port} with TLS; state folder {fleet.folder}")
+        for _ in range(serving.tickets):
+            serving.ticket(fleet.ticket())
+        if serving.tickets:
+            say("each ticket lets one machine join, within 24 hours: `isthmus join` asks for it")
+        yield service
+
+
+def _addresses(serving: Serving, port: int) -> Addresses:
+    """UserError where nobody could tell how the coordinator is reached."""
+    if serving.addresses:
+        return tuple(_address(text, port) for text in serving.addresses)
+    if _is_wildcard(serving.host):
+        raise UserError(f"--host {serving.host!r}: tickets need an address that devices can dial: add --address HOST")
+    return ((serving.host, port),)
+
+
+def _is_wildcard(host: str) -> bool:
+    """Of an address that can be bound. "" and "0" stand for every address too."""
+    found = socket.getaddrinfo(host or None, 0, type=socket.SOCK_STREAM, flags=socket.AI_PASSIVE)
+    return any(ipaddress.ip_address(entry[4][0]).is_unspecified for entry in found)
+
+
+def _address(text: str, port: int) -> tuple[str, int]:
+    """HOST, HOST:PORT, or [HOST]:PORT for one with colons."""
+    if not text.strip("[]: "):
+        raise UserError(f"--address: got {text!r}, expected HOST or HOST:PORT")
+    host, colon, number = text.rpartition(":")
+    if not colon or text.endswith("]") or (":" in host.strip("[]") and not host.startswith("[")):
+        return text.strip("[]"), port
+    if not number.isdecimal() or not 0 < int(number) < 65536:
+        raise UserError(f"--address {text}: port: got {number!r}, expected a number up to 65535")
+    return host.strip("[]"), int(number)

@@ -1,0 +1,27 @@
+"""Where a machine keeps what it is in a fleet, and how long it waits for others."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from isthmus.errors import UserError
+from isthmus.units import parse_duration
+
+PORT = 7433
+"""Of a coordinator."""
+LEAST_PATIENCE_S, MOST_PATIENCE_S = 0.1, 86400.0
+
+
+def patience_s(text: str) -> float:
+    """Of --patience. UserError for one that no socket could wait, as none or ages."""
+    found = parse_duration(text, "--patience")
+    if not LEAST_PATIENCE_S <= found <= MOST_PATIENCE_S:
+        raise UserError(f"--patience: got {text!r}, expected 0.1 s to 1 day")
+    return found
+
+
+def state_folder(kind: str) -> Path:
+    """By convention of the XDG base directories."""
+    base = os.environ.get("XDG_STATE_HOME") or Path.home() / ".local" / "state"
+    return Path(base) / "isthmus" / kind

@@ -1,0 +1,78 @@
+"""Who is here, what runs, and how far it is."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import msgspec
+
+from isthmus.api.losses import losses_in
+from isthmus.documents import read_lines
+from isthmus.plans import read_spent
+from isthmus.runtime.service.bulletin import Bulletin, LinkNews, posted
+from isthmus.runtime.service.job_queue import JobQueue, Submitted
+from isthmus.runtime.transport.relayed import RelayedLink
+
+__all__ = ["LinkNews", "Progressed", "RelayedLink", "Status", "progressed", "status_of"]
+
+
+class Progressed(msgspec.Struct, frozen=True, kw_only=True):
+    """How far a job is, in optimizer steps or federated rounds."""
+
+    job: int
+    name: str
+    unit: str
+    done: int
+    of: int
+    loss: float | None
+    privacy: str = ""
+    """What its messages have told of samples, where noise covers them."""
+
+
+class _Evaluated(msgspec.Struct, frozen=True):
+    loss: float | None = None
+
+
+class _Round(msgspec.Struct, frozen=True):
+    """Of a line of `federated/history.py`, what is told here: the whole line is for who has imported torch."""
+
+    evaluation: _Evaluated | None = None
+
+
+class Status(msgspec.Struct, frozen=True, kw_only=True):
+    coordinator: Bulletin | None
+    """None when none serves the folder."""
+    running: Progressed | None
+    waiting: tuple[int, ...]
+    """Numbers of jobs."""
+
+
+def status_of(queue: JobQueue, folder: Path) -> Status:
+    news = posted(folder)
+    jobs = queue.jobs()
+    running = next((job for job in jobs if job.state == "running"), None)
+    return Status(
+        coordinator=news if news is not None and news.fresh else None,
+        running=progressed(running) if running is not None else None,
+        waiting=tuple(job.number for job in jobs if job.state == "queued"),
+    )
+
+
+def progressed(job: Submitted) -> Progressed:
+    """By the run's folder."""
+    document: dict[str, dict[str, int]] = msgspec.json.decode(job.document)
+    folder = Path(job.folder)
+    if job.kind == "federated":
+        rounds = read_lines(folder / "rounds.jsonl", _Round) if job.folder else []
+        evaluated = [line.evaluation.loss for line in rounds if line.evaluation is not None]
+        return Progressed(
+            job=job.number, name=job.name, unit="rounds", done=len(rounds), of=document["federated"]["rounds"],
+            loss=evaluated[-1] if evaluated else None,
+        )  # fmt: skip
+    points = [p for p in losses_in(folder) if p.split == "train"] if job.folder else []
+    spent = read_spent(folder) if job.folder else None
+    return Progressed(
+        privacy=str(spent) if spent is not None else "",
+        job=job.number, name=job.name, unit="steps", done=points[-1].step if points else 0,
+        of=document["training"]["steps"], loss=points[-1].loss if points else None,
+    )  # fmt: skip
