@@ -325,17 +325,28 @@ class TorchEngine:
             return found[: len(leaves)]
         for variable in variables.values():
             variable.grad = None  # of a step that was collected and not updated with
-        taking = [v.register_post_accumulate_grad_hook(partial(self._take, name)) for name, v in variables.items()]
+        failed: list[Exception] = []
+        taking = [
+            v.register_post_accumulate_grad_hook(partial(self._take, name, failed)) for name, v in variables.items()
+        ]
         try:
             torch.autograd.backward(roots, seeds, inputs=[*leaves, *variables.values()])
         finally:
             for hook in taking:
                 hook.remove()
+        if failed:
+            raise failed.pop()
         return [leaf.grad for leaf in leaves]
 
-    def _take(self, name: str, variable: Tensor) -> None:
+    def _take(self, name: str, failed: list[Exception], variable: Tensor) -> None:
+        """Errors are kept: where a device is written in Python torch ends the process for one that leaves a hook."""
         gradient, variable.grad = variable.grad, None
-        self._accumulate(name, gradient)
+        if failed:
+            return
+        try:
+            self._accumulate(name, gradient)
+        except Exception as e:
+            failed.append(e)
 
     def _loss_gradient(self, loss: Tensor) -> Tensor:
         seed = self._seed_gradient
