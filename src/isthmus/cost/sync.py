@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 from collections import defaultdict
 from collections.abc import Iterator, Mapping, Sequence
+from typing import NamedTuple
 
 import msgspec
 
@@ -28,15 +29,22 @@ Holders = Sequence[tuple[Sequence[str], Sequence[StageGraph]]]
 """Each replica's devices and stages."""
 
 
+class Members(NamedTuple):
+    """Who sums a parameter: as a `SyncGroup` has it."""
+
+    devices: tuple[str, ...]
+    stages: tuple[int, ...] = ()
+
+
 def replica_sync(flow: Flow, fleet: Fleet, policy: SyncPolicy, replicas: Holders) -> Sync:
     """What replicas sum under a policy. `dream` begins as `partial`: its planner moves parameters between steps."""
     if len(replicas) < 2:
         return Sync()
     held, period = owners(replicas), policy.period
     if policy.mode == "every-step":
-        return grouped(flow, fleet, {name: (devices, (0,)) for name, devices in held.items()}, "gradients", 1)
+        return grouped(flow, fleet, {name: (members, (0,)) for name, members in held.items()}, "gradients", 1)
     steps = _steps(policy, len(held))
-    dated = {name: (devices, (step,)) for (name, devices), step in zip(held.items(), steps, strict=True)}
+    dated = {name: (members, (step,)) for (name, members), step in zip(held.items(), steps, strict=True)}
     if policy.outer is None:
         return grouped(flow, fleet, dated, "parameters", period)
     return msgspec.structs.replace(grouped(flow, fleet, dated, "deltas", period), outer=policy.outer)
@@ -48,8 +56,8 @@ def copies_sync(flow: Flow, fleet: Fleet, terms: Terms, stages: Sequence[StageGr
     for number in sorted({0, len(stages) - 1} if terms.labels_stay else {0}):
         stage = stages[number]
         names = [op.name for op in stage.variables() if trainable(op) and op.name not in stage.borrows]
-        summed = grouped(flow, fleet, dict.fromkeys(names, (terms.feeders, (0,))), "gradients", 1).groups
-        groups += [msgspec.structs.replace(group, stage=number) for group in summed]
+        summed = grouped(flow, fleet, dict.fromkeys(names, (Members(terms.feeders), (0,))), "gradients", 1).groups
+        groups += [msgspec.structs.replace(group, stages=(number,) * len(group.devices)) for group in summed]
     return Sync(groups=tuple(groups))
 
 
@@ -65,36 +73,41 @@ def _steps(policy: SyncPolicy, count: int) -> list[int]:
     return [number * period // count for number in range(count)]
 
 
-def owners(replicas: Holders) -> dict[str, tuple[str, ...]]:
-    """By trainable parameter, the device of each replica that updates it; in the graph's order of the first replica."""
+def owners(replicas: Holders) -> dict[str, Members]:
+    """By trainable parameter, who updates it in each replica; in the graph's order of the first replica."""
+    several = any(len(set(devices)) < len(devices) for devices, _ in replicas)
     found = [
         {
-            op.name: device
-            for device, stage in zip(devices, stages, strict=True)
+            op.name: (device, number)
+            for number, (device, stage) in enumerate(zip(devices, stages, strict=True))
             for op in stage.variables()
             if trainable(op) and op.name not in stage.borrows
         }
         for devices, stages in replicas
     ]
-    return {name: tuple(owner[name] for owner in found) for name in found[0]}
+    held = {name: [owner[name] for owner in found] for name in found[0]}
+    return {
+        name: Members(tuple(device for device, _ in each), tuple(number for _, number in each) if several else ())
+        for name, each in held.items()
+    }
 
 
 def grouped(
-    flow: Flow, fleet: Fleet, parameters: Mapping[str, tuple[tuple[str, ...], tuple[int, ...]]],
+    flow: Flow, fleet: Fleet, parameters: Mapping[str, tuple[Members, tuple[int, ...]]],
     averages: Averages, period: int,
 ) -> Sync:  # fmt: skip
-    """Parameters with the same devices and iterations make one group, summed by the fastest collective."""
-    names: defaultdict[tuple[tuple[str, ...], tuple[int, ...]], list[str]] = defaultdict(list)
+    """Parameters with the same members and iterations make one group, summed by the fastest collective."""
+    names: defaultdict[tuple[Members, tuple[int, ...]], list[str]] = defaultdict(list)
     for name, key in parameters.items():
         names[key].append(name)
     return Sync(
         averages=averages, period=period,
         groups=tuple(
             fastest(fleet, SyncGroup(
-                devices=devices, parameters=tuple(held), iterations=iterations,
+                devices=members.devices, stages=members.stages, parameters=tuple(held), iterations=iterations,
                 size_bytes=buffer_bytes(flow, held, averages),
             ))
-            for (devices, iterations), held in names.items()
+            for (members, iterations), held in names.items()
         ),
     )  # fmt: skip
 

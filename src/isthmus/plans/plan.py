@@ -19,7 +19,7 @@ from isthmus.plans.schedule import Schedule
 from isthmus.plans.seats import seats_of
 from isthmus.plans.terms import Terms
 
-PLAN_VERSION = 7
+PLAN_VERSION = 8
 Positive = Annotated[int, Meta(ge=1)]
 NotNegative = Annotated[int, Meta(ge=0)]
 
@@ -180,8 +180,8 @@ class SyncGroup(msgspec.Struct, frozen=True, kw_only=True):
     collective: Collective = Collective()
     iterations: tuple[NotNegative, ...] = (0,)
     """In which steps of a period."""
-    stage: int | None = None
-    """Whose copies are summed; None where replicas are."""
+    stages: tuple[NotNegative, ...] = ()
+    """Of each device, which stage of its replica sums: of copies, and where a device has several; empty otherwise."""
 
 
 Averages = Literal["gradients", "parameters", "deltas"]
@@ -281,16 +281,18 @@ class Plan(msgspec.Struct, frozen=True, kw_only=True):
         return seats_of(self.devices)
 
     def members(self, group: SyncGroup) -> tuple[int, ...]:
-        """The workers that sum: the copies of the group's stage, or of each device the first stage, the last there to
-        have all its gradients. UserError for a device without any."""
-        devices = self.devices
-        chosen = list(range(len(devices)))
-        if group.stage is not None:
-            chosen = [worker for worker, stage in enumerate(self.replica.stage_of) if stage == group.stage]
-        workers = {devices[worker]: worker for worker in reversed(chosen)}
-        if unknown := [device for device in group.devices if device not in workers]:
-            raise UserError(f"got device {unknown[0]!r}, expected one that has a stage")
-        return tuple(workers[device] for device in group.devices)
+        """The workers that sum. UserError for a device without the stage, or without any."""
+        numbers = [number for replica in self.replicas for number in replica.stage_of]
+        placed = {place: worker for worker, place in enumerate(zip(self.devices, numbers, strict=True))}
+        first = {device: worker for (device, _), worker in reversed(placed.items())}
+        if group.stages and len(group.stages) != len(group.devices):
+            raise UserError(f"got {len(group.stages)} stages, expected one of each of the {len(group.devices)} devices")
+        found = [placed.get(place) for place in zip(group.devices, group.stages, strict=True)] if group.stages else [
+            first.get(device) for device in group.devices
+        ]
+        if None in found:
+            raise UserError(f"got device {group.devices[found.index(None)]!r}, expected one that has a stage")
+        return tuple(worker for worker in found if worker is not None)
 
     def boundaries(self) -> list[int]:
         """First operator number of every stage but the first."""

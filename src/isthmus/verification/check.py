@@ -21,7 +21,7 @@ from isthmus.verification.packing import least_bytes, packed_bytes
 from isthmus.verification.price import paid
 from isthmus.verification.question import Question
 from isthmus.verification.reading import Reading
-from isthmus.verification.sums import averaging_groups, buffer_bytes, sums_s, well_formed
+from isthmus.verification.sums import Members, averaging_groups, buffer_bytes, sums_s, well_formed
 from isthmus.verification.timing import Timed
 from isthmus.verification.verdict import CLOSE, BoundCheck, Ledger, Verdict
 
@@ -279,12 +279,12 @@ def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Ques
     needed = averaging_groups(held)
     if question.terms.copied:
         needed = _summed_by_copies(ledger, plan, copies_sums(question, graphs[0]), question.terms.feeders)
-    stated: dict[tuple[str, ...], list[str]] = {}
+    stated: dict[Members, list[str]] = {}
     for group in plan.sync.groups:
-        stated.setdefault(group.devices, []).extend(group.parameters)
+        stated.setdefault((group.devices, group.stages), []).extend(group.parameters)
     agree = [
         ledger.same(
-            f"sync: what {', '.join(members)} sum", ", ".join(sorted(stated.get(members, []))),
+            f"sync: what {', '.join(members[0])} sum", ", ".join(sorted(stated.get(members, []))),
             ", ".join(sorted(needed.get(members, []))),
         )
         for members in sorted({*needed, *stated})
@@ -306,16 +306,11 @@ def _sync(ledger: Ledger, plan: Plan, graphs: Sequence[CutGraph], question: Ques
 
 def _summed_by_copies(
     ledger: Ledger, plan: Plan, sums: dict[int, list[str]], feeders: tuple[str, ...]
-) -> dict[tuple[str, ...], list[str]]:  # fmt: skip
-    """What the holders sum, all stages together; each group's parameters must be those of its stage."""
+) -> dict[Members, list[str]]:  # fmt: skip
+    """What the holders sum, by stage."""
     ledger.same("sync.averages", plan.sync.averages, "gradients")
     ledger.same("sync.period", plan.sync.period, 1)
-    for number, group in enumerate(plan.sync.groups):
-        own = sums.get(group.stage, []) if group.stage is not None else []
-        strange = sorted(set(group.parameters) - set(own))
-        ledger.same(f"sync.groups[{number}]: parameters of other stages", ", ".join(strange) or "none", "none")
-    found = [name for names in sums.values() for name in names]
-    return {feeders: found} if found else {}
+    return {(feeders, (stage,) * len(feeders)): names for stage, names in sums.items()}
 
 
 def _predicted(ledger: Ledger, plan: Plan, timed: Sequence[Timed], averaging_s: float) -> float:

@@ -17,16 +17,21 @@ from isthmus.verification.question import FLOAT32_BYTES
 
 Sent = list[tuple[str, str, float]]
 """Source, target and bytes of each message of a round."""
+Members = tuple[tuple[str, ...], tuple[int, ...]]
+"""Devices, and the stages that sum on them, as a plan's groups have them."""
 Summed = tuple[tuple[str, ...], int]
 """Who sums together, in the order of the replicas, and how many bytes."""
 
 
-def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[tuple[str, ...], list[str]]:
-    """The parameters that each set of devices sums; devices in the order of the replicas."""
-    found: dict[tuple[str, ...], list[str]] = {}
+def averaging_groups(replicas: Sequence[tuple[Sequence[str], CutGraph]]) -> dict[Members, list[str]]:
+    """The parameters that each set of stages sums, in the order of the replicas; stages are told apart where a device
+    has several."""
+    found: dict[Members, list[str]] = {}
+    several = any(len(set(devices)) < len(devices) for devices, _ in replicas)
     for parameter in replicas[0][1].owners if len(replicas) > 1 else ():
-        members = tuple(devices[graph.owners[parameter][0]] for devices, graph in replicas)
-        found.setdefault(members, []).append(parameter)
+        stages = tuple(graph.owners[parameter][0] for _, graph in replicas)
+        members = tuple(devices[stage] for stage, (devices, _) in zip(stages, replicas, strict=True))
+        found.setdefault((members, stages if several else ()), []).append(parameter)
     return found
 
 
@@ -41,7 +46,8 @@ def summed_soonest(
 ) -> Sync:
     """Gradients summed by sharded parameter servers, in a ring or by way of each region's leader: each group as it
     ends soonest alone. `known` keeps what was chosen before on this fleet."""
-    return groups_soonest(fleet, replicas[0][1], averaging_groups(replicas).items(), known)
+    summed = ((devices, names) for (devices, _), names in averaging_groups(replicas).items())
+    return groups_soonest(fleet, replicas[0][1], summed, known)
 
 
 def groups_soonest(

@@ -19,7 +19,9 @@ def dream_replicas(problem: Problem, plan: Plan, planner: SyncPlanner) -> Plan:
     placed = [place(problem, x.order, x.boundaries, x.recompute or ()) for x in layouts_of(plan)]
     held = owners([(p.order, p.graphs) for p in placed])
     names = tuple(held)
-    average_s = [_average_s(problem, held[name], buffer_bytes(problem.flow, [name], "parameters")) for name in names]
+    average_s = [
+        _average_s(problem, held[name].devices, buffer_bytes(problem.flow, [name], "parameters")) for name in names
+    ]
     asked = SyncProblem(
         layers=names, iterations=problem.sync.period,
         workers=tuple(_profile(f"replica {r}", p, names, average_s) for r, p in enumerate(placed)),

@@ -284,7 +284,8 @@ def _check_trained(
                     "which its gradients or values would go, expected none that is shared"
                 )
         for group in plan.sync.groups:
-            outside = [d for d in group.devices if device in group.devices and not held[plan.devices.index(d)]]
+            members = plan.members(group)
+            outside = [plan.devices[m] for m in members if worker in members and not held[m]]
             if outside:
                 raise UserError(
                     f"{FIELD}.weights: got 'trained', and {device} sums gradients with {outside[0]}, which holds no "
