@@ -40,7 +40,8 @@ PUBLIC = {
     "StageMemory Stretch Sync SyncGroup SyncIteration SyncPlan SyncWorker Tasklet Terms classic_in_flight "
     "format_epsilon is_of_any_plan load_plan question_in_words read_spent save_plan",
     "planners": "ENTRY_POINTS INTERRUPTED Least Observer Planner SearchStopped can_price check_honoured check_planner "
-    "cut_short describe keep least looked_at observed_by over_counts plan planner_names scheduled whole_replicas",
+    "cut_short describe keep least legal_places looked_at observed_by over_counts plan planner_names scheduled "
+    "whole_replicas",
     "protocol": "Coordinator Holding Item Layout Lineage RunSpec StageView Worker items",
     "report": "Change ComparedPlan Comparison ComparisonSummary DeviceUse Explanation Headroom LinkUse PlanSummary "
     "PlanComparison PlanningProgress Progress DeviceMemoryUse StageSummary Transfer compared_table "

@@ -1,5 +1,6 @@
 """Who computes what, in which order: planners, one algorithm per file, and their registry."""
 
+from isthmus.planners.blocks import legal_places
 from isthmus.planners.least import Least, least
 from isthmus.planners.micro_batches import INTERRUPTED, over_counts
 from isthmus.planners.registry import (
@@ -18,6 +19,6 @@ from isthmus.planners.whole_replicas import whole_replicas
 
 __all__ = [
     "ENTRY_POINTS", "INTERRUPTED", "Least", "Observer", "Planner", "SearchStopped", "can_price", "check_honoured",
-    "check_planner", "cut_short", "describe", "keep", "least", "looked_at", "observed_by", "over_counts", "plan",
-    "planner_names", "scheduled", "whole_replicas",
+    "check_planner", "cut_short", "describe", "keep", "least", "legal_places", "looked_at", "observed_by",
+    "over_counts", "plan", "planner_names", "scheduled", "whole_replicas",
 ]  # fmt: skip
