@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 DOCS = Path(__file__).parents[2] / "docs"
-PAGES = ["start/first-run.md", "tutorials/own-model.md", "tutorials/federated.md"]
+PAGES = ["start/first-run.md", "tutorials/own-model.md", "tutorials/federated.md", "../README.md"]
 BLOCK = re.compile(r'^```(\w+)(?: title="([^"]+)")?\n(.*?)^```$', re.DOTALL | re.MULTILINE)
 END = "END-OF-A-BLOCK"
 
