@@ -44,6 +44,14 @@ class StageGraph(msgspec.Struct, frozen=True, kw_only=True):
     count: Ref | None = None
     outputs: dict[str, Ref] = {}
 
+    def received_from(self, source: int) -> tuple[Crossing, ...]:
+        """What arrives from another stage in the forward pass, in the order in which it travels."""
+        return tuple(c for c in self.receives if c.source == source)
+
+    def sent_to(self, target: int) -> tuple[Crossing, ...]:
+        """What goes to another stage in the forward pass, in the order in which it travels."""
+        return tuple(c for c in self.sends if c.target == target)
+
     def variables(self) -> tuple[Op, ...]:
         return tuple(op for op in self.ops if op.kind in ("parameter", "buffer", "constant"))
 

@@ -15,7 +15,7 @@ from isthmus.accelerators import HOST, Accelerator
 from isthmus.accelerators.copies import to_device
 from isthmus.errors import InternalError
 from isthmus.graph.opgraph import Op, Ref
-from isthmus.graph.partition import Crossing, StageGraph
+from isthmus.graph.partition import StageGraph
 from isthmus.protocol.finite import OnNonFinite
 from isthmus.training.faults import raise_if_jobs
 from isthmus.training.finite import HALF_TYPES
@@ -489,13 +489,3 @@ def gradient_dtype(dtype: torch.dtype) -> torch.dtype:
 
 def _no_gradient(parameter: Tensor) -> Tensor:
     return torch.zeros_like(parameter, dtype=gradient_dtype(parameter.dtype), requires_grad=False)
-
-
-def received_spec(stage: StageGraph, source: int) -> tuple[Crossing, ...]:
-    """What arrives from stage `source` in the forward pass, in the order in which it travels."""
-    return tuple(c for c in stage.receives if c.source == source)
-
-
-def sent_spec(stage: StageGraph, target: int) -> tuple[Crossing, ...]:
-    """What goes to stage `target` in the forward pass, in the order in which it travels."""
-    return tuple(c for c in stage.sends if c.target == target)

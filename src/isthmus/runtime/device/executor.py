@@ -60,7 +60,7 @@ from isthmus.runtime.device.ways import Ways
 from isthmus.runtime.messages.assignment import Assignment, GroupShare
 from isthmus.runtime.processes.kept_pages import keep_pages
 from isthmus.trace import Span
-from isthmus.training.engine import Engine, received_spec, sent_spec
+from isthmus.training.engine import Engine
 from isthmus.training.privatized import Privatizer
 from isthmus.training.scaling import LOSS_SCALE
 from isthmus.training.snapshot import Snapshot
@@ -303,7 +303,7 @@ class Executor:
         view = self.assignment.view
         for source in view.of(view.forward_from if training else view.eval_from, item, work.micro_batch):
             tensors = self.links.take("forward", source, work.item, work.micro_batch)
-            inputs |= {c.value: t for c, t in zip(received_spec(stage, source), tensors, strict=True)}
+            inputs |= {c.value: t for c, t in zip(stage.received_from(source), tensors, strict=True)}
         if training and work.micro_batch == view.own(item)[0]:
             self.links.reshape(item.step)
         with self._tasklets.micro_batch(work.work, work.item, work.micro_batch, self._least_s(work)):
@@ -313,7 +313,7 @@ class Executor:
                 self._finite.forward(number, inputs, out | covered)
         for target in view.of(view.forward_to if training else view.eval_to, item, work.micro_batch):
             leaves = out if self._private is None or not self._private.covers(target) else out | covered
-            crossing = sent_spec(stage, target)
+            crossing = stage.sent_to(target)
             self._outgoing["forward", target, work.micro_batch] = {label(c.value): leaves[c.value] for c in crossing}
 
     def _backward(self, work: Compute) -> None:
@@ -321,7 +321,7 @@ class Executor:
         view, item = self.assignment.view, self._items[work.item]
         came: dict[int, dict[Ref, Tensor]] = {}
         for target in sorted(view.of(view.backward_from, item, work.micro_batch), reverse=True):
-            due = [c.value for c in sent_spec(stage, target) if c.gradient]
+            due = [c.value for c in stage.sent_to(target) if c.gradient]
             tensors = self.links.take("backward", target, work.item, work.micro_batch)
             came[target] = dict(zip(due, tensors, strict=True))
         number = item.first_micro_batch + work.micro_batch
@@ -330,7 +330,7 @@ class Executor:
             gradients = self.engine.backward(number, arrived)
             self._finite.backward(number, gradients)
         for source in view.of(view.backward_to, item, work.micro_batch):
-            due = [c.value for c in received_spec(stage, source) if c.gradient]
+            due = [c.value for c in stage.received_from(source) if c.gradient]
             self._outgoing["backward", source, work.micro_batch] = {label(r): gradients[r] for r in due}
 
     def _least_s(self, work: Compute) -> float | None:

@@ -14,7 +14,7 @@ from isthmus.plans import Packing
 from isthmus.protocol.events import Parcel
 from isthmus.runtime.device.links import Signature
 from isthmus.runtime.messages.assignment import Assignment
-from isthmus.training.engine import gradient_dtype, received_spec, sent_spec
+from isthmus.training.engine import gradient_dtype
 
 
 def label(ref: Ref) -> str:
@@ -84,9 +84,9 @@ def expected_parcels(assignment: Assignment) -> dict[tuple[Parcel, int], frozens
     for stage in (train, assignment.evaluation):
         for source in {c.source for c in stage.receives}:
             packing = received.get(source) if stage is train else None  # evaluations are of the model as it is
-            cross("forward", source, received_spec(stage, source), packing)
+            cross("forward", source, stage.received_from(source), packing)
     for target in {c.target for c in train.sends}:
-        due = [c for c in sent_spec(train, target) if c.gradient]
+        due = [c for c in train.sent_to(target) if c.gradient]
         cross("backward", target, due, received.get(target))
     for owner in view.borrows_from:
         names = [n for n, o in train.borrows.items() if o == owner]
