@@ -128,7 +128,7 @@ def test_1f1b_holds_what_hides_the_round_trip_as_far_as_memory_goes() -> None:
     times = Pipeline(devices=("a", "b"), forward_s=(1, 1), backward_s=(1, 1), edges=edges, shared_s=0)
     assert times.round_trips_s == (24, 2)
     for batches, memory, expected in (
-        (100, (99, 99), (13, 2)), (6, (99, 99), (6, 2)), (100, (4, 1), (4, 1)), (1, (9, 9), (1, 1)),
+        (100, (99, 99), (13, 1)), (6, (99, 99), (6, 1)), (100, (4, 1), (4, 1)), (1, (9, 9), (1, 1)),
     ):  # fmt: skip
         rooms = [Room(capacity=most, fixed=0, each=1) for most in memory]
         assert in_flight_limits(problem(micro_batches=batches), times, rooms) == expected

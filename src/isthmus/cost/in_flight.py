@@ -26,13 +26,15 @@ def in_flight_limits(problem: Problem, times: Pipeline, rooms: Sequence[Room]) -
     """Micro-batches that each stage may hold.
 
     GPipe holds all. 1F1B holds what the classic schedule does, or as many as hide the round trip behind the
-    period, whichever is more, as far as memory goes; fewer than classic throttle the pipeline.
+    period, whichever is more, as far as memory goes; fewer than classic throttle the pipeline. The last stage holds
+    one: its backward waits for no gradient, and comes before the next forward.
     """
     classic = classic_in_flight(problem.schedule, len(times.devices), problem.micro_batches)
     if problem.schedule == "gpipe":
         return classic
     period = times.bottleneck[0]
     hiding = [math.ceil(r / period) + 1 if period else problem.micro_batches for r in times.round_trips_s]
+    hiding[-1] = 1
     found = [min(max(c, h), problem.micro_batches) for c, h in zip(classic, hiding, strict=True)]
     for stages in times.stages_of.values():
         _fit(found, stages, times.round_trips_s, rooms)

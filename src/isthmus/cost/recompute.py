@@ -47,7 +47,8 @@ def fastest(placed: Placement) -> Placement:
         if count == 1:
             return best
         tie_s = min(period_s, period_s - (step_s - best_s) / (count - 1))
-        must = [k < count and r / k >= tie_s for r, k in zip(now.times.round_trips_s, limits, strict=True)]
+        held_up = now.times.held_up_s(limits, count)
+        must = [held_up.get(stage, 0.0) >= tie_s for stage in range(len(limits))]
         stuck = any(m and chosen for m, chosen in zip(must, now.recompute, strict=True))
         if stuck or now.times.bottleneck[0] >= tie_s:
             return best

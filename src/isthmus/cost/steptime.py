@@ -119,8 +119,12 @@ class Pipeline:
 
     def throttled_period_s(self, in_flight: Sequence[int], micro_batches: int) -> float:
         """The period when stage s holds at most `in_flight[s]` micro-batches."""
-        limits = [r / k for r, k in zip(self.round_trips_s, in_flight, strict=True) if k < micro_batches]
-        return max([self.bottleneck[0], *limits])
+        return max([self.bottleneck[0], *self.held_up_s(in_flight, micro_batches).values()])
+
+    def held_up_s(self, in_flight: Sequence[int], micro_batches: int) -> dict[int, float]:
+        """The period that each stage's limit imposes. The last stage waits for no gradient: its limit imposes none."""
+        limits = enumerate(zip(self.round_trips_s, in_flight, strict=True))
+        return {s: r / k for s, (r, k) in limits if k < micro_batches and s < len(self.devices) - 1}
 
     def step_s(self, micro_batches: int, period_s: float | None = None) -> float:
         period = self.bottleneck[0] if period_s is None else period_s
@@ -282,8 +286,8 @@ def prediction(times: Pipeline, in_flight: Sequence[int], micro_batches: int) ->
     period = times.throttled_period_s(in_flight, micro_batches)
     slowest, bottleneck = times.bottleneck
     if period > slowest:
-        short = [s for s, held in enumerate(in_flight) if held < micro_batches]
-        held_up = max(short, key=lambda s: times.round_trips_s[s] / in_flight[s])
+        limits = times.held_up_s(in_flight, micro_batches)
+        held_up = max(limits, key=lambda s: limits[s])
         bottleneck = f"memory of device {times.devices[held_up]} ({in_flight[held_up]} micro-batches in flight)"
     return Prediction(
         step_s=times.step_s(micro_batches, period),

@@ -139,11 +139,11 @@ def _claims(placed: Placement, replica: Replica) -> list[tuple[float, str]]:
         found += [(seconds, f"link {a} -> {b}, {' and '.join(words)}")]
     found += [(s, f"the shared uplink of {region}") for region, s in times.uplinks_s]
     # A limit that hides the round trip is a choice; only one that does not is for want of memory.
-    limits = zip(times.round_trips_s, replica.schedule.in_flight, times.devices, strict=True)
+    limits = replica.schedule.in_flight
     found += [
-        (round_trip_s / limit, f"memory of {name}, which holds {limit} micro-batches at once")
-        for round_trip_s, limit, name in limits
-        if limit < replica.micro_batches and round_trip_s / limit > times.bottleneck[0]
+        (seconds, f"memory of {times.devices[stage]}, which holds {limits[stage]} micro-batches at once")
+        for stage, seconds in times.held_up_s(limits, replica.micro_batches).items()
+        if seconds > times.bottleneck[0]
     ]
     return sorted(found, key=lambda claim: -claim[0])
 
