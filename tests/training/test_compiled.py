@@ -5,6 +5,7 @@ from __future__ import annotations
 import os
 import random
 import shutil
+import threading
 from collections.abc import Callable
 
 import pytest
@@ -14,7 +15,9 @@ from torch import Tensor
 from zoo import Dropouts, X, model
 
 from isthmus.accelerators import HOST
+from isthmus.errors import PeerError, StepError
 from isthmus.graph import Ref
+from isthmus.runtime.device.compiling import unless_outdated
 from isthmus.training import compile_choice
 from isthmus.training.compile_choice import compile_where_it_pays
 from isthmus.training.compiled import Backend, CompiledProgram
@@ -101,6 +104,25 @@ def test_a_stage_that_cannot_be_compiled_computes_as_before() -> None:
         assert found.note.startswith("not compiled: ") and why in found.note and "\n" not in found.note
 
 
+def test_an_operator_that_fails_is_named() -> None:
+    """What compiled code raises says nothing of the job's model."""
+
+    def fails(module: torch.fx.GraphModule, inputs: list[Tensor]) -> Callable[..., list[Tensor]]:
+        def call(*inputs: Tensor) -> list[Tensor]:
+            module(*inputs)
+            raise RuntimeError("kernel.cpp:33, index out of bounds")
+
+        return call
+
+    engine, batch = engine_of("mlp")
+    engine.program = CompiledProgram(engine.eager, fails)
+    with pytest.raises(RuntimeError, match=r"kernel\.cpp:33"):
+        engine.forward(0, 0, batch)
+    wrong = {ref: value if value.is_floating_point() else value + 10**6 for ref, value in batch.items()}
+    with pytest.raises(StepError, match=r"cross_entropy_loss"):
+        engine.forward(0, 0, wrong)
+
+
 def test_random_operators_draw_what_they_drew() -> None:
     """Bit for bit: they are called between what is joined."""
     engine, batch = engine_of("", dropout=True)
@@ -108,6 +130,16 @@ def test_random_operators_draw_what_they_drew() -> None:
     other, _ = engine_of("", dropout=True)
     other.program = CompiledProgram(other.eager, "eager")
     assert (other.forward(3, 1, batch), other.loss) == expected
+
+
+def test_a_stage_of_an_old_plan_is_not_waited_for() -> None:
+    ends, asked = threading.Event(), iter([False, False, True])
+    assert unless_outdated(lambda: "compiled", lambda: False) == "compiled"
+    with pytest.raises(ZeroDivisionError):
+        unless_outdated(lambda: str(1 // 0), lambda: False)
+    with pytest.raises(PeerError, match="another plan"):
+        unless_outdated(lambda: str(ends.wait()), lambda: next(asked))
+    ends.set()
 
 
 @pytest.mark.skipif(

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Callable, Mapping
 from functools import partial
@@ -18,6 +19,8 @@ from isthmus.training.engine import TorchEngine
 from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.units import format_duration
 
+_ONE_AT_A_TIME = threading.Lock()
+"""Of the stages of one device: what is measured has the device to itself."""
 PASSES = 3
 """Of each way to compute, in turn; the quickest counts."""
 
@@ -32,13 +35,21 @@ class CompileChoice(msgspec.Struct, frozen=True, kw_only=True):
 
 def compile_where_it_pays(
     engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend = "inductor"
-) -> CompileChoice:  # fmt: skip
+) -> CompileChoice:
     """Compile the engine's training program, time forward and backward of a micro-batch both ways, and keep the
     quicker. Weights, buffers, gradients and random generators stay as they are.
 
     `columns` are those of the stage, of one micro-batch; what other stages send is made up. A stage that cannot be
     compiled computes as before, and the note says why. An error of the accelerator's driver is raised.
     """
+    with _ONE_AT_A_TIME:
+        choice = _chosen(engine, columns, backend)
+    engine.accelerator.release_cached()  # what compiling took is no part of what the stage takes
+    engine.accelerator.reset_peak()
+    return choice
+
+
+def _chosen(engine: TorchEngine, columns: Mapping[Ref, Tensor], backend: Backend) -> CompileChoice:
     started_s = time.perf_counter()
     inductor.compile_threads = 1  # others are processes that outlive this one, or forks of a process with threads
     batch = {**_made_up(engine), **columns}
@@ -55,7 +66,6 @@ def compile_where_it_pays(
         if is_drivers(e):
             raise
         why = "out of memory" if is_short_of_memory(e) else f"{type(e).__name__}: {' '.join(str(e).split())[:200]}"
-        engine.accelerator.release_cached()
         return CompileChoice(compiled=False, note=f"not compiled: {why}")
     times = f"{format_duration(taken[True])} per micro-batch, {format_duration(taken[False])} without"
     if taken[True] >= taken[False]:

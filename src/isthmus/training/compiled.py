@@ -18,6 +18,7 @@ from torch._ops import OpOverload
 from torch.fx.node import Argument
 
 from isthmus.graph.opgraph import Ref
+from isthmus.training.faults import is_drivers, is_short_of_memory
 from isthmus.training.program import Program, Slot, Step
 
 Backend = str | Callable[..., object]
@@ -30,6 +31,7 @@ _Named = dict[str, Argument]
 
 
 class _Segment(NamedTuple):
+    steps: tuple[Step, ...]
     call: Callable[..., Sequence[Tensor]]
     takes: tuple[Ref, ...]
     gives: tuple[Ref, ...]
@@ -40,7 +42,12 @@ class CompiledProgram:
     """As `Program`, for the same values."""
 
     def __init__(self, program: Program, backend: Backend = "inductor") -> None:
-        """Nothing is compiled before the first run."""
+        """Nothing is compiled before the first run.
+
+        (Rejected: CUDA graphs, as by mode="reduce-overhead". While a stream is captured no other thread may allocate on
+        the device or ask for an event, and the links' threads do both; and a graph writes each micro-batch's results
+        where the last one's are, which may wait for their backward.)
+        """
         self._parts: list[_Segment | Step] = []
         for joins, steps in groupby(program.steps, key=_is_joined):
             found = tuple(steps)
@@ -48,11 +55,18 @@ class CompiledProgram:
         self._program = program
 
     def run(self, values: Values, step: int, micro_batch: int) -> Values:
+        """StepError as `Program.run`; what torch's compiler raises by itself is raised as it is."""
         for part in self._parts:
             if isinstance(part, Step):
                 self._program.call(part, values, step, micro_batch)
                 continue
-            results = part.call(*(values[ref] for ref in part.takes))
+            try:
+                results = part.call(*(values[ref] for ref in part.takes))
+            except Exception as e:
+                if not (is_short_of_memory(e) or is_drivers(e)):
+                    for one in part.steps:  # an error of the job's is raised here, with the operator's name
+                        self._program.call(one, values, step, micro_batch)
+                raise
             values.update(zip(part.gives, results, strict=True))
             for ref in part.last_use:
                 values.pop(ref, None)
@@ -64,12 +78,13 @@ def _is_joined(step: Step) -> bool:
     return isinstance(step.call, OpOverload) and not step.random
 
 
-def _compiled(steps: Sequence[Step], backend: Backend) -> _Segment:
+def _compiled(steps: tuple[Step, ...], backend: Backend) -> _Segment:
     graph, takes, gives = _graph_of(steps)
     module = fx.GraphModule(torch.nn.Module(), graph)
-    call = torch.compile(module, backend=backend, fullgraph=True, dynamic=False)
+    # Not fullgraph: errors of compiled code, those of memory too, would be hidden behind one of the compiler's.
+    call = torch.compile(module, backend=backend, dynamic=False)
     ended = {ref for step in steps for ref in step.last_use}
-    return _Segment(cast("Callable[..., Sequence[Tensor]]", call), takes, gives, tuple(ended & set(takes)))
+    return _Segment(steps, cast("Callable[..., Sequence[Tensor]]", call), takes, gives, tuple(ended & set(takes)))
 
 
 def _graph_of(steps: Sequence[Step]) -> tuple[fx.Graph, tuple[Ref, ...], tuple[Ref, ...]]:

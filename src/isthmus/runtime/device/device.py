@@ -314,7 +314,13 @@ class Device:
         if released is not None:
             private = Privatizer(released, keeps=not assignment.frozen, accelerator=self._accelerator)
         engine = self._engine(assignment, values)
-        notes = compile_stage(engine, assignment, Batches(assignment, self._data))
+        try:
+            notes = compile_stage(
+                engine, assignment, Batches(assignment, self._data), lambda: self._control.outdated(assignment.epoch)
+            )
+        except PeerError as e:
+            self._say_failed(e)
+            return
         executor = Executor(
             assignment, engine, self._data, self._inbox, self._report, values, private, self._site.sharing,
         )  # fmt: skip
