@@ -17,6 +17,7 @@ from isthmus.cost import (
     place,
     step_price,
 )  # fmt: skip
+from isthmus.cost.steptime import FedPipeline, prediction
 from isthmus.errors import FleetTooSmall, UserError
 from isthmus.fleet import Device, Fleet, Link, Links, Route, Site, corrected
 from isthmus.graph import Affine, Flow, Op, OpGraph, Ref, TensorSpec
@@ -121,6 +122,16 @@ def test_the_round_trip_is_the_longest_path_not_the_sum() -> None:
     assert times.round_trips_s == (16, 9, 3)
     assert times.throttled_period_s((2, 8, 8), 100) == 8
     assert times.throttled_period_s((2, 8, 8), 2) == 3  # all micro-batches in flight: nothing to wait for
+
+
+def test_the_last_stage_is_not_held_up_by_its_limit_where_holders_parts_add_up_to_less_than_one() -> None:
+    way = Pipeline(devices=("a", "z"), forward_s=(0.1, 0.5), backward_s=(0.1, 0.5), edges=(), shared_s=0)
+    times = FedPipeline(
+        devices=way.devices, forward_s=way.forward_s, backward_s=way.backward_s, edges=(), shared_s=0,
+        ways=(way, way, way), shares=(1 / 6, 4 / 6, 1 / 6), copied=frozenset({0}),
+    )  # fmt: skip
+    assert times.bottleneck[0] < times.round_trips_s[1]
+    assert prediction(times, (6, 1), 6).bottleneck == "device z"
 
 
 def test_1f1b_holds_what_hides_the_round_trip_as_far_as_memory_goes() -> None:
