@@ -149,9 +149,10 @@ def _averaging_s(fleet: Fleet, replicas: Sequence[_Pipeline]) -> float:
     held = [(p.devices, p.graph) for p in replicas]
     groups = tuple(
         fastest(fleet, SyncGroup(
-            devices=devices, parameters=tuple(names), size_bytes=buffer_bytes(replicas[0].graph, names, "gradients"),
+            devices=devices, stages=stages, parameters=tuple(names),
+            size_bytes=buffer_bytes(replicas[0].graph, names, "gradients"),
         ))
-        for devices, names in averaging_groups(held).items()
+        for (devices, stages), names in averaging_groups(held).items()
     )  # fmt: skip
     return sync_s(fleet, Sync(groups=groups))
 

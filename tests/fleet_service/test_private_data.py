@@ -23,6 +23,7 @@ from isthmus.fleet import dump_fleet
 from isthmus.graph import Flow, cuts
 from isthmus.job import Job, PlanConfig, Prepared, prepare
 from isthmus.runtime.conducting.holders import Holders
+from isthmus.runtime.processes.interrupting import Stop
 from tests.runtime.jobs import final_weights, fleet_of, job_of, plain_run
 
 from .holders import SPEC, Joined, write_samples
@@ -96,7 +97,7 @@ def go(job: Job, joined: Joined, run: Path, plan: Path | None = None, *, resume:
     said = io.StringIO()
     choices = Choices(run=run, crew=joined.fleet.service, plan=plan, resume=resume)
     console = Console(file=said, width=200)
-    assert run_job(job, choices, Terminal(console, console)).outcome == "done", said.getvalue()
+    assert run_job(job, choices, Terminal(console, console), Stop()).outcome == "done", said.getvalue()
     return said.getvalue()
 
 

@@ -140,7 +140,7 @@ def test_layers_that_do_not_fit_are_named(gpt: Compute) -> None:
 
 
 def test_what_the_allocator_has_not_counts_as_what_does_not_fit(gpt: Compute, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "10MiB")
+    monkeypatch.setenv("ISTHMUS_CHECKED_MEMORY", "40MiB")
     first, *_, last = (msgspec.structs.replace(layers, memory_bytes=0) for layers in _trial(gpt).layers)
     many = msgspec.structs.replace(_trial(gpt).engine, micro_batch_size=256)
     hasty = msgspec.structs.replace(_trial(gpt), layers=(first, last), engine=many)
