@@ -68,6 +68,7 @@ class Run(Protocol):
 
 def run_simulated(job: FederatedJob, choices: FederatedChoices, observer: Observer, stop: Stop) -> FederatedResult:
     """Clients of a population, on executors of this machine. Raises Interrupted where it ended at once."""
+    stop.check()
     check_simulation(job)
 
     def begin(folder: Path) -> tuple[Run, Act]:
@@ -85,6 +86,7 @@ def deploy(
     job: FederatedJob, choices: FederatedChoices, serving: ServeAs, observer: Observer, stop: Stop
 ) -> FederatedResult:  # fmt: skip
     """At the sites of the service that `serving` opens."""
+    stop.check()
     check_deployment(job)
 
     def begin(folder: Path) -> tuple[Run, Act]:

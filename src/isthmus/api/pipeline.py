@@ -55,6 +55,7 @@ class Choices(msgspec.Struct, frozen=True, kw_only=True):
 def run_job(job: Job, choices: Choices, observer: Observer, stop: Stop) -> Run:
     """To its end, or to a good end once it is to stop: then what is leased is finished, and a checkpoint saved. Raises
     Interrupted where it ended at once: before it began, or by a second Ctrl-C."""
+    stop.check()
     folder = _folder(job, choices)
     folder.check_kind(federated=False)
     with folder.claimed():
