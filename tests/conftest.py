@@ -13,9 +13,9 @@ import pytest
 import torch
 
 from isthmus.runtime.processes import launcher
+from tests.nurseries import end_all, kept_nursery
 
 from . import examples
-from .nurseries import end_all, kept_nursery
 
 torch.set_num_threads(1)
 # A suite that was started in the background may have inherited that Ctrl-C is ignored, and would pass that on.

@@ -42,10 +42,9 @@ from isthmus.runtime.conducting.run import RunOptions, Watcher, check_outcome, t
 from isthmus.training import engine
 from isthmus.training.engine import TorchEngine
 from isthmus.training.optim import OptimizerConfig
+from tests.accelerators.thread_crew import ThreadCrew
 from tests.runtime.jobs import DIGITS, RESNET, TEXT, final_weights, fleet_of, images, job_of, random_cut
 from tests.runtime.test_run_parity import BERT, GPT, pairs
-
-from .thread_crew import ThreadCrew
 
 HARDWARE = sorted({name.partition(":")[0] for name in accelerator_names()}) or [
     pytest.param("", marks=pytest.mark.skip("no accelerator here: `make test-gpu` runs it on one"))
