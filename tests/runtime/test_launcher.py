@@ -94,7 +94,8 @@ def test_when_the_forking_process_is_killed_its_devices_end(own_nursery: None, a
 
 def test_they_end_with_a_launcher_that_is_killed(address: str, tmp_path: Path) -> None:
     code = (
-        "import sys, time; from pathlib import Path; from isthmus.runtime.processes.launcher import Launcher, Place\n"
+        "import sys, time\nfrom pathlib import Path\n"
+        "from isthmus.runtime.processes.launcher import Launcher, Place\n"
         f"Launcher({address!r}, 'run', logs=Path(sys.argv[1])).start('oslo', Place()); time.sleep(60)"
     )
     with subprocess.Popen([sys.executable, "-c", code, str(tmp_path)]) as parent:
